@@ -26,7 +26,7 @@ from rlhf_core.config import Publication, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.revisions import forget
 from rlhf_core.preflight.inputs import require_here
-from rlhf_core.recipe.gates import GateFailed, gates_behind, holding, uncheckable
+from rlhf_core.recipe.gate_checks import GateFailed, gates_behind, holding, uncheckable
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.launch import SeveralFailed
 from rlhf_core.runs.prepared import prepared
@@ -36,13 +36,13 @@ from rlhf_core.runs.run_records import asked
 from rlhf_core.system import orphan_watcher
 from tasks.decisions.approval import ask_about, await_approvals
 from tasks.decisions.champion import promote_published, roll_back
-from tasks.decisions.gates import check_gates
+from tasks.decisions.gate_decisions import check_gates
 from tasks.keys import provided, variables
 from tasks.notify import notify_gates, notify_stage, notify_state
-from tasks.report import found, record_failure, reported, statuses_of
+from tasks.run_report import found, record_failure, reported, statuses_of
 from tasks.served import recipe_of_run
 from tasks.stages import run_stage
-from tasks.store import fetch_parents
+from tasks.stored_stages import fetch_parents
 from tasks.temporary_server import OwnServerFlow
 
 MAX_RECIPE_NAME = 36  # characters of a run's name taken by the recipe; the name has at most 64

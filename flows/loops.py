@@ -15,7 +15,7 @@ from prefect.states import Completed
 
 from flows.alignment import flow, require_type, run_all
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
+from rlhf_core.recipe.gate_checks import ApprovalAwaited, GateFailed
 from rlhf_core.recipe.loop_record import (
     LoopState,
     begin,
@@ -30,7 +30,7 @@ from rlhf_core.recipe.loop_record import (
 )
 from rlhf_core.runs.remote.remote_files import StoreFault
 from rlhf_core.runs.remote.store import store_of
-from rlhf_core.stages.publication.champion import champions_of, complete
+from rlhf_core.stages.publication.champion_record import champions_of, complete
 from tasks.decisions.approval import asked_by_this_run
 from tasks.keys import provided, variables
 from tasks.served import recipe_of_run

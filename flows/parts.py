@@ -12,7 +12,7 @@ from rlhf_core.recipe.plan import plan
 from rlhf_core.recipe.sentences import unknown
 from tasks.keys import provided, variables
 from tasks.served import recipe_of_run
-from tasks.store import fetch_parents
+from tasks.stored_stages import fetch_parents
 
 
 @flow

@@ -26,9 +26,9 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_expo
 
 from rlhf_core.config import Event, Notify, Recipe
 from rlhf_core.config.gates import Verdict
-from rlhf_core.recipe.load import given_recipe
+from rlhf_core.recipe.load_recipe import given_recipe
 from rlhf_core.recipe.plan import Node
-from rlhf_core.runs.approval import Approval
+from rlhf_core.runs.approval_record import Approval
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.proxies import proxy_of
 from tasks.served import recipe_of_run

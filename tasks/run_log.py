@@ -8,7 +8,7 @@ from typing import get_args
 
 import httpx
 
-from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
+from rlhf_core.recipe.gate_checks import ApprovalAwaited, GateFailed
 from rlhf_core.runs.launch import SeveralFailed, StageFailed
 from rlhf_core.runs.remote.remote_files import StoreFault
 from rlhf_core.system.machine import MachineLacks, disk_problem

@@ -22,7 +22,7 @@ from prefect.client.orchestration import get_client
 from pydantic import BaseModel
 
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.load import given_overrides, given_recipe, split_overrides
+from rlhf_core.recipe.load_recipe import given_overrides, given_recipe, split_overrides
 from rlhf_core.recipe.sentences import unknown
 from rlhf_core.records import RECIPE_ONLY
 

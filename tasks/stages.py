@@ -20,12 +20,12 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_image_artifact, create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from evaluation.alignment_tax.report import TAX, TaxReport
-from evaluation.calibration.records import CALIBRATION, CalibrationReport, calibration_tables
-from evaluation.regression.records import REGRESSION, RegressionReport, regression_table
+from evaluation.alignment_tax.tax_report import TAX, TaxReport
+from evaluation.calibration.calibration_report import CALIBRATION, CalibrationReport, calibration_tables
+from evaluation.regression.regression_report import REGRESSION, RegressionReport, regression_table
 from evaluation.report.summary import curves_of
 from rlhf_core.config import KINDS
-from rlhf_core.data.report import MARKDOWN as DATA_REPORT
+from rlhf_core.data.data_report import MARKDOWN as DATA_REPORT
 from rlhf_core.records import EvalReport, StageResult
 from rlhf_core.runs.allotment import check_stop, variables
 from rlhf_core.runs.launch import StageFailed, launch
@@ -35,7 +35,7 @@ from rlhf_core.system.files import Digests
 from rlhf_core.system.markdown_table import table
 from rlhf_core.system.processes import WRONG_INPUT
 from tasks.slots import machine
-from tasks.store import fetch_stage, states_uploaded, upload_stage
+from tasks.stored_stages import fetch_stage, states_uploaded, upload_stage
 from tasks.temporary_server import keep_server
 
 RETRIES = 1

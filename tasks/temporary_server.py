@@ -55,7 +55,7 @@ def start_server() -> None:
     with contextlib.suppress(OSError):  # tried once more below
         ours.begin()
     # Every run imports it at its end, which takes two seconds; the server needs that time to start.
-    from evaluation.report import page  # noqa: F401
+    from evaluation.report import run_page  # noqa: F401
 
     try:
         ours.start(_start_seconds())

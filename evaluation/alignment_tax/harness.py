@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from evaluation.alignment_tax.records import ModelScores, Score, TaskScores
+from evaluation.alignment_tax.task_scores import ModelScores, Score, TaskScores
 from evaluation.answers.served_models import LocalModel
 from rlhf_core.config import AlignmentTax
 from rlhf_core.config.judging.lm_eval_tasks import is_path, located, read_task, task_name
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.recipe.sentences import unknown
-from rlhf_core.rollout.vllm.server import Server
+from rlhf_core.rollout.vllm.vllm_server import Server
 
 # tolerance for treating a metric as the mean of its documents' values, which can be compared per document
 SAME_MEAN = 1e-6

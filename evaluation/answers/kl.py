@@ -14,7 +14,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, stored_suffix
 from rlhf_core.data.questions import Question
 from rlhf_core.models.document_leak import detect_document_leak
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.policy import Policy
 from rlhf_core.stages.reference_logprobs import answer_logprobs
 

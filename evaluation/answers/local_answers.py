@@ -29,7 +29,7 @@ from rlhf_core.models.lora import base_of
 from rlhf_core.system.files import digest, write_text
 
 if TYPE_CHECKING:
-    from rlhf_core.rollout.contract import RolloutEngine
+    from rlhf_core.rollout.engine_contract import RolloutEngine
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def generate(
 ) -> list[ModelAnswer]:
     """Generates one answer to each question, in order. Each answer's seed is derived from `seed` and the
     question's uid, so the order has no effect."""
-    from rlhf_core.rollout.contract import Sampling
+    from rlhf_core.rollout.engine_contract import Sampling
 
     prompts = [renderer.prompt_within(question.messages, config.prompt_max_len) for question in questions]
     samples = sampler.generate(

@@ -14,7 +14,7 @@ from rlhf_core.config import AlignmentTax, EngineConfig, VllmJudge
 from rlhf_core.hub.positions import positions_of
 from rlhf_core.models.lora import base_of
 from rlhf_core.models.precision import stored_dtype
-from rlhf_core.rollout.vllm.server import Server, serving
+from rlhf_core.rollout.vllm.vllm_server import Server, serving
 from rlhf_core.runs.lineage import stage_of
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.files import Digests, digest

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.calibration.records import Estimate
+from evaluation.calibration.calibration_report import Estimate
 from evaluation.scores.scoring import CELLS, Floats
 from rlhf_core.mean_interval import mean_interval
 

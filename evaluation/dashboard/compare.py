@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import NamedTuple
 from urllib.parse import quote
 
-from evaluation.dashboard import charts
-from evaluation.dashboard.folder import STAGES, Folder, Missing
+from evaluation.dashboard import dashboard_charts
+from evaluation.dashboard.artifacts_folder import STAGES, Folder, Missing
 from rlhf_core.runs.differences import RunDifference, changed, stage_differences
 from rlhf_core.runs.run_records import RunRecord
 
@@ -29,7 +29,7 @@ class Overlay(NamedTuple):
     """The curves of a stage that both sides have."""
 
     stage: str
-    panels: list[charts.DrawnPanel]
+    panels: list[dashboard_charts.DrawnPanel]
 
 
 def side(folder: Folder, given: str) -> Side:
@@ -82,15 +82,15 @@ def overlays(folder: Folder, one: Side, other: Side) -> list[Overlay]:
         kind = str(folder.request(dirs[0]).get("config", {}).get("stage", ""))
         labels = ("first", "second") if len(dirs) == 2 else ("both",)
         runs = [drawable(folder, run_dir.name, label) for run_dir, label in zip(dirs, labels, strict=True)]
-        if mine and theirs and (panels := charts.main_panels(kind, runs)):
+        if mine and theirs and (panels := dashboard_charts.main_panels(kind, runs)):
             found.append(Overlay(name, panels))
     return found
 
 
-def drawable(folder: Folder, run_dir: str, label: str = "") -> charts.LabelledCurves:
-    """Returns the curves of a stage in the form that charts.py draws."""
+def drawable(folder: Folder, run_dir: str, label: str = "") -> dashboard_charts.LabelledCurves:
+    """Returns the curves of a stage in the form that dashboard_charts.py draws."""
     found = folder.curves(folder.path / STAGES / run_dir)
-    return charts.LabelledCurves(label, found.points, found.not_finite)
+    return dashboard_charts.LabelledCurves(label, found.points, found.not_finite)
 
 
 def _short(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from evaluation.dashboard.folder import Folder, Missing
+from evaluation.dashboard.artifacts_folder import Folder, Missing
 from evaluation.dashboard.state import Stage, numbers
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import Cost, StageConfig

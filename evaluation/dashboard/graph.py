@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from evaluation.dashboard.folder import NAME, STAGES, Folder
+from evaluation.dashboard.artifacts_folder import NAME, STAGES, Folder
 from evaluation.dashboard.state import Stage, stage_of
 from evaluation.report.drawing.dag import Drawing, draw
 from rlhf_core.hub.ids import shown

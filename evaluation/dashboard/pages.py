@@ -22,8 +22,8 @@ from urllib.parse import quote
 import jinja2
 from markupsafe import Markup
 
-from evaluation.dashboard import charts, compare, cost, graph, state
-from evaluation.dashboard.folder import Folder, Missing, identity_of, inside, key_of, recipe_of
+from evaluation.dashboard import compare, cost, dashboard_charts, graph, state
+from evaluation.dashboard.artifacts_folder import Folder, Missing, identity_of, inside, key_of, recipe_of
 from evaluation.report.iterations import WAIT, phases_of, rollouts
 from evaluation.report.template import environment
 from rlhf_core.recipe.loop_record import FILE as LOOP
@@ -168,7 +168,7 @@ def run_page(folder: Folder, recipe: str, identity: str) -> Page:
     def curves() -> str:
         running = [stage for stage in stages() if stage.state == "running"]
         drawn = [
-            (one, charts.main_panels(one.kind, [compare.drawable(folder, one.folder)])[:MAX_PANELS])
+            (one, dashboard_charts.main_panels(one.kind, [compare.drawable(folder, one.folder)])[:MAX_PANELS])
             for one in running
         ]
         return fill("run.curves", drawn=[(stage, panels) for stage, panels in drawn if panels])
@@ -205,8 +205,8 @@ def stage_page(folder: Folder, name: str) -> Page:
         last = folder.curves(run_dir).last
         return fill(
             "stage.curves",
-            panels=charts.main_panels(kind(), runs),
-            others=charts.other_panels(kind(), runs),
+            panels=dashboard_charts.main_panels(kind(), runs),
+            others=dashboard_charts.other_panels(kind(), runs),
             last=last,
         )
 

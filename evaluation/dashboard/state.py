@@ -18,17 +18,25 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from evaluation.dashboard.folder import FRESH, STAGES, Folder, Missing, identity_of, inside, recipe_of
+from evaluation.dashboard.artifacts_folder import (
+    FRESH,
+    STAGES,
+    Folder,
+    Missing,
+    identity_of,
+    inside,
+    recipe_of,
+)
 from evaluation.dashboard.growing import Attempt, is_number
 from evaluation.report.template import percent
 from rlhf_core.config import KINDS
 from rlhf_core.config.gates import Gate
-from rlhf_core.runs.approval import FILE as APPROVAL
-from rlhf_core.runs.approval import Approval
+from rlhf_core.runs.approval_record import FILE as APPROVAL
+from rlhf_core.runs.approval_record import Approval
 from rlhf_core.runs.run_dir import HOLDER, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
 from rlhf_core.runs.run_records import RunRecord
 
-CHAMPION = "champion.json"  # rlhf_core/stages/publication/champion.py keeps it in a recipe's folder
+CHAMPION = "champion.json"  # rlhf_core/stages/publication/champion_record.py keeps it in a recipe's folder
 WIN_RATE = "win_rate/"  # followed by the name of a model
 PARENTS = "waits for "  # followed by the names of the stages before it
 HOST = re.compile(r" on (\S+) since ")

@@ -21,7 +21,7 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.system.files import digest
 
 if TYPE_CHECKING:
-    from rlhf_core.models.scoring import RewardScorer
+    from rlhf_core.models.reward_scoring import RewardScorer
 
 CACHE = "judge_cache"
 LOGS = "servers"
@@ -111,7 +111,7 @@ def load_reward_model(
 ) -> tuple[RewardScorer, Renderer]:
     """Loads a reward model to the device. Returns it with the renderer for its inputs."""
     # imports torch's model code, so only when needed
-    from rlhf_core.models.scoring import RewardScorer
+    from rlhf_core.models.reward_scoring import RewardScorer
 
     path = request.inputs[name]
     reward_config = model_config(

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from evaluation.labelling.records import LABELS, HumanLabel, in_force
+from evaluation.labelling.label_records import LABELS, HumanLabel, in_force
 from evaluation.scores.arena_hard import IntervalEstimate
 from evaluation.scores.scoring import CELLS, Floats, QuestionSums, rate_interval, sums_of
 from rlhf_core.data.labels import LabelLine

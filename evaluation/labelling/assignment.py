@@ -21,8 +21,8 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import NamedTuple
 
-from evaluation.labelling.records import LABELS, ComparedPair, HumanLabel, Side, in_force
-from evaluation.labelling.store import LabelFile
+from evaluation.labelling.label_records import LABELS, ComparedPair, HumanLabel, Side, in_force
+from evaluation.labelling.label_store import LabelFile
 
 GAP = 10  # labels of other pairs before a pair is shown again
 HOLD_SECONDS = 900.0  # how long a pair that a page shows stays reserved

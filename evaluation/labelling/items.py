@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evaluation.labelling.records import ComparedPair
+from evaluation.labelling.label_records import ComparedPair
 from evaluation.scores.arena_files import folders, read_judgments, rows_of
 from rlhf_core.config import Data, Source
 from rlhf_core.data.documents import Message
 from rlhf_core.data.rows.columns import Located, preference_of, prompt_of, text_of, written
-from rlhf_core.data.rows.files import is_file, raw_rows
 from rlhf_core.data.rows.mixture import placed_rows
+from rlhf_core.data.rows.row_files import is_file, raw_rows
 from rlhf_core.runs.run_dir import RESULT
 from rlhf_core.runs.run_records import RUN
 from rlhf_core.system.files import digest, read_json

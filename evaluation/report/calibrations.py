@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from evaluation.calibration.records import CALIBRATION, CalibrationReport
+from evaluation.calibration.calibration_report import CALIBRATION, CalibrationReport
 from evaluation.report.summary import Evaluated, Evidence
 from evaluation.report.template import percent
 from rlhf_core.config import Evaluation, RuleJudge

@@ -10,7 +10,7 @@ from evaluation.report.summary import Evaluated, Evidence, trend
 from evaluation.report.template import interval, number, percent
 from rlhf_core.config import KINDS
 from rlhf_core.config.gates import Verdict
-from rlhf_core.recipe.gates import holding
+from rlhf_core.recipe.gate_checks import holding
 
 
 class Tile(NamedTuple):

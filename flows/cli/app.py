@@ -17,20 +17,20 @@ from typing import Any
 from cyclopts import App, CycloptsError
 
 from flows.cli import artifacts as cli_artifacts
-from flows.cli import loops as cli_loops
+from flows.cli import first_commands as cli_start
+from flows.cli import loop_commands as cli_loops
 from flows.cli import prepare as cli_prepare
-from flows.cli import run as cli_run
-from flows.cli import start as cli_start
+from flows.cli import run_commands as cli_run
 from flows.cli.operate import approve as cli_approve
-from flows.cli.operate import champion as cli_champion
+from flows.cli.operate import champion_commands as cli_champion
 from flows.cli.operate import dashboard as cli_dashboard
-from flows.cli.operate import feedback as cli_feedback
+from flows.cli.operate import feedback_commands as cli_feedback
 from flows.cli.operate import label as cli_label
-from flows.cli.operate import suite as cli_suite
-from flows.cli.operate import triggers as cli_triggers
+from flows.cli.operate import suite_commands as cli_suite
+from flows.cli.operate import trigger_commands as cli_triggers
 from flows.cli.show import FAILED, INTERRUPTED, OK, WAITS, errors
 from rlhf_core.preflight.inputs import MachineLacks
-from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
+from rlhf_core.recipe.gate_checks import ApprovalAwaited, GateFailed
 from rlhf_core.runs.launch import SeveralFailed, StageFailed
 from rlhf_core.runs.remote.remote_files import StoreFault
 from rlhf_core.system.machine import Unreachable, disk_problem

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from flows.cli import history, named_runs
+from flows.cli import artifacts_history, named_runs
 from flows.cli.show import (
     OK,
     Whole,
@@ -27,7 +27,7 @@ from flows.cli.show import (
     show_stages,
     show_stores,
 )
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of, stage_of
 from rlhf_core.runs.run_dir import RunDir
@@ -53,7 +53,7 @@ def report(which: Annotated[str, Parameter(name="run")], *, artifacts: Artifacts
             all runs alone.
     """
     from evaluation.report.index import write_index
-    from tasks.report import found, rewrite, rewrite_run, write
+    from tasks.run_report import found, rewrite, rewrite_run, write
 
     run = Path(which) if which.endswith((".yaml", ".yml")) else named_runs.place_of(artifacts, which)
     if run.parent.name == RUNS and run.suffix == ".json":
@@ -86,7 +86,7 @@ def runs(artifacts: Artifacts = Path("artifacts"), *, json: bool = False) -> int
     Args:
         json: print a JSON list in place of a table.
     """
-    show_runs(console, records(artifacts), history.stages(artifacts), json)
+    show_runs(console, records(artifacts), artifacts_history.stages(artifacts), json)
     return OK
 
 
@@ -106,8 +106,8 @@ def unpin_run(run: RunName, artifacts: Artifacts = Path("artifacts")) -> int:
 
 def stages(artifacts: Artifacts = Path("artifacts")) -> int:
     """List the stages in an artifacts folder, the oldest first."""
-    show_stages(console, history.stages(artifacts))
-    show_stores(console, history.stores(artifacts))
+    show_stages(console, artifacts_history.stages(artifacts))
+    show_stores(console, artifacts_history.stores(artifacts))
     return OK
 
 
@@ -120,7 +120,7 @@ def diff(before: str, after: str, *, artifacts: Artifacts = Path("artifacts")) -
         after: another run, or another stage's directory.
     """
     places = [named_runs.place_of(artifacts, given) for given in (before, after)]
-    show_differences(console, history.differences(*places))
+    show_differences(console, artifacts_history.differences(*places))
     return OK
 
 
@@ -133,7 +133,7 @@ def lineage(checkpoint: str, *, out: Path | None = None, artifacts: Artifacts = 
         out: also draw it, to this SVG file.
     """
     checkpoint = named_runs.checkpoint_of(artifacts, checkpoint)
-    found = history.lineage_of(checkpoint)
+    found = artifacts_history.lineage_of(checkpoint)
     stage = stage_of(checkpoint)
     data = data_of(found, RunDir(stage[0]).artifacts if stage else None)
     show_lineage(console, found, data)
@@ -182,14 +182,14 @@ def gc(
         )
     not_before = time.time() - int(age[1]) * SECONDS[age[2]] if older_than else None
     keeping = partial(kept, keep_runs=keep_runs, not_before=not_before)
-    used, garbage = history.survey(artifacts, keeping)
+    used, garbage = artifacts_history.survey(artifacts, keeping)
     show_garbage(
         console,
         used,
         garbage,
-        {item.path for item in garbage if history.remove(item, keeping)} if delete else None,
+        {item.path for item in garbage if artifacts_history.remove(item, keeping)} if delete else None,
     )
-    show_stores(console, history.stores(artifacts))
+    show_stores(console, artifacts_history.stores(artifacts))
     return OK
 
 
@@ -227,9 +227,9 @@ def serve_reward(
         )
     import uvicorn
 
-    from flows.serving.page_server import server_config
+    from flows.serving.page_options import server_config
     from flows.serving.services import listen
-    from rlhf_core.rewards.server import reward_application
+    from rlhf_core.rewards.reward_server import reward_application
     from tasks.server_process import own_only
 
     names = [host, socket.gethostname(), *(name for name in allow_host.split(",") if name)]

@@ -13,9 +13,9 @@ from flows.cli.show import table_of
 from rlhf_core.config import KINDS, PPO, Optimised, Ranks, Trainable
 from rlhf_core.config.rewards import RewardSource
 from rlhf_core.forecast.by_phase import training_by_phase
+from rlhf_core.forecast.fitting_passes import alternatives, fields_of
 from rlhf_core.forecast.hardware import GIB, LINK, Gpu, nodes_of
 from rlhf_core.forecast.memory import USABLE
-from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.placements import Placement, choose, details, on_fewest, with_fields
 from rlhf_core.forecast.seconds import seconds_of_pass
 from rlhf_core.forecast.zero_stage import (

@@ -12,7 +12,7 @@ from typing import Literal
 from flows.cli.show import OK, Override, RecipePlace, Whole, console, errors, show_migration, show_pins
 from rlhf_core.preflight.inputs import check_inputs, check_machine, input_warnings, load_here, needs
 from rlhf_core.recipe.idle_fields import idle_fields
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.system.files import write_text
 from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT
@@ -62,7 +62,7 @@ def config_docs() -> int:
 def metrics_docs() -> int:
     """Print all metrics that gates may name as markdown."""
     from rlhf_core.config import KINDS
-    from rlhf_core.config.metrics.page import metrics_page
+    from rlhf_core.config.metrics.metrics_page import metrics_page
 
     print(metrics_page({name: kind.metrics for name, kind in KINDS.items()}))
     return OK
@@ -147,7 +147,7 @@ def forecast(
 def data(recipe: RecipePlace, *overrides: Override) -> int:
     """Report on the data of a recipe without training: rows, lengths, duplicates, balance and damage. Needs
     files and tokenizers."""
-    from rlhf_core.data.report import markdown
+    from rlhf_core.data.data_report import markdown
     from rlhf_core.preflight.data_reports import examine
 
     problems = []

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.cli.history import ListedStage, SurveyedItem
+from flows.cli.artifacts_history import ListedStage, SurveyedItem
 from rlhf_core.config import KINDS, Recipe
 from rlhf_core.hub.revisions import PINS
 from rlhf_core.recipe.dry_run import Outlook

@@ -25,11 +25,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.alignment import alignment
 from flows.loops import loop
 from flows.parts import evaluate, publish
+from flows.serving.ended_runs import sweep
 from flows.serving.services import LIMIT, POOL, SAFELY
 from flows.serving.silent_runs import watch_silent_runs
-from flows.serving.sweep import sweep
 from rlhf_core.config import KINDS, Loop, Recipe
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.loop_record import check_judged, loop_of
 from rlhf_core.recipe.plan import plan
 

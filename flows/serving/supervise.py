@@ -19,10 +19,10 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import PrefectException
 from rich.console import Console
 
+from flows.serving.ended_runs import sweep
 from flows.serving.services import Services
 from flows.serving.silent_runs import tell_suspended
-from flows.serving.sweep import sweep
-from flows.triggers.feedback import LOOK_SECONDS
+from flows.triggers.inbox_watch import LOOK_SECONDS
 from flows.triggers.runs import FeedbackTrigger
 
 CHECK_SECONDS = 0.5

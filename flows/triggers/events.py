@@ -19,7 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.events.schemas.events import Event, Resource
 from prefect.exceptions import PrefectException
 
-from flows.triggers.feedback import LOOK_SECONDS, InboxWatch
+from flows.triggers.inbox_watch import LOOK_SECONDS, InboxWatch
 from rlhf_core.feedback.inbox import SUFFIX
 from rlhf_core.recipe.inboxes import inboxes_of
 from tasks.served import SERVED_ENV

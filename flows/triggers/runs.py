@@ -14,7 +14,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Scheduled
 
-from flows.triggers.feedback import InboxWatch
+from flows.triggers.inbox_watch import InboxWatch
 
 HERE = ["SCHEDULED", "PENDING", "RUNNING", "CANCELLING", "PAUSED"]
 SOON = timedelta(seconds=60)  # a run that is scheduled for later does not count as existing

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlhf_core.config import EngineConfig
-from rlhf_core.config.processes import Wanted, check_together, processes
+from rlhf_core.config.process_groups import Wanted, check_together, processes
 
 
 class BundleSlot(NamedTuple):

@@ -11,7 +11,7 @@ import psutil
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, is_ours, leave, reserve
 from rlhf_core.cluster.worker_group import WorkerGroup
-from rlhf_core.config.processes import Wanted
+from rlhf_core.config.process_groups import Wanted
 
 ENDING_SECONDS = 30.0
 

@@ -35,7 +35,7 @@ from rlhf_core.config.judging.judges import (
 )
 from rlhf_core.config.judging.publication import Publication
 from rlhf_core.config.kinds import KINDS
-from rlhf_core.config.loops import (
+from rlhf_core.config.loop_kinds import (
     POST_PROCESSOR_FIELDS,
     Iterative,
     IterativeDPO,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from rlhf_core.config.data import Text
-from rlhf_core.config.processes import Groups
+from rlhf_core.config.process_groups import Groups
 from rlhf_core.records import Config, Frozen, NotInDigest, check
 
 OnFail = Literal["stop", "warn", "branch"]

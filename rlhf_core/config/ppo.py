@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.data import Data, Text
-from rlhf_core.config.loops import Rewarded
-from rlhf_core.config.processes import Groups, Wanted, check_together
+from rlhf_core.config.loop_kinds import Rewarded
+from rlhf_core.config.process_groups import Groups, Wanted, check_together
 from rlhf_core.config.rewards import EnvironmentReward, NoReward, ShortEnvironment
 from rlhf_core.config.training.optimised import Optimised, Routed, adapter_mistakes
 from rlhf_core.records import NotInDigest, Off, Positive, Ranks, Rate, Share, check

@@ -23,9 +23,9 @@ from rlhf_core.environments.admission import Admission
 from rlhf_core.environments.calls import call_format
 from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
 from rlhf_core.environments.trajectory import Full, Limits, Trajectory
-from rlhf_core.rewards.contract import bounded
-from rlhf_core.rollout.contract import SampledAnswer, Sampling
+from rlhf_core.rewards.reward_contract import bounded
 from rlhf_core.rollout.dispatch import Background
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 
 R = TypeVar("R")
 Mail = dict[str, Any] | Failed  # a line from the environment's process, or its end

@@ -1,5 +1,5 @@
-"""Starts the process of an environment (`worker.py`), and detects which episode ended it or blocked all
-others."""
+"""Starts the process of an environment (`environment_worker.py`), and detects which episode ended it or
+blocked all others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from rlhf_core.environments.worker import PAGE
+from rlhf_core.environments.environment_worker import PAGE
 from rlhf_core.system.processes import child_environment, how_ended, kill_group
 
 LOOK_SECONDS = 0.25
@@ -79,7 +79,7 @@ class Process:
                     sys.executable,
                     "-P",
                     "-m",
-                    "rlhf_core.environments.worker",
+                    "rlhf_core.environments.environment_worker",
                     file,
                     name,
                     json.dumps(options),

@@ -16,7 +16,7 @@ from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Document, Message, Prompt, compact
 from rlhf_core.environments.calls import CallFormat
 from rlhf_core.environments.conversation import Answer, Call
-from rlhf_core.rollout.contract import SampledAnswer
+from rlhf_core.rollout.engine_contract import SampledAnswer
 
 
 class Full(Exception):

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_core.feedback.records import Feedback
+from rlhf_core.feedback.feedback_records import Feedback
 from rlhf_core.system.files import locked
 
 SUFFIX = ".inbox"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rlhf_core.feedback.records import Feedback, Kind
+from rlhf_core.feedback.feedback_records import Feedback, Kind
 
 UP = {
     "up": 1,

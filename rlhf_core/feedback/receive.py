@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import fsspec
 
+from rlhf_core.feedback.feedback_records import Feedback
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.parse import Unusable, feedback_of
 from rlhf_core.feedback.personal_data import masked
-from rlhf_core.feedback.records import Feedback
 from rlhf_core.system.redaction import public_address
 
 BATCH = 2000

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.data import Rows
+from rlhf_core.feedback.feedback_records import Feedback, Kind
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
-from rlhf_core.feedback.records import Feedback, Kind
 from rlhf_core.system.files import digest
 
 FOLDER = "taken"

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import KINDS, PPO, REFERENCE_FREE, Lora, Optimised, Ranks, Trainable
+from rlhf_core.forecast.fitting_passes import Pass, fields_of, on_rank, recipe_pass, sums_in_fp32
 from rlhf_core.forecast.hardware import GIB
-from rlhf_core.forecast.passes import Pass, fields_of, on_rank, recipe_pass, sums_in_fp32
 from rlhf_core.hub.model_config import Size
 
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process

@@ -12,9 +12,9 @@ from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.forecast.by_phase import PhaseBytes, by_phase
+from rlhf_core.forecast.fitting_passes import alternatives, fields_of
 from rlhf_core.forecast.hardware import Gpu, nodes_of
 from rlhf_core.forecast.memory import USABLE, engine_needs, gpu_peaks, roles
-from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.seconds import Range, phases, phases_as_range, shares_of_engine
 from rlhf_core.forecast.zero_stage import stage_of_ppo
 from rlhf_core.hub.model_config import Size

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO
+from rlhf_core.forecast.fitting_passes import Pass, as_laid
 from rlhf_core.forecast.hardware import GIB, Gpu, gather_seconds, nodes_of
 from rlhf_core.forecast.memory import KEPT, engine_needs
-from rlhf_core.forecast.passes import Pass, as_laid
 from rlhf_core.forecast.rates import FAST, SLOW, TYPICAL, Rates
 from rlhf_core.hub.model_config import Size
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
+from rlhf_core.forecast.fitting_passes import Pass
 from rlhf_core.forecast.hardware import GIB
 from rlhf_core.forecast.memory import (
     USABLE,
@@ -26,7 +27,6 @@ from rlhf_core.forecast.memory import (
     roles,
     training_phases,
 )
-from rlhf_core.forecast.passes import Pass
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import Size, size_of
 from rlhf_core.hub.model_files import ADAPTER_CONFIG

@@ -1,6 +1,6 @@
 """Converts launch scripts of other tools to recipes. Torch-free; a script is parsed, not executed.
 
 script or Kubernetes YAML -> commands (`shell.py`) -> launches with their flags (`launches.py`) -> stages
-(`stages.py`, with the tables in `flags.py`) -> a recipe with a comment about every flag (`script.py`).
+(`stage_drafts.py`, with the tables in `flags.py`) -> a recipe with a comment about every flag (`script.py`).
 TRL's commands and configs: `trl/`.
 """

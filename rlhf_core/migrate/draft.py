@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel
 
 from rlhf_core.config import KINDS
+from rlhf_core.migrate.flag_values import Words
 from rlhf_core.migrate.flags import DROPPED, FIELDS, PPO_ONLY, Dialect, Field, flat
 from rlhf_core.migrate.launches import Launch
-from rlhf_core.migrate.values import Words
 from rlhf_core.recipe.sentences import models_in
 
 SECRET = re.compile(r"(^|[._])(token|secret|password|api_?key|use_wandb|wandb\.key)$")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from rlhf_core.migrate.values import (
+from rlhf_core.migrate.flag_values import (
     Words,
     count,
     fraction,

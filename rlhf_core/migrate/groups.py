@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 
 from rlhf_core.migrate.draft import Draft, Flag
-from rlhf_core.migrate.inputs import is_model, rewards_of
-from rlhf_core.migrate.values import true, whole
+from rlhf_core.migrate.flag_values import true, whole
+from rlhf_core.migrate.script_inputs import is_model, rewards_of
 
 GROUPS = {
     "actor": "actor_ranks",

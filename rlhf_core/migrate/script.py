@@ -11,9 +11,9 @@ from rlhf_core.config import Recipe
 from rlhf_core.migrate.draft import Note
 from rlhf_core.migrate.launches import PROGRAMS, Launch, LaunchCommands, is_manifest, launches_of
 from rlhf_core.migrate.shell import Remark
-from rlhf_core.migrate.stages import stages_of
+from rlhf_core.migrate.stage_drafts import stages_of
 from rlhf_core.migrate.trl_commands import KINDS, refuse_python, trl_config
-from rlhf_core.recipe.load import recipe_of
+from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.plan import plan
 from rlhf_core.recipe.yaml_text import dump
 

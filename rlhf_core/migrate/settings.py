@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.migrate.draft import Draft, Flag
-from rlhf_core.migrate.values import count, listed, number, pair, whole
+from rlhf_core.migrate.flag_values import count, listed, number, pair, whole
 
 # The dialects' defaults; those that differ from ours are written to the recipe. The dotted dialect changed
 # some of them.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rlhf_core.config import Evaluation
 from rlhf_core.config.data import Text
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.report import surveys_of
+from rlhf_core.data.data_report import surveys_of
 from rlhf_core.data.sources import (
     answer_documents,
     labelled_answers,

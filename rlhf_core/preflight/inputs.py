@@ -39,20 +39,20 @@ from rlhf_core.environments.sandbox import available
 from rlhf_core.preflight.families.family import family_problems, option_problems
 from rlhf_core.preflight.frames import frames_of, rendered
 from rlhf_core.preflight.lengths import length_problems
-from rlhf_core.preflight.models import (
+from rlhf_core.preflight.model_checks import (
     model_problem,
     sampling_problems,
     unfit_models,
     unlike_vocabulary,
     vocabulary_problems,
 )
-from rlhf_core.preflight.questions import question_problems, selecting_questions, shared_questions
+from rlhf_core.preflight.question_checks import question_problems, selecting_questions, shared_questions
 from rlhf_core.preflight.reward_functions import code_problems, trial_problems
 from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, prompt_problem, rows_made
 from rlhf_core.preflight.sequences import sequence_problems
 from rlhf_core.preflight.template_length import MeasuredTemplate
-from rlhf_core.preflight.weights import weight_problem
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.preflight.weight_checks import weight_problem
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.plan import plan as plan_of
 from rlhf_core.recipe.sentences import ANYTHING, WrongRecipe
@@ -60,7 +60,7 @@ from rlhf_core.rollout.vllm.patches.table import installed_release, untested
 from rlhf_core.runs.remote.remote_files import StoreFault
 from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.wandb_mirror import KEY_ENV, MODE_ENV
-from rlhf_core.stages.publication.folder import refuse_foreign
+from rlhf_core.stages.publication.publication_folder import refuse_foreign
 from rlhf_core.system.machine import MachineLacks as MachineLacks  # re-exported for callers of the checks
 from rlhf_core.system.machine import num_cpus, num_gpus
 

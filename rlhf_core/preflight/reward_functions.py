@@ -18,8 +18,8 @@ from rlhf_core.data.rows.columns import prompt_of
 from rlhf_core.data.rows.mixture import checked_rows
 from rlhf_core.recipe.plan import Node
 from rlhf_core.recipe.sentences import unknown
-from rlhf_core.rewards.contract import Sample
-from rlhf_core.rewards.trial import call_once, made_up_answers
+from rlhf_core.rewards.reward_contract import Sample
+from rlhf_core.rewards.reward_trial import call_once, made_up_answers
 
 SECONDS = 10.0  # for a function's imports and its call
 # keyed by source and mtime of its file, because a run checks twice: before its flow and in it

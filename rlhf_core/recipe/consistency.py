@@ -21,7 +21,7 @@ from rlhf_core.config import (
 from rlhf_core.config.judging.calibration import judge_identity
 from rlhf_core.config.kinds import KINDS, metrics_of, named
 from rlhf_core.recipe.expand import Expanded
-from rlhf_core.recipe.references import references
+from rlhf_core.recipe.named_inputs import references
 from rlhf_core.recipe.sentences import unknown
 
 

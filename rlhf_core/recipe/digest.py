@@ -20,7 +20,7 @@ from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task, task_name
 from rlhf_core.config.rewards import Environment, FunctionReward
 from rlhf_core.config.training.zero_fields import ZeroFields, deciding_options
 from rlhf_core.hub.ids import is_remote
-from rlhf_core.recipe.references import renamed
+from rlhf_core.recipe.named_inputs import renamed
 from rlhf_core.records import NotInDigest
 from rlhf_core.system.files import ABSENT, Digests, digest
 

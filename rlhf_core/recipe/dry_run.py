@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from rlhf_core.recipe.gates import gates_of
+from rlhf_core.recipe.gate_checks import gates_of
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.differences import changes
 from rlhf_core.runs.remote.store import store_of

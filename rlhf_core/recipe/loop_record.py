@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 from rlhf_core.config import KINDS, Evaluation, Loop, Publication, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.revisions import Pins
-from rlhf_core.recipe.gates import gates_of, holding
+from rlhf_core.recipe.gate_checks import gates_of, holding
 from rlhf_core.recipe.inboxes import ends_of, pinned_ends, rows_awaited
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.recipe.sentences import unknown

@@ -19,7 +19,7 @@ from rlhf_core.recipe.consistency import inconsistencies
 from rlhf_core.recipe.digest import Reading, stage_digest
 from rlhf_core.recipe.expand import expand
 from rlhf_core.recipe.inboxes import Inboxes, Taken
-from rlhf_core.recipe.references import references
+from rlhf_core.recipe.named_inputs import references
 from rlhf_core.recipe.sentences import unknown
 from rlhf_core.runs.run_dir import EXPORTS, RunDir, StageRequest
 from rlhf_core.system.files import Digests, read_json

@@ -12,11 +12,11 @@ from types import MappingProxyType
 
 from rlhf_core.config.rewards import ModelReward, RewardSource
 from rlhf_core.data.documents import Document
-from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.rewards.clients import Clients, client_of, collect
 from rlhf_core.rewards.combine import Combined, Term, combine, term_of, with_answers
-from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.own_tokens import OwnTokens
+from rlhf_core.rewards.reward_contract import Sample
 
 
 def reward_batch(

@@ -22,9 +22,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
-from rlhf_core.rewards.contract import CodeError, Reply, RewardError, RewardsFailed, Sample, Steps, WrongReply
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import HttpRewardClient
+from rlhf_core.rewards.reward_contract import (
+    CodeError,
+    Reply,
+    RewardError,
+    RewardsFailed,
+    Sample,
+    Steps,
+    WrongReply,
+)
 
 if TYPE_CHECKING:
     from rlhf_core.cluster.ray_cluster import RayNode

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config.rewards import ModelReward, RewardSource
-from rlhf_core.models.scoring import stored_statistics
+from rlhf_core.models.reward_scoring import stored_statistics
 from rlhf_core.objectives.advantages import normalize_rewards
-from rlhf_core.rewards.contract import bounded
+from rlhf_core.rewards.reward_contract import bounded
 
 
 class Running(NamedTuple):

@@ -22,7 +22,15 @@ from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
 
-from rlhf_core.rewards.contract import LISTS, CodeError, Reply, RewardError, Sample, question_json, read_reply
+from rlhf_core.rewards.reward_contract import (
+    LISTS,
+    CodeError,
+    Reply,
+    RewardError,
+    Sample,
+    question_json,
+    read_reply,
+)
 from rlhf_core.system.processes import child_environment, how_ended, kill_group
 
 ENDING_SECONDS = 5.0  # how long a process that has closed its output may take to end

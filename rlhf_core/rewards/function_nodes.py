@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rlhf_core.cluster.helper import Helper, HelperDied
 from rlhf_core.cluster.ray_cluster import RayNode
-from rlhf_core.rewards.contract import Reply, RewardError, Sample
 from rlhf_core.rewards.function import Function
+from rlhf_core.rewards.reward_contract import Reply, RewardError, Sample
 
 
 class SpreadFunction:

@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, TextIO
 
-from rlhf_core.rewards.contract import question
+from rlhf_core.rewards.reward_contract import question
 from rlhf_core.system.processes import users_error, users_module
 
 

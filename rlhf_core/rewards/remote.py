@@ -11,7 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from rlhf_core.rewards.contract import LISTS, Reply, RewardError, Sample, question_json, read_reply
+from rlhf_core.rewards.reward_contract import LISTS, Reply, RewardError, Sample, question_json, read_reply
 from rlhf_core.system.proxies import proxy_of
 
 REFUSED = (401, 403, 404, 405)  # no request can succeed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf_core.rewards.contract import Steps
+from rlhf_core.rewards.reward_contract import Steps
 
 
 def on_tokens(steps: Steps, lengths: Sequence[int]) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from rlhf_core.cluster.pending import Pending, RankDied
 from rlhf_core.cluster.worker_group import WorkerGroup
-from rlhf_core.rollout.contract import Request, SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 
 R = TypeVar("R")

@@ -10,8 +10,8 @@ import torch
 
 from rlhf_core.cluster.rank_environment import RANK_VARIABLES
 from rlhf_core.config.engines import EngineConfig
-from rlhf_core.rollout.contract import Request, SampledAnswer, Sampling
-from rlhf_core.rollout.kinds import import_engine, open_engine
+from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling
+from rlhf_core.rollout.engine_kinds import import_engine, open_engine
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system.gc_pause import uncollected
 

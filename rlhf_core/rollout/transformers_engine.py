@@ -31,11 +31,11 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.models.kernels.attention import PLAIN, VARLEN, set_attention
 from rlhf_core.models.kernels.liger import fuse
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.wrapper import text_names
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import Request, SampledAnswer, Sampling, answer_of
+from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling, answer_of
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu, gpu_uuid
 from rlhf_core.system import progress
 

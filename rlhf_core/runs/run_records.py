@@ -1,4 +1,4 @@
-"""Reads, finds and pins the records of runs, `<artifacts>/<recipe>/runs/<id>.json`, which tasks/report.py
+"""Reads, finds and pins the records of runs, `<artifacts>/<recipe>/runs/<id>.json`, which tasks/run_report.py
 writes. Torch-free.
 
 A run in progress holds `<id>.lock`, which the system frees when its process dies. `<id>.pin` beside a record

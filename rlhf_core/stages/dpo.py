@@ -15,14 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import DPO, REFERENCE_FREE, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.data_report import write_data_report
 from rlhf_core.data.documents import Document, Lazy, Pair, joined, mapped
 from rlhf_core.data.packing import Parts, Passes
-from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.kernels.attention import can_share
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import MEAN_LOGPROBS, Loss, preference_loss, sft_loss, with_balance

@@ -19,13 +19,13 @@ import torch
 
 from rlhf_core.config import KTO, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.data_report import write_data_report
 from rlhf_core.data.documents import Document, Labelled, Lazy, answered, joined, mapped
 from rlhf_core.data.packing import Passes
-from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import labelled_answers
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.load_model import trained_policy
 from rlhf_core.objectives.collate import sent
 from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest

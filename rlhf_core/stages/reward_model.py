@@ -12,14 +12,14 @@ import torch
 
 from rlhf_core.config import Data, RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.data_report import write_data_report
 from rlhf_core.data.documents import Pair
 from rlhf_core.data.packing import Passes
-from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.data.survey import Loaded
 from rlhf_core.models.kernels.attention import can_share
-from rlhf_core.models.load import trained_scorer
-from rlhf_core.models.scoring import STATISTICS
+from rlhf_core.models.load_model import trained_scorer
+from rlhf_core.models.reward_scoring import STATISTICS
 from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import Loss, reward_loss
 from rlhf_core.objectives.masked import gather_last

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import SFT, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.data_report import write_data_report
 from rlhf_core.data.documents import Document, store_suffix
 from rlhf_core.data.packing import Passes, best_fit
-from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import AnswerDocuments, SuffixOf, answer_documents, sft_documents
 from rlhf_core.models.kernels.float8 import use_float8
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
 from rlhf_core.config import KINDS, Lora, Optimised, Ranks, Trainable
-from rlhf_core.config.metrics.shared import SURVIVES
+from rlhf_core.config.metrics.shared_metrics import SURVIVES
 from rlhf_core.config.training.zero_fields import ZERO
-from rlhf_core.data.report import JSON
+from rlhf_core.data.data_report import JSON
 from rlhf_core.forecast.by_phase import training_by_phase, training_host_doubt
 from rlhf_core.forecast.hardware import Gpu
 from rlhf_core.forecast.memory import copies
@@ -30,6 +30,7 @@ from rlhf_core.forecast.zero_stage import (
     starts,
 )
 from rlhf_core.hub.model_config import Size
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights, trained_weights
 from rlhf_core.models.checkpoint.generation import ignored_values
 from rlhf_core.models.checkpoint.save import (
     plan_weights,
@@ -38,12 +39,11 @@ from rlhf_core.models.checkpoint.save import (
     save_model,
     save_tokenizer,
 )
-from rlhf_core.models.checkpoint.weights import checkpoint_weights, trained_weights
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import split_attention
 from rlhf_core.models.kernels.feed_forward import split_feed_forward
 from rlhf_core.models.kernels.sequence_ranks import sequence_ranks
-from rlhf_core.models.load import load_policy, recompute
+from rlhf_core.models.load_model import load_policy, recompute
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.shards import Shards

@@ -17,9 +17,9 @@ from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 
 from rlhf_core.config.gates import Verdict
-from rlhf_core.recipe.gates import ApprovalAwaited
+from rlhf_core.recipe.gate_checks import ApprovalAwaited
 from rlhf_core.recipe.plan import Plan
-from rlhf_core.runs.approval import FILE, Approval, ask, decide, mark_notified
+from rlhf_core.runs.approval_record import FILE, Approval, ask, decide, mark_notified
 from tasks.notify import notify_approval
 
 KEY = "approval-"  # before the name of a stage's directory

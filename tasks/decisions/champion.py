@@ -1,7 +1,7 @@
 """Makes a published model the champion of its recipe, and rolls back to the previous champion when a gate
 on it fails.
 
-rlhf_core/stages/publication/champion.py keeps the record and moves the branch on the Hub.
+rlhf_core/stages/publication/champion_record.py keeps the record and moves the branch on the Hub.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from prefect import get_run_logger
 from rlhf_core.config import Evaluation, Publication
 from rlhf_core.config.gates import Verdict
 from rlhf_core.preflight.inputs import MachineLacks
-from rlhf_core.recipe.gates import gates_behind
+from rlhf_core.recipe.gate_checks import gates_behind
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.remote.store import store_of
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.stages.publication.champion import champions_of, complete, promote, rollback
+from rlhf_core.stages.publication.champion_record import champions_of, complete, promote, rollback
 from tasks.notify import notify_champion
 
 

@@ -15,7 +15,7 @@ import rlhf_core.stages.sft
 from rlhf_core.config import DPO, KTO, PPO, SFT, Data, RewardModel, Source, StageConfig
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
 from rlhf_core.objectives.advantages import kl_estimate
 from rlhf_core.objectives.collate import Batch, collate

@@ -24,13 +24,13 @@ from rlhf_core.config import Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import preference_pairs, sft_documents
-from rlhf_core.models.load import load_policy
-from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.models.load_model import load_policy
+from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.records import StageResult
 from rlhf_core.rewards.batch import reward_batch
-from rlhf_core.rewards.contract import Sample
-from rlhf_core.rewards.server import AnswerToScore, document
+from rlhf_core.rewards.reward_contract import Sample
+from rlhf_core.rewards.reward_server import AnswerToScore, document
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.reference_logprobs import answer_logprobs
 

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
+from rlhf_core.forecast.fitting_passes import Pass
 from rlhf_core.forecast.hardware import GIB, Gpu
 from rlhf_core.forecast.memory import ProcessBytes, gpu_peaks, roles
-from rlhf_core.forecast.passes import Pass
 from rlhf_core.forecast.rates import Rates
 from rlhf_core.forecast.seconds import phases, seconds_of_pass
 from rlhf_core.hub.model_config import Size

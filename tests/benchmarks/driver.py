@@ -26,12 +26,12 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
-from rlhf_core.rollout.contract import SampledAnswer, answer_of
+from rlhf_core.rollout.engine_contract import SampledAnswer, answer_of
+from rlhf_core.stages.ppo.by_reference import StoredColumn, by_reference, joined
 from rlhf_core.stages.ppo.credit import credit, divergence
 from rlhf_core.stages.ppo.iteration import IterationSchedule, minibatches
-from rlhf_core.stages.ppo.records import Experience, Scores, StoredRollouts
-from rlhf_core.stages.ppo.references import StoredColumn, by_reference, joined
-from rlhf_core.stages.ppo.sampling.answers import rollout
+from rlhf_core.stages.ppo.rollout_records import Experience, Scores, StoredRollouts
+from rlhf_core.stages.ppo.sampling.sampled_answers import rollout
 from rlhf_core.stages.ppo.texts import decoder, samples
 
 SECONDS: dict[str, float] = {}

@@ -50,19 +50,19 @@ shutil.copy(source / "result.json", run / "result.json")
 """
 COMMAND = """
 import sys
-import flows.cli, flows.cli.run
-run = flows.cli.run._run
+import flows.cli, flows.cli.run_commands
+run = flows.cli.run_commands._run
 
 def with_other_stages(*given):
     import flows.alignment, tasks.stages
     launch = tasks.stages.launch
     tasks.stages.launch = lambda package, *rest: launch("other_stage", *rest)
-    flows.alignment.require_here = flows.cli.run.require_here
+    flows.alignment.require_here = flows.cli.run_commands.require_here
     return run(*given)
 
-flows.cli.run._run = with_other_stages
+flows.cli.run_commands._run = with_other_stages
 if sys.argv[1] == "unchecked":
-    flows.cli.run.require_here = lambda planned, nodes: None
+    flows.cli.run_commands.require_here = lambda planned, nodes: None
 sys.exit(flows.cli.main(["run", *sys.argv[2:]]))
 """
 

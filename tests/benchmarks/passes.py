@@ -30,7 +30,7 @@ from record import add_options, figure, save
 from rlhf_core.config import Lora
 from rlhf_core.data.documents import Document
 from rlhf_core.models.kernels.float8 import pays, use_float8
-from rlhf_core.models.load import recompute, trained_policy
+from rlhf_core.models.load_model import recompute, trained_policy
 from rlhf_core.models.lora import lora_layers
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate

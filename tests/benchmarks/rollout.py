@@ -126,7 +126,7 @@ def plain(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
 
 def ours(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     from rlhf_core.config import EngineConfig
-    from rlhf_core.rollout.contract import Sampling
+    from rlhf_core.rollout.engine_contract import Sampling
     from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 
     length = arguments.prompt_len + arguments.generate_len

@@ -35,7 +35,7 @@ from rlhf_core.data.documents import Document, Pair
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.kernels.attention import attention_for, can_share, set_attention
 from rlhf_core.models.kernels.liger import fuse
-from rlhf_core.models.load import trained_policy, without_dropout
+from rlhf_core.models.load_model import trained_policy, without_dropout
 from rlhf_core.models.lora import add_lora
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import collate

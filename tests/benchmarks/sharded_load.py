@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace, what: str) -> list[dict[str, int]]:
 def rank(arguments: argparse.Namespace) -> None:
     """One rank: writes the peak bytes of each part."""
     from rlhf_core.config import SFT, Data, Ranks
-    from rlhf_core.models.load import trained_policy
+    from rlhf_core.models.load_model import trained_policy
     from rlhf_core.training import ranks
     from rlhf_core.training.zero import zero_engine
 

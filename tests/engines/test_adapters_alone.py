@@ -14,12 +14,12 @@ import torch
 
 from rlhf_core.config import EngineConfig, Lora
 from rlhf_core.data.documents import compact
-from rlhf_core.models.checkpoint.weights import scaled_adapters
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.checkpoint.checkpoint_weights import scaled_adapters
+from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.lora import lora_layers, without_adapters
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import Request, SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.support.families import make_family
 

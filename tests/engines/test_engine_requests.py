@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import EngineConfig
-from rlhf_core.rollout.contract import Request, Sampling
+from rlhf_core.rollout.engine_contract import Request, Sampling
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_core.config.kinds import has_metric, metrics_of
-from rlhf_core.config.metrics.shared import BALANCE
+from rlhf_core.config.metrics.shared_metrics import BALANCE
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir
 from tests.support.demo_recipe import demo_recipe

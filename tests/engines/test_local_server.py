@@ -12,15 +12,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from evaluation.alignment_tax.report import TaxReport
-from evaluation.alignment_tax.stage import run as tax
+from evaluation.alignment_tax.tax_report import TaxReport
+from evaluation.alignment_tax.tax_stage import run as tax
+from evaluation.evaluation_stage import run as evaluate
 from evaluation.judges.judge_prompt import judge_prompt
 from evaluation.judges.offline import Match
-from evaluation.stage import run as evaluate
 from rlhf_core.config import AlignmentTax, EngineConfig, Evaluation, Gate, RuleJudge, Source, VllmJudge
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.questions import Question
-from rlhf_core.recipe.gates import check
+from rlhf_core.recipe.gate_checks import check
 from rlhf_core.records import EvalReport
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from tests.support.tiny_models import fit

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_core.config import EngineConfig
 from rlhf_core.data.documents import Document
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.support.families import make_family

@@ -18,7 +18,7 @@ from rlhf_core.cluster.ray_cluster import leave
 from rlhf_core.cluster.temporary_group import temporary_group
 from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import EngineConfig
-from rlhf_core.rollout.contract import SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

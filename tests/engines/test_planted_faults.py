@@ -18,8 +18,8 @@ from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
 from flows.alignment import alignment
-from rlhf_core.recipe.gates import GateFailed
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.gate_checks import GateFailed
+from rlhf_core.recipe.load_recipe import load_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]

@@ -11,11 +11,11 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-import rlhf_core.stages.ppo.run
+import rlhf_core.stages.ppo.ppo_stage
 import rlhf_core.stages.reward_model
 from rlhf_core.config import PPO, Data, EngineConfig, Lora, Ranks, RewardModel
-from rlhf_core.config.metrics.shared import SURVIVES
-from rlhf_core.models.load import load_policy
+from rlhf_core.config.metrics.shared_metrics import SURVIVES
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.families import make_family
@@ -93,7 +93,7 @@ def test_the_sampler_follows_the_actor(
     inputs = {"base": str(base), "reward_model": str(reward_model)}
     (tmp_path / "ppo").mkdir()
     try:
-        rlhf_core.stages.ppo.run.run(
+        rlhf_core.stages.ppo.ppo_stage.run(
             StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7),
             RunDir(tmp_path / "ppo"),
         )

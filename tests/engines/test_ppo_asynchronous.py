@@ -22,12 +22,12 @@ from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import prompts
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.measured.probe import NOISE_FREE
-from rlhf_core.stages.ppo.sampling.answers import PromptOrder
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder
 from rlhf_core.stages.ppo.sampling.stored import read_collected
 from tests.engines.test_ppo import SAVED, SHARE, common, finish, finish_and_keep, start, write_request
 from tests.support.micro import wait_until

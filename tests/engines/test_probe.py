@@ -15,8 +15,8 @@ import ray
 from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.ppo import run as start
-from rlhf_core.stages.ppo import start as roles_start
+from rlhf_core.stages.ppo import ppo_stage as start
+from rlhf_core.stages.ppo import start_fleet as roles_start
 from rlhf_core.stages.ppo.measured.probe import EngineDiffers, WeightsDiffer
 from rlhf_core.stages.ppo.roles.actor import Actor
 

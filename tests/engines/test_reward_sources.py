@@ -26,9 +26,9 @@ import rlhf_core.stages.reward_model
 from flows.cli.artifacts import REWARD_KEY
 from rlhf_core.config import PPO, Data, EngineConfig, Ranks, RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.models.scoring import RewardScorer
-from rlhf_core.rewards.server import AnswerToScore, document
-from rlhf_core.rewards.trial import ANSWER
+from rlhf_core.models.reward_scoring import RewardScorer
+from rlhf_core.rewards.reward_server import AnswerToScore, document
+from rlhf_core.rewards.reward_trial import ANSWER
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.families import make_family

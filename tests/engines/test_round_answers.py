@@ -16,7 +16,7 @@ from rlhf_core.config import EngineConfig, Preferences
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import prompts
-from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 from rlhf_core.stages.preferences.sample_answers import answers_of_round
 from rlhf_core.stages.preferences.score_answers import scores_on_ranks

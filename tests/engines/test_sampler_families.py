@@ -13,9 +13,9 @@ import torch
 
 from rlhf_core.config import EngineConfig, Lora
 from rlhf_core.data.documents import Document
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights, trained_weights
 from rlhf_core.models.checkpoint.save import save_adapter, save_tokenizer
-from rlhf_core.models.checkpoint.weights import checkpoint_weights, trained_weights
-from rlhf_core.models.load import load_policy, trained_policy
+from rlhf_core.models.load_model import load_policy, trained_policy
 from rlhf_core.models.lora import lora_layers
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate

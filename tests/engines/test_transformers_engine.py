@@ -14,12 +14,12 @@ import torch
 
 from rlhf_core.config import EngineConfig
 from rlhf_core.data.documents import Document
-from rlhf_core.models.checkpoint.weights import checkpoint_weights
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import Request, Sampling
-from rlhf_core.rollout.kinds import open_engine
+from rlhf_core.rollout.engine_contract import Request, Sampling
+from rlhf_core.rollout.engine_kinds import open_engine
 from rlhf_core.rollout.transformers_engine import SeededDraws
 from tests.support.families import make_family
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.config import EngineConfig
 from rlhf_core.data.documents import Document
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import Sampling
+from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config import SFT, Ranks
 from rlhf_core.models import shards
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.lora import lora_layers, without_adapters
 from rlhf_core.training.zero import zero_engine
 from rlhf_core.training.ranks import make_engine, shards_of

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rlhf_core.data.documents import Document
-from rlhf_core.stages.ppo.roles.passes import ModelSpec
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from tests.support.families import make_family
 from tests.support.gloo_ranks import on_gloo_ranks
 from tests.support.tiny_models import reward_model
@@ -23,7 +23,7 @@ import json, logging, sys
 logging.disable(logging.WARNING)
 from rlhf_core.data.documents import Document
 from rlhf_core.models import shards
-from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 
 shards.SMALL = 500
@@ -46,7 +46,7 @@ import json, logging, os, sys
 logging.disable(logging.WARNING)
 from rlhf_core.data.documents import Document
 from rlhf_core.models import shards
-from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.training.zero import zero_shards
 

@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config import Lora
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights, trained_weights
 from rlhf_core.models.checkpoint.save import save_adapter, save_model, save_tokenizer
-from rlhf_core.models.checkpoint.weights import checkpoint_weights, trained_weights
-from rlhf_core.models.load import trained_policy, trained_scorer
+from rlhf_core.models.load_model import trained_policy, trained_scorer
 from rlhf_core.training.engine import AdamW, TorchEngine, on_cpu
 from tests.support.families import make_family
 from tests.support.gloo_ranks import on_gloo_ranks
@@ -25,7 +25,7 @@ LOADED = """
 import json, logging, sys
 from pathlib import Path
 logging.disable(logging.WARNING)
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.load_model import trained_policy
 from rlhf_core.training.zero.zero_shards import ZeroShards
 
 def peak():
@@ -46,7 +46,7 @@ from pathlib import Path
 logging.disable(logging.WARNING)
 from rlhf_core.config import Lora
 from rlhf_core.models import shards, weight_reader
-from rlhf_core.models.load import trained_policy, trained_scorer
+from rlhf_core.models.load_model import trained_policy, trained_scorer
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.ranks import export
 from rlhf_core.training.zero.zero_engine import ZeroEngine
@@ -69,7 +69,7 @@ import json, logging, sys
 from pathlib import Path
 logging.disable(logging.WARNING)
 import torch
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.load_model import trained_policy
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.zero.zero_engine import ZeroEngine
 from rlhf_core.training.zero.zero_shards import ZeroShards

@@ -20,7 +20,7 @@ logging.disable(logging.WARNING)
 import torch
 from rlhf_core.config import SFT
 from rlhf_core.models import shards
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.load_model import trained_policy
 from rlhf_core.training.ranks import export, make_engine, shards_of
 
 base, folder, stage, dtype, lora, do = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]

@@ -17,7 +17,7 @@ logging.disable(logging.WARNING)
 import torch
 from rlhf_core.config import SFT
 from rlhf_core.models import shards
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.load_model import trained_policy
 from rlhf_core.training.ranks import make_engine, shards_of
 
 shards.SMALL = 500

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import DPO, KINDS, KTO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.data.documents import Document
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
 from rlhf_core.models.checkpoint.save import save_model
-from rlhf_core.models.checkpoint.weights import checkpoint_weights
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.run_dir import RunDir, StageRequest

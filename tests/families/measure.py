@@ -27,10 +27,10 @@ from torch import Tensor
 from rlhf_core.config import EngineConfig, Lora
 from rlhf_core.data.documents import compact
 from rlhf_core.models.document_leak import detect_document_leak
-from rlhf_core.models.load import load_policy, trained_policy, trained_scorer
+from rlhf_core.models.load_model import load_policy, trained_policy, trained_scorer
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import Sampling
+from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.families.checks import (
     DEVICE,

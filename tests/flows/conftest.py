@@ -11,10 +11,10 @@ from prefect.settings import PREFECT_API_URL, PREFECT_LOCAL_STORAGE_PATH, tempor
 from prefect.testing.utilities import prefect_test_harness
 
 import flows.alignment
-import flows.cli.run
+import flows.cli.run_commands
 import tasks.stages
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.runs.launch import launch
 from tests.support.writing_stages import STAGE, TEXT
 
@@ -41,5 +41,5 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rec
     monkeypatch.setattr(tasks.stages, "launch", lambda package, *rest: launch("stage_for_flows", *rest))
     monkeypatch.setattr(tasks.stages.run_stage, "retry_delay_seconds", 0)
     monkeypatch.setattr(flows.alignment, "require_here", lambda planned, nodes: None)
-    monkeypatch.setattr(flows.cli.run, "require_here", lambda planned, nodes: None)
+    monkeypatch.setattr(flows.cli.run_commands, "require_here", lambda planned, nodes: None)
     return lambda *overrides: load_recipe("recipe.yaml", overrides)

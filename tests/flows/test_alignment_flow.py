@@ -16,14 +16,14 @@ import pytest
 from prefect.blocks.system import Secret
 
 import flows.alignment
-import flows.cli.run
+import flows.cli.run_commands
 import tasks.notify
 from flows.alignment import alignment, stage
 from rlhf_core.config import Recipe
 from rlhf_core.preflight.inputs import require_here
-from rlhf_core.recipe.load import load_recipe, recipe_of
+from rlhf_core.recipe.load_recipe import load_recipe, recipe_of
+from rlhf_core.recipe.named_inputs import beside
 from rlhf_core.recipe.plan import plan
-from rlhf_core.recipe.references import beside
 from rlhf_core.runs.launch import StageFailed
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.runs.run_records import records
@@ -71,7 +71,7 @@ def test_the_command_line_plans_and_checks_a_recipe_once(
 ) -> None:
     recipe()
     calls: list[str] = []
-    for module in (flows.alignment, flows.cli.run):
+    for module in (flows.alignment, flows.cli.run_commands):
         monkeypatch.setattr(module, "plan", lambda given: calls.append("plan") or plan(given))
         monkeypatch.setattr(module, "require_here", lambda planned, nodes: calls.append("require_here"))
     monkeypatch.setattr(tasks.notify, "recipe_of_run", lambda *_: calls.append("recipe_of_run"))

@@ -14,8 +14,8 @@ import flows.cli
 from flows.alignment import alignment
 from flows.loops import loop
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
-from rlhf_core.runs.approval import FILE, Approval
+from rlhf_core.recipe.gate_checks import ApprovalAwaited, GateFailed
+from rlhf_core.runs.approval_record import FILE, Approval
 from tests.support.writing_stages import ORDER, attempts, statuses
 
 pytestmark = pytest.mark.usefixtures("prefect")

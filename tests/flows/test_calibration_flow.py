@@ -12,7 +12,7 @@ import pytest
 import tasks.stages
 from flows.alignment import alignment
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.gates import GateFailed
+from rlhf_core.recipe.gate_checks import GateFailed
 from rlhf_core.runs.launch import launch
 from tests.support.chat_endpoint import completion, serving
 from tests.support.labels import label, write_labels

@@ -12,8 +12,8 @@ import pytest
 import flows.cli
 from flows.loops import loop
 from rlhf_core.config import Recipe
-from rlhf_core.stages.publication import champion as module
-from rlhf_core.stages.publication.champion import champions_of
+from rlhf_core.stages.publication import champion_record as module
+from rlhf_core.stages.publication.champion_record import champions_of
 from tests.support.writing_stages import attempts
 
 pytestmark = pytest.mark.usefixtures("prefect")

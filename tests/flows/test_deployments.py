@@ -21,16 +21,16 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
+import flows.serving.ended_runs
 import flows.serving.services
-import flows.serving.sweep
 from flows.cli.app import main
 from flows.serving.deployments import deploy, job_template, pause_others, prepare, served
+from flows.serving.ended_runs import sweep
 from flows.serving.schedules import schedule_of
 from flows.serving.services import LOG, POOL, Services
 from flows.serving.silent_runs import SILENT
-from flows.serving.sweep import sweep
 from flows.triggers.events import NEW
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from tasks.served import own_recipe
 from tests.support.micro import ROOT, ask, build, wait_until
 
@@ -282,7 +282,7 @@ def test_a_second_serve_says_where_the_first_one_is(tmp_path: Path) -> None:
 def test_runs_without_a_process_are_ended(
     prefect: str, listed: str, now: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flows.serving.sweep, "PROCESS_SECONDS", 0.0)
+    monkeypatch.setattr(flows.serving.ended_runs, "PROCESS_SECONDS", 0.0)
     identity = ask(prefect, "/flows/", {"name": "gone"})["id"]
     deployment = ask(prefect, "/deployments/", {"name": f"{listed}-{now}", "flow_id": identity})["id"]
     run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
@@ -337,7 +337,7 @@ def test_a_run_whose_process_was_never_started_is_ended_after_ten_minutes(
     with SyncPrefectClient(api=prefect) as client:
         sweep(client)
         assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "PENDING"
-        monkeypatch.setattr(flows.serving.sweep, "STUCK_SECONDS", 0.0)
+        monkeypatch.setattr(flows.serving.ended_runs, "STUCK_SECONDS", 0.0)
         sweep(client)
         assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "CRASHED"
 
@@ -357,7 +357,7 @@ def test_a_process_that_ignores_its_cancellation_is_ended(
         client.update_flow_run(UUID(run), infrastructure_pid=f"{socket.gethostname()}:{process.pid}")
         ask(prefect, f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}, "force": True})
         assert sweep(client) == 0 and process.poll() is None
-        monkeypatch.setattr(flows.serving.sweep, "IGNORED_SECONDS", 0.0)
+        monkeypatch.setattr(flows.serving.ended_runs, "IGNORED_SECONDS", 0.0)
         sweep(client)
         assert process.wait(60) < 0
         sweep(client)

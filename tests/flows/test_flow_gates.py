@@ -11,7 +11,7 @@ import pytest
 import flows.cli
 from flows.alignment import alignment, stage
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.gates import GateFailed
+from rlhf_core.recipe.gate_checks import GateFailed
 from tests.support.writing_stages import ORDER, TEXT, artifacts, attempts, statuses
 
 pytestmark = pytest.mark.usefixtures("prefect")

@@ -17,7 +17,7 @@ import tasks.notify
 from flows.alignment import alignment, stage
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.gates import GateFailed
+from rlhf_core.recipe.gate_checks import GateFailed
 from tests.support.webhook import TOKEN, receiving
 from tests.support.writing_stages import ORDER, artifacts
 

@@ -12,7 +12,7 @@ import pytest
 
 from flows.loops import loop
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.load import given_recipe, load_recipe
+from rlhf_core.recipe.load_recipe import given_recipe, load_recipe
 from rlhf_core.runs.run_records import records
 from tests.support import micro
 from tests.support.writing_stages import attempts

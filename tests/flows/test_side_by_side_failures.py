@@ -13,8 +13,8 @@ import flows.cli
 from flows.alignment import alignment
 from flows.running import Ended, Threads
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.gates import GateFailed
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.gate_checks import GateFailed
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.runs.launch import SeveralFailed, StageFailed
 from tests.support.writing_stages import attempts, fault, statuses
 

@@ -11,7 +11,7 @@ import pytest
 
 from flows.alignment import alignment, stage
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.runs.launch import StageFailed
 from tests.support.writing_stages import attempts, fault, statuses
 

@@ -12,7 +12,7 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import ObjectNotFound
 
-from flows.triggers.feedback import InboxWatch
+from flows.triggers.inbox_watch import InboxWatch
 from flows.triggers.runs import FeedbackTrigger, TriggerOutcome
 from flows.triggers.runs import ask as ask_for_run
 from rlhf_core.config import Recipe

@@ -11,11 +11,11 @@ import torch
 
 from rlhf_core.config import EngineConfig, Lora
 from rlhf_core.data.documents import compact
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.lora import without_adapters
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.engines.test_adapters_alone import RANK, change, send
 from tests.support.sharp_model import save_sharp_model

@@ -16,8 +16,8 @@ from rlhf_core.data.documents import Document
 from rlhf_core.models.precision import dtype_of
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.ppo.roles.passes import ModelSpec
 from rlhf_core.stages.ppo.roles.read_only import ReadOnlyModel, ReferenceModel, Reward
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,11 +18,11 @@ from torch import Tensor
 from rlhf_core.config import EngineConfig
 from rlhf_core.data.documents import Document, compact
 from rlhf_core.hub.model_config import num_experts
-from rlhf_core.models.checkpoint.weights import checkpoint_weights
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import Sampling
+from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.support.families import make_family
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_core.data.documents import Document
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import takes_varlen
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from tests.support.families import DELTA, make_family

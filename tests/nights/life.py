@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rlhf_core.recipe.loop_record import read
-from rlhf_core.runs.approval import asked_in
+from rlhf_core.runs.approval_record import asked_in
 from rlhf_core.runs.run_dir import LOCK, LOG
-from rlhf_core.stages.publication.champion import champions_of
+from rlhf_core.stages.publication.champion_record import champions_of
 from rlhf_core.system.files import is_locked
 from tests.nights import town
 from tests.nights.disk import fill

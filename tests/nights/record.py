@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_core.recipe.loop_record import Record, read
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.stages.publication.champion import champions_of
+from rlhf_core.stages.publication.champion_record import champions_of
 from tests.nights.books import LOOP, faults_of
 from tests.nights.faults import named
 from tests.nights.life import Life, Night

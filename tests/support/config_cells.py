@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from rlhf_core.config import KINDS, Gate, Recipe
 from rlhf_core.config.kinds import metrics_of
 from rlhf_core.recipe.expand import expand
-from rlhf_core.recipe.references import references
+from rlhf_core.recipe.named_inputs import references
 from rlhf_core.recipe.sentences import models_in
 from tests.support.allowed_values import allows, beyond
 

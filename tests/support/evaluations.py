@@ -14,12 +14,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
 
-from evaluation.stage import run
+from evaluation.evaluation_stage import run
 from rlhf_core.config import EngineConfig, Evaluation, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.records import EvalReport
-from rlhf_core.rollout.contract import SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 TEMPLATE = (

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.labelling.assignment import Assignment, Rules
-from evaluation.labelling.records import ComparedPair, HumanLabel
-from evaluation.labelling.store import LabelFile
+from evaluation.labelling.label_records import ComparedPair, HumanLabel
+from evaluation.labelling.label_store import LabelFile
 from rlhf_core.system.pages.secret_file import kept_secret
 from rlhf_core.system.processes import ROOT
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from rlhf_core.migrate.script import Migrated, migrate
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 
 PPO_GROUPS = r"""#!/usr/bin/env bash
 set -euxo pipefail

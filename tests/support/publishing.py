@@ -18,7 +18,7 @@ from huggingface_hub.utils import _http as client_http
 from rlhf_core.config import Publication
 from rlhf_core.hub.api import Retries
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.publication.folder import AdapterBase, assemble, put
+from rlhf_core.stages.publication.publication_folder import AdapterBase, assemble, put
 from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import Chain, save_model
 from tests.support.hub_server import TOKEN, Hub, Repository, serve

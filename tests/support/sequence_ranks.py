@@ -29,7 +29,7 @@ from rlhf_core.data.packing import Passes
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import can_share, split_attention
 from rlhf_core.models.kernels.sequence_ranks import ALONE, SequenceRanks, sequence_ranks
-from rlhf_core.models.load import recompute
+from rlhf_core.models.load_model import recompute
 from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.token_logprobs import Truncation
@@ -46,7 +46,7 @@ from rlhf_core.objectives.losses import (
 )
 from rlhf_core.objectives.masked import before
 from rlhf_core.stages.dpo import pair_logprobs
-from rlhf_core.stages.ppo.roles.passes import token_values
+from rlhf_core.stages.ppo.roles.role_passes import token_values
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance
 from rlhf_core.stages.reward_model import pair_scores
 from rlhf_core.training.train_loop import accumulate

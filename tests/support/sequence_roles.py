@@ -16,11 +16,11 @@ import numpy as np
 
 from rlhf_core.config import Ranks
 from rlhf_core.data.documents import Document
-from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles.actor import Actor
-from rlhf_core.stages.ppo.roles.passes import ModelSpec, Scored
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, Scored
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
+from rlhf_core.stages.ppo.rollout_records import Experience
 from tests.unit.stages.ppo.test_ppo_tricks import documents, ppo
 
 DOCUMENTS = 8

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import matplotlib
 from matplotlib.figure import Figure
 
-from evaluation.drift.records import DriftReport, Earlier
+from evaluation.drift.drift_report import DriftReport, Earlier
 from evaluation.report.drawing.chart_style import COLOURS, DASHED, STYLE, WIDTH, short, svg
 
 COLUMNS = 3

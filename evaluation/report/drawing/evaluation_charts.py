@@ -9,7 +9,7 @@ from typing import NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
-from evaluation.alignment_tax.report import TaxReport
+from evaluation.alignment_tax.tax_report import TaxReport
 from evaluation.report.drawing.chart_style import COLOURS, DASHED, RED, STYLE, WIDTH, short, svg
 from evaluation.report.drawing.charts import X_LABEL
 from evaluation.scores.over_optimisation import OverOptimisation

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from flows.cli.show import OK, console, require_folder
-from rlhf_core.runs.approval import Approval, asked_in, decide
+from rlhf_core.runs.approval_record import Approval, asked_in, decide
 
 
 def approve(

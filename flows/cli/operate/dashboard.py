@@ -10,7 +10,7 @@ from rich.console import Console
 
 from flows.cli.artifacts import Artifacts
 from flows.cli.show import OK, Whole
-from flows.serving.page_server import host_names, server_config, token_shown
+from flows.serving.page_options import host_names, server_config, token_shown
 from rlhf_core.system.pages.secret_file import kept_secret
 
 TOKEN = "dashboard-token"  # noqa: S105 (the name of the file in the home folder)
@@ -41,7 +41,7 @@ def dashboard(
     names = host_names(host, allow_host)
     import uvicorn
 
-    from evaluation.dashboard.app import dashboard as application
+    from evaluation.dashboard.dashboard_app import dashboard as application
     from flows.serving.services import EVERYWHERE, listen
     from rlhf_core.system.pages.page_server import LOOPBACK, Protected
 

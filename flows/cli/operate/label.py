@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.cli.show import OK, Whole, console, table_of
-from flows.serving.page_server import host_names, server_config, token_shown
+from flows.serving.page_options import host_names, server_config, token_shown
 from rlhf_core.system.pages.secret_file import kept_secret
 from rlhf_core.system.redaction import plain
 
@@ -79,10 +79,10 @@ def label(
     assert source is not None and out is not None
     import uvicorn
 
-    from evaluation.labelling.app import application
     from evaluation.labelling.assignment import Assignment, Rules
     from evaluation.labelling.items import draw
-    from evaluation.labelling.store import opened
+    from evaluation.labelling.label_store import opened
+    from evaluation.labelling.labelling_app import application
     from flows.serving.services import EVERYWHERE, listen
     from rlhf_core.system.pages.page_server import Protected
 

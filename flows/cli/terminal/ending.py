@@ -17,10 +17,10 @@ from evaluation.report.verdict import verdict
 from flows.cli.show import COLOURS, table_of
 from rlhf_core.config import KINDS, Evaluation
 from rlhf_core.config.gates import Verdict
-from rlhf_core.recipe.gates import gates_of
+from rlhf_core.recipe.gate_checks import gates_of
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.run_dir import RunDir
-from tasks.report import views_of
+from tasks.run_report import views_of
 
 SHOWN = 4  # metrics shown for a stage other than an evaluation
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evaluation.dashboard.folder import Folder
+from evaluation.dashboard.artifacts_folder import Folder
 from evaluation.dashboard.state import PARENTS, Stage, run_stages
 from flows.cli.terminal.frame import RunMoment, StageLine
 from rlhf_core.recipe.plan import Node, Plan

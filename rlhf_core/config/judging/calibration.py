@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from rlhf_core.config.data import Source, template_mistakes
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.judging.judges import Judge, OpenAIJudge, Remote, RewardJudge, VllmJudge
-from rlhf_core.config.processes import Groups
+from rlhf_core.config.process_groups import Groups
 from rlhf_core.records import NotInDigest, Positive, check
 from rlhf_core.system.files import digest
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from rlhf_core.config.data import Data, Source, Text
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.judging.judges import ChatJudge, Judge, Remote, VllmJudge
-from rlhf_core.config.processes import Groups
+from rlhf_core.config.process_groups import Groups
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, check
 
 

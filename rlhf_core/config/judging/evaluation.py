@@ -20,8 +20,8 @@ from rlhf_core.config.judging.judges import (
     VllmJudge,
 )
 from rlhf_core.config.judging.lm_eval_tasks import task_name
-from rlhf_core.config.loops import SamplingFields
-from rlhf_core.config.processes import Groups, Served
+from rlhf_core.config.loop_kinds import SamplingFields
+from rlhf_core.config.process_groups import Groups, Served
 from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, check
 
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from rlhf_core.config.processes import Served
+from rlhf_core.config.process_groups import Served
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, Variable
 
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from rlhf_core.config.data import Rows, Text
 from rlhf_core.config.engines import EngineConfig
 from rlhf_core.config.gates import Gated
-from rlhf_core.config.processes import Groups
+from rlhf_core.config.process_groups import Groups
 from rlhf_core.config.sweep import Value, sweep_mistakes
 from rlhf_core.config.training.zero_fields import ZeroFields
 from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Rate, Share, check

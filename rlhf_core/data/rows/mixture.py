@@ -15,9 +15,9 @@ from typing import NamedTuple
 from rlhf_core.config import Data, Source
 from rlhf_core.data.rows.arrow_padding import without_padding
 from rlhf_core.data.rows.columns import READERS, Kind, Located, Row, tools_of
-from rlhf_core.data.rows.files import is_arrow, is_file, raw_rows
 from rlhf_core.data.rows.formats import FORMATS, recognise
 from rlhf_core.data.rows.required_columns import require_columns
+from rlhf_core.data.rows.row_files import is_arrow, is_file, raw_rows
 
 FIRST_ROWS = 8  # determine the columns and the format
 CHECKED_ROWS = 20_000  # checked in a file before any work; with rows of a kilobyte this takes 0.3 seconds

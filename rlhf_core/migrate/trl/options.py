@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhf_core.migrate.flag_values import count, fraction, number, off_or_number, one_of, true, whole
 from rlhf_core.migrate.flags import Field
-from rlhf_core.migrate.values import count, fraction, number, off_or_number, one_of, true, whole
 
 COMMON: dict[str, Field] = {
     "learning_rate": Field("learning_rate", number),

@@ -21,10 +21,10 @@ from rlhf_core.data.pad_token import with_pad_token
 from rlhf_core.hub.ids import snapshot_of_hub
 from rlhf_core.hub.model_files import PROCESSOR, WEIGHTS, stored_tensors
 from rlhf_core.hub.vocabulary import tokenizer_place
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights, planned_weights
 from rlhf_core.models.checkpoint.generation import used_values, with_stop_tokens
 from rlhf_core.models.checkpoint.weight_files import fill, lay_out, meta
-from rlhf_core.models.checkpoint.weights import checkpoint_weights, planned_weights
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
 from rlhf_core.models.wrapper import copy_files, folder_of, require_stored
 from rlhf_core.system.files import read_json, write_text

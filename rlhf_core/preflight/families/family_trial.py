@@ -16,9 +16,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Pret
 from rlhf_core.config import Lora
 from rlhf_core.data.documents import Document
 from rlhf_core.hub.model_files import stored_tensors
-from rlhf_core.models.checkpoint.weights import checkpoint_weights
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
 from rlhf_core.models.document_leak import detect_document_leak
-from rlhf_core.models.load import trained_policy, trained_scorer
+from rlhf_core.models.load_model import trained_policy, trained_scorer
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.objectives.collate import Batch, collate
 from rlhf_core.preflight.families.small_copy import WORDS, small_copies

@@ -25,8 +25,8 @@ from rlhf_core.data.rows.columns import (
     tools_of,
     written,
 )
-from rlhf_core.data.rows.files import is_file
 from rlhf_core.data.rows.mixture import CHECKED_ROWS, checked_rows, names, unusable
+from rlhf_core.data.rows.row_files import is_file
 from rlhf_core.data.sources import maker_of
 from rlhf_core.data.survey import BuiltItems
 from rlhf_core.preflight.rows.sample import RowSample, noun_of

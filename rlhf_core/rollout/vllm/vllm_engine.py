@@ -17,7 +17,7 @@ from rlhf_core.config.engines import EngineConfig
 from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
 from rlhf_core.hub.vocabulary import known_rows
 from rlhf_core.models.experts import replayed
-from rlhf_core.rollout.contract import Request, SampledAnswer, Sampling, answer_of
+from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling, answer_of
 from rlhf_core.rollout.vllm.environment import (
     CPU_BATCHED_TOKENS,
     adapter_options,

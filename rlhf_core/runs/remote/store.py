@@ -22,8 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.config import Recipe
 from rlhf_core.records import FileInfo, StageResult
-from rlhf_core.runs.approval import FILE as APPROVAL
-from rlhf_core.runs.approval import Approval
+from rlhf_core.runs.approval_record import FILE as APPROVAL
+from rlhf_core.runs.approval_record import Approval
 from rlhf_core.runs.remote.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.resume_state import LOOP
 from rlhf_core.runs.run_dir import (

@@ -34,9 +34,9 @@ from rlhf_core.objectives.masked import whiten
 from rlhf_core.objectives.sampler_weights import sampler_metrics
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term, combine
-from rlhf_core.rewards.contract import Steps
+from rlhf_core.rewards.reward_contract import Steps
 from rlhf_core.rewards.steps import on_tokens
-from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
+from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.shaped_rewards import shaped_rewards, truncated
 from rlhf_core.stages.ppo.texts import Lengths
 

@@ -19,23 +19,23 @@ import numpy as np
 from rlhf_core.cluster.pending import Pending, RankDied, wait_all
 from rlhf_core.cluster.worker_group import Turns, WorkerGroup, in_order, put_on_nodes
 from rlhf_core.config import PPO
-from rlhf_core.config.metrics.shared import SURVIVES
+from rlhf_core.config.metrics.shared_metrics import SURVIVES
 from rlhf_core.data.documents import Document
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.rollout.dispatch import Background, Engines
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
 from rlhf_core.runs.resume_state import rank_file
+from rlhf_core.stages.ppo.by_reference import by_reference
 from rlhf_core.stages.ppo.measured.probe import MARGIN, NOISE_FREE, Probe, check_gap, gaps_of
 from rlhf_core.stages.ppo.measured.roofline import RooflineInputs, floors
-from rlhf_core.stages.ppo.records import Experience, Rollout, Scores, StoredRollouts
-from rlhf_core.stages.ppo.references import by_reference
 from rlhf_core.stages.ppo.reward_sources import RewardSources
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ModelRole, ReferenceModel
 from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
+from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores, StoredRollouts
 from rlhf_core.stages.ppo.texts import Lengths
 
 R = TypeVar("R")

@@ -15,11 +15,11 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, with_answers
 from rlhf_core.stages.ppo.credit import Divergence, credit, divergence
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.records import Rollout, Scores
-from rlhf_core.stages.ppo.roles.passes import Scored
+from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.roles.trained import Update
-from rlhf_core.stages.ppo.sampling.answers import Sampled, Setup, sample, start_sample
+from rlhf_core.stages.ppo.rollout_records import Rollout, Scores
 from rlhf_core.stages.ppo.sampling.collector import Collector
+from rlhf_core.stages.ppo.sampling.sampled_answers import Sampled, Setup, sample, start_sample
 
 
 class IterationSchedule(NamedTuple):

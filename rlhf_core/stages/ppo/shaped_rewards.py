@@ -1,5 +1,5 @@
 """Turns the sum of all sources into the rewards from which advantages are computed: clips it, and adds length
-penalties. `answers.py` filters groups with the same numbers."""
+penalties. `sampled_answers.py` filters groups with the same numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_core.config import PPO
 from rlhf_core.objectives.advantages import overlong_penalty
 from rlhf_core.rewards.combine import Combined
-from rlhf_core.stages.ppo.records import Rollout
+from rlhf_core.stages.ppo.rollout_records import Rollout
 
 
 class Shaped(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from rlhf_core.rewards.contract import Sample
-from rlhf_core.stages.ppo.records import Rollout
+from rlhf_core.rewards.reward_contract import Sample
+from rlhf_core.stages.ppo.rollout_records import Rollout
 
 Lengths = Callable[[Sequence[int]], list[int]]
 # arguments: tokens of each text, and whether to leave out special tokens

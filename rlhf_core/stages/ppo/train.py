@@ -1,5 +1,5 @@
-"""Runs all PPO iterations, saves resume states and exports the checkpoint. `run.py` starts the processes
-first."""
+"""Runs all PPO iterations, saves resume states and exports the checkpoint. `ppo_stage.py` starts the
+processes first."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from typing import Any, Literal, cast
 from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import PPO
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.data_report import JSON, write_data_report
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
+from rlhf_core.environments.environment_trial import try_environment
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.trajectory import Limits
-from rlhf_core.environments.trial import try_environment
 from rlhf_core.forecast.zero_stage import layout_of
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.combine import Running, term_of
 from rlhf_core.rewards.own_tokens import writers
-from rlhf_core.rewards.trial import try_rewards
-from rlhf_core.rollout.contract import Sampling
+from rlhf_core.rewards.reward_trial import try_rewards
 from rlhf_core.rollout.dispatch import Background, Engines
+from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, VALIDATION, Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.fleet import Asking, Fleet
 from rlhf_core.stages.ppo.iteration import Carried, IterationSchedule, ppo_iteration, step_means
-from rlhf_core.stages.ppo.records import shown
-from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup
+from rlhf_core.stages.ppo.rollout_records import shown
 from rlhf_core.stages.ppo.sampling.collector import Collector, answering
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Setup
 from rlhf_core.stages.ppo.sampling.stored import read_ahead, read_collected, write_ahead, write_collected
 from rlhf_core.stages.ppo.sampling.validation import (
     BEST,
@@ -53,7 +53,7 @@ from rlhf_core.stages.ppo.sampling.validation import (
     validate,
     write_rollouts,
 )
-from rlhf_core.stages.ppo.start import start_fleet
+from rlhf_core.stages.ppo.start_fleet import start_fleet
 from rlhf_core.system.files import link_tree, sync_to_disk
 from rlhf_core.training.engine import at, learning_rate
 from rlhf_core.training.ranks import EXPORT_TRIAL

@@ -18,8 +18,8 @@ import torch
 
 from rlhf_core.config import Preferences
 from rlhf_core.models.precision import dtype_of
-from rlhf_core.rollout.contract import SampledAnswer, Sampling, answer_of
-from rlhf_core.rollout.kinds import open_engine
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling, answer_of
+from rlhf_core.rollout.engine_kinds import open_engine
 from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 

@@ -13,8 +13,8 @@ from rlhf_core.config import Preferences
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.models.precision import dtype_of
-from rlhf_core.stages.ppo.roles.passes import ModelSpec
 from rlhf_core.stages.ppo.roles.read_only import Reward
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 
 SILENT_SECONDS = 3600.0  # longer than one part takes
 PROGRESS_SECONDS = 15.0

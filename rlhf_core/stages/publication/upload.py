@@ -22,7 +22,7 @@ from huggingface_hub.hf_api import RepoFile
 from rlhf_core.hub.api import RETRIES, Retries, with_retries, write_refusal
 from rlhf_core.hub.model_files import MODEL_FILES
 from rlhf_core.stages.publication.dataset import DATA_FILES
-from rlhf_core.stages.publication.folder import Published, read_marker
+from rlhf_core.stages.publication.publication_folder import Published, read_marker
 from rlhf_core.system.files import file_digest
 
 MAIN = "main"

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from rlhf_core.config import Optimised, Ranks
 from rlhf_core.config.training.zero_fields import ZERO
+from rlhf_core.forecast.fitting_passes import sums_in_fp32
 from rlhf_core.forecast.memory import copies
-from rlhf_core.forecast.passes import sums_in_fp32
 from rlhf_core.training.engine import AdamW
 
 

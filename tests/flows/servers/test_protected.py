@@ -25,7 +25,7 @@ import pytest
 import websockets
 from websockets.sync.client import connect
 
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from tests.support import micro
 from tests.support.micro import AUTH, Serve, ask, wait_until
 from tests.support.sockets import beyond_loopback, listening

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.runs.approval import FILE, Approval
+from rlhf_core.runs.approval_record import FILE, Approval
 from tests.support import micro
 from tests.support.micro import RECIPE, Serve, ask, wait_until
 

@@ -10,7 +10,7 @@ import pytest
 from cyclopts import Parameter
 from docstring_parser import parse
 
-from flows.cli import loops as cli_loops
+from flows.cli import loop_commands as cli_loops
 from flows.cli.app import COMMANDS, main
 
 

@@ -21,7 +21,7 @@ from rlhf_core.config import DPO, AdvantageEstimator
 from rlhf_core.data.questions import Question
 from rlhf_core.objectives.advantages import GROUPED, grpo
 from rlhf_core.objectives.losses import preference_loss
-from rlhf_core.rewards.contract import Sample
+from rlhf_core.rewards.reward_contract import Sample
 
 PAGE = Path(__file__).parents[3] / "CONTRIBUTING.md"
 

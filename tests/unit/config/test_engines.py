@@ -10,7 +10,7 @@ import yaml
 
 from rlhf_core.config import EngineConfig, Recipe
 from rlhf_core.config.former_names import with_new_keys, with_new_names
-from rlhf_core.recipe.load import dump_recipe, load_recipe, recipe_of
+from rlhf_core.recipe.load_recipe import dump_recipe, load_recipe, recipe_of
 from rlhf_core.runs.run_dir import StageRequest
 
 FORMER: dict[str, Any] = {

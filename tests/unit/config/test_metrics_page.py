@@ -25,7 +25,7 @@ from rlhf_core.config import (
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.kinds import KINDS, metrics_of
 from rlhf_core.config.metrics.metric import PLACE, Metric, after_run, meaning_of_failure
-from rlhf_core.config.metrics.page import metrics_page
+from rlhf_core.config.metrics.metrics_page import metrics_page
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 ROWS: dict[str, Any] = {"sources": "rows.jsonl"}

@@ -12,7 +12,7 @@ import pytest
 from rlhf_core.config import KINDS, outside_kinds
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.kinds import Kind
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 
 
 class Toy(Gated):

@@ -11,7 +11,7 @@ import pytest
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import FunctionReward, HttpReward, ModelReward
 from rlhf_core.preflight.reward_functions import code_problems
-from rlhf_core.recipe.load import dump_recipe, load_recipe
+from rlhf_core.recipe.load_recipe import dump_recipe, load_recipe
 from rlhf_core.recipe.plan import plan
 
 ROOT = Path(__file__).parents[3]

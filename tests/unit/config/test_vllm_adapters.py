@@ -17,8 +17,8 @@ from rlhf_core.forecast.by_phase import by_phase
 from rlhf_core.forecast.hardware import GPUS
 from rlhf_core.forecast.seconds import phases
 from rlhf_core.hub.model_config import Size
-from rlhf_core.models.checkpoint.weights import checkpoint_weights, scaled_adapters
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights, scaled_adapters
+from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.lora import require_linear
 from tests.support.families import make_family
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-import rlhf_core.stages.preferences.run
+import rlhf_core.stages.preferences.preferences_stage
 import rlhf_core.stages.preferences.sample_answers
 from rlhf_core.config import Data, EngineConfig, PostProcessor, Preferences
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import reward_suffix, store_suffix, stored_suffix, with_suffix
 from rlhf_core.data.rows.mixture import check_columns
 from rlhf_core.data.sources import answer_documents, labelled_answers
-from rlhf_core.models.scoring import RewardScorer
-from rlhf_core.rollout.contract import SampledAnswer, Sampling
+from rlhf_core.models.reward_scoring import RewardScorer
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
 from tests.support.tiny_models import reward_model
@@ -343,7 +343,7 @@ def test_the_stage_writes_what_its_post_processor_makes(
     )
     inputs = {"base": str(base), "rm": str(reward_model(material / "base", tmp_path / "rm"))}
     (tmp_path / "run").mkdir()
-    outcome = rlhf_core.stages.preferences.run.run(
+    outcome = rlhf_core.stages.preferences.preferences_stage.run(
         StageRequest(name="x", digest="0", config=config, inputs=inputs, seed=0), RunDir(tmp_path / "run")
     )
     assert all(

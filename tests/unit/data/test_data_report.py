@@ -16,11 +16,11 @@ import flows.cli
 import rlhf_core.stages.dpo
 import rlhf_core.stages.sft
 import tasks.stages
-from evaluation.report.page import write_report
+from evaluation.report.run_page import write_report
 from evaluation.report.summary import StageView
 from rlhf_core.config import DPO, SFT, Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.report import CHART, JSON, MARKDOWN, markdown, surveys_of, warnings
+from rlhf_core.data.data_report import CHART, JSON, MARKDOWN, markdown, surveys_of, warnings
 from rlhf_core.data.sources import (
     answer_documents,
     labelled_answers,

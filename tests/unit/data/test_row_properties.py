@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from rlhf_core.config import Data
 from rlhf_core.config.data import Rows, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.data_report import markdown, surveys_of
 from rlhf_core.data.questions import load_questions
-from rlhf_core.data.report import markdown, surveys_of
 from rlhf_core.data.rows.mixture import check_columns, load_rows
 from rlhf_core.data.sources import (
     answer_documents,

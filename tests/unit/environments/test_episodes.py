@@ -21,9 +21,9 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.episodes import Episode, EpisodeRequest, Episodes
 from rlhf_core.environments.trajectory import Limits
-from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.rollout.dispatch import Background
-from rlhf_core.stages.ppo.sampling.answers import of_episode
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
+from rlhf_core.stages.ppo.sampling.sampled_answers import of_episode
 from rlhf_core.system.processes import raised_by_us
 from tests.support.templates import save_tokenizer
 
@@ -311,7 +311,7 @@ def test_a_killed_parent_leaves_nothing_behind(tmp_path: Path, fault: str) -> No
     os.ftruncate(page, 16)
     started = (
         "import subprocess, sys, time\np = subprocess.Popen([sys.executable, '-m',"
-        f" 'rlhf_core.environments.worker', {str(tmp_path / 'world.py')!r}, 'World', '{{}}', '{page}'],"
+        f" 'rlhf_core.environments.environment_worker', {str(tmp_path / 'world.py')!r}, 'World', '{{}}', '{page}'],"
         f" stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=({page},),"
         ' start_new_session=True)\np.stdout.readline()\np.stdin.write(b\'{"start": 1, "task": {},'
         ' "messages": [], "seed": 1}\\n\'); p.stdin.flush()\nprint(p.pid, flush=True);'

@@ -12,7 +12,7 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.calls import CallFormat, call_format
 from rlhf_core.environments.conversation import Call
 from rlhf_core.environments.trajectory import Full, Limits, Trajectory
-from rlhf_core.rollout.contract import SampledAnswer
+from rlhf_core.rollout.engine_contract import SampledAnswer
 from tests.support.templates import TEMPLATES, WITHOUT_TOOLS, save_tokenizer
 
 LIMITS = Limits(turns=4, prompt_tokens=400, tokens=600, answer_tokens=None)

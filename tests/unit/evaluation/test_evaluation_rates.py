@@ -15,7 +15,7 @@ from evaluation.judges.offline import Match
 from evaluation.scores.reward_accuracy import RewardReports
 from rlhf_core.config import OpenAIJudge, RuleJudge
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.records import Game, Judgment
 from tests.support.evaluations import (
     COUNT,

@@ -14,12 +14,12 @@ import pytest
 from pydantic import TypeAdapter
 
 from evaluation.answers.local_answers import read_answers
-from evaluation.stage import run
+from evaluation.evaluation_stage import run
 from rlhf_core.__main__ import main
 from rlhf_core.config import RewardJudge, RuleJudge, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.questions import load_questions
-from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.records import EvalReport, Judgment
 from rlhf_core.runs.run_dir import RunDir, run_stage
 from tests.support.evaluations import (
@@ -181,7 +181,7 @@ def test_the_first_judge_decides(setting: Setting, monkeypatch: pytest.MonkeyPat
         def score(self, documents: Sequence[Any]) -> list[float]:
             return [float(len(document.tokens)) for document in documents]
 
-    monkeypatch.setattr("rlhf_core.models.scoring.RewardScorer", Against)
+    monkeypatch.setattr("rlhf_core.models.reward_scoring.RewardScorer", Against)
     _, report, metrics = evaluate(setting, judges=(RewardJudge(), RuleJudge()))
     assert report.judge == "reward_model" and metrics["win_rate/ppo"] == pytest.approx(0.3)
     assert metrics["right/ppo"] == pytest.approx(0.9)  # the rule still counts right answers

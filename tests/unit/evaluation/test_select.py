@@ -12,7 +12,7 @@ import pytest
 
 from evaluation.scores.arena_files import judgment_lines
 from evaluation.scores.selection import choose
-from evaluation.select import run
+from evaluation.select_stage import run
 from rlhf_core.config import Select
 from rlhf_core.records import EvalReport, Game, Judgment
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage

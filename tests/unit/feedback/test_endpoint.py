@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from rlhf_core.feedback import endpoint
-from rlhf_core.feedback.endpoint import application, by_name
+from rlhf_core.feedback import feedback_endpoint as endpoint
+from rlhf_core.feedback.feedback_endpoint import application, by_name
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.feedback.feedback_records import Feedback
 from rlhf_core.feedback.inbox import FILE, Inbox
 from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.parse import feedback_of
 from rlhf_core.feedback.receive import ReceivedRow, receive, rows_of
-from rlhf_core.feedback.records import Feedback
 from rlhf_core.feedback.take import take
 from rlhf_core.system.processes import module_path
 

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rlhf_core.models.scoring import STATISTICS
+from rlhf_core.models.reward_scoring import STATISTICS
 
 SHAPE = {
     "hidden_size": 16,

@@ -15,13 +15,14 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.ppo import start, train
+from rlhf_core.stages.ppo import start_fleet as start
+from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.credit import credit, divergence
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
-from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles.actor import Actor
-from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
+from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.sampling.validation import REWARD
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.zero.zero_options import engine_config, options_of

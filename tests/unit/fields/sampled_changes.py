@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-import evaluation.stage
+import evaluation.evaluation_stage
 import rlhf_core.rollout.vllm.vllm_engine
-import rlhf_core.stages.preferences.run
+import rlhf_core.stages.preferences.preferences_stage
 import rlhf_core.stages.preferences.sample_answers
 from rlhf_core.config import KINDS, Data, EngineConfig
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, sft_documents
-from rlhf_core.rollout.contract import SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo import train
 from tests.unit.fields.change import Change, World
@@ -67,7 +67,10 @@ class Script:
 def answered(kind: str) -> Any:
     """Returns the probe that runs a preferences stage or an evaluation: what engines were asked, metrics, and
     files."""
-    module: Any = {"preferences": rlhf_core.stages.preferences.run, "evaluation": evaluation.stage}[kind]
+    module: Any = {
+        "preferences": rlhf_core.stages.preferences.preferences_stage,
+        "evaluation": evaluation.evaluation_stage,
+    }[kind]
     needed: dict[str, Any] = {
         "preferences": {"prompts": {"sources": "prompts.jsonl"}, "reward": "rm"},
         "evaluation": {

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.cli.app import main
-from rlhf_core.stages.publication import champion as record
+from rlhf_core.stages.publication import champion_record as record
 
 
 def test_a_reason_is_no_markup(

@@ -11,10 +11,10 @@ import pytest
 from transformers import Qwen2ForCausalLM
 
 import flows
-from flows.cli import run as cli_run
-from flows.cli import start
+from flows.cli import first_commands as start
+from flows.cli import run_commands as cli_run
 from flows.cli.app import main
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 
 WAITS_FOR_IMPORT = """
 import sys, time

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 
 from flows.cli.app import main
-from flows.cli.operate import feedback
+from flows.cli.operate import feedback_commands as feedback
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.system.machine import Unreachable
 

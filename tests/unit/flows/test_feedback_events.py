@@ -10,7 +10,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 import flows.triggers.events as events
 from flows.cli.app import main
-from flows.triggers.feedback import InboxWatch
+from flows.triggers.inbox_watch import InboxWatch
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config import Recipe
 from rlhf_core.feedback.inbox import Inbox

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flows.triggers.feedback import LONGEST_PAUSE, InboxWatch
+from flows.triggers.inbox_watch import LONGEST_PAUSE, InboxWatch
 from rlhf_core.config import Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of

@@ -12,7 +12,7 @@ import pytest
 from filelock import FileLock
 
 import flows.cli
-from flows.cli.history import (
+from flows.cli.artifacts_history import (
     RunDifference,
     SurveyedItem,
     _win_rates,
@@ -29,7 +29,7 @@ from rlhf_core.runs.lineage import data_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, Outcome, RunDir
 from rlhf_core.runs.run_records import NAME, RunRequest, asked, kept
 from rlhf_core.system.files import is_locked
-from tasks.report import record, this_run, views_of
+from tasks.run_report import record, this_run, views_of
 from tests.support.chain import BASE, Chain, build
 from tests.support.finished_run import finished, view
 
@@ -44,7 +44,7 @@ def garbage(artifacts: Path) -> list[SurveyedItem]:
 
 
 def refer(chain: Chain, recipe: str, *names: str) -> Path:
-    """Writes a recipe's folder with these stages, as `tasks.report` does."""
+    """Writes a recipe's folder with these stages, as `tasks.run_report` does."""
     folder = chain.root / recipe
     folder.mkdir()
     stages = [

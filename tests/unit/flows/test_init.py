@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.cli import start
+from flows.cli import first_commands as start
 from flows.cli.app import main
 from rlhf_core.preflight.inputs import check_inputs, needs
-from rlhf_core.recipe.load import load_recipe, recipe_of
+from rlhf_core.recipe.load_recipe import load_recipe, recipe_of
 from rlhf_core.recipe.plan import plan
 
 DATA = {"sft": ["--sft-data", "s.jsonl"], "dpo": ["--preference-data", "p.jsonl"]}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.labelling.store import LabelFile
+from evaluation.labelling.label_store import LabelFile
 from flows.cli.app import main
 from rlhf_core.data.labels import load_labels
 from tests.support.labelling import rated, row

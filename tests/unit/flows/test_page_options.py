@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from flows.cli.operate.label import show_addresses
-from flows.serving import page_server
+from flows.serving import page_options as page_server
 from flows.serving.services import LISTENER, Services, listen
 
 WAIT = 20.0  # seconds for an answer

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from flows.cli.app import main
-from flows.cli.loops import show_auth
+from flows.cli.loop_commands import show_auth
 
 API = "http://127.0.0.1:4200/api"
 AUTH = "alignflow:" + "x" * 43

@@ -12,8 +12,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Running, Scheduled
 from starlette.testclient import TestClient
 
-from flows.triggers.endpoint import MOST_WAITING, application
 from flows.triggers.runs import TriggerOutcome
+from flows.triggers.trigger_endpoint import MOST_WAITING, application
 from tests.support.micro import wait_until
 
 TOKEN = "t" * 32

@@ -19,9 +19,9 @@ from transformers import (
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
+from rlhf_core.forecast.fitting_passes import Pass
 from rlhf_core.forecast.hardware import GIB, Gpu
 from rlhf_core.forecast.memory import ProcessBytes, Training, gpu_peaks, peak, read, roles, trained
-from rlhf_core.forecast.passes import Pass
 from rlhf_core.forecast.placements import forecast
 from rlhf_core.forecast.seconds import phases, phases_as_range, seconds_of_pass
 from rlhf_core.hub.model_config import size_of, size_of_config

@@ -15,9 +15,9 @@ from transformers import Qwen2Config
 from flows.cli.app import main
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
+from rlhf_core.forecast.fitting_passes import Pass, alternatives, fields_of, recipe_pass
 from rlhf_core.forecast.hardware import GIB, GPUS, Gpu, on_nodes
 from rlhf_core.forecast.memory import roles
-from rlhf_core.forecast.passes import Pass, alternatives, fields_of, recipe_pass
 from rlhf_core.forecast.placements import Placement, choose, forecast, on_fewest, placements, with_fields
 from rlhf_core.hub.model_config import size_of_config
 from tests.benchmarks.published import LLAMA, ROLES, SHAPES, recipe

@@ -14,9 +14,9 @@ import torch
 from pydantic import ValidationError
 
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
+from rlhf_core.forecast.fitting_passes import Pass, as_laid
 from rlhf_core.forecast.hardware import GIB, Gpu
 from rlhf_core.forecast.memory import FETCHED, USABLE, roles
-from rlhf_core.forecast.passes import Pass, as_laid
 from rlhf_core.forecast.placements import forecast, placements
 from rlhf_core.forecast.zero_stage import (
     Chosen,
@@ -33,7 +33,7 @@ from rlhf_core.forecast.zero_stage import (
 from rlhf_core.hub.model_config import Size, size_of_config
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.ppo.start import start_fleet, zero_stage_of
+from rlhf_core.stages.ppo.start_fleet import start_fleet, zero_stage_of
 from rlhf_core.system.machine import MachineLacks
 from rlhf_core.training.ranks import on_ranks, with_zero_stage
 from rlhf_core.training.train_loop import layout_of as layout_of_training
@@ -245,7 +245,7 @@ def test_models_that_share_a_gpu_are_refused_by_their_sum_before_anything_is_loa
 ) -> None:
     """`alone`: about as many times one model's bytes."""
     config = ppo(**{"zero_stage": 2, **fields})
-    monkeypatch.setattr("rlhf_core.stages.ppo.start.size_at", lambda place: LARGE)
+    monkeypatch.setattr("rlhf_core.stages.ppo.start_fleet.size_at", lambda place: LARGE)
     needed = max(needed for _, needed in starts_of_ppo(config, dict.fromkeys(config.groups, LARGE))) / GIB
     assert needed == pytest.approx(alone * LARGE_STARTS, abs=0.02 * alone * LARGE_STARTS + 5)
 
@@ -289,7 +289,7 @@ def test_models_of_unknown_size_and_roles_on_their_own_gpus_add_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "rlhf_core.stages.ppo.start.size_at", lambda place: LARGE if place == "actor" else None
+        "rlhf_core.stages.ppo.start_fleet.size_at", lambda place: LARGE if place == "actor" else None
     )
     for config in (ppo(colocate_actor_ref=True), ppo()):
         group = SimpleNamespace(gpu_bytes=lambda timeout: 140 * GIB, **HOSTS)

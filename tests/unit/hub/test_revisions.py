@@ -20,7 +20,7 @@ from rlhf_core.hub.api import Retries
 from rlhf_core.hub.ids import is_hub_id, parted
 from rlhf_core.hub.revisions import PINS
 from rlhf_core.hub.snapshots import fetched, snapshot
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.lineage import lineage, tree
 from rlhf_core.runs.run_dir import Outcome, RunDir

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import rlhf_core.stages.dpo
 import rlhf_core.stages.kto
 import rlhf_core.stages.ppo.train
-import rlhf_core.stages.preferences.run
+import rlhf_core.stages.preferences.preferences_stage
 from rlhf_core.config import DPO, KTO, PPO, Data, StageConfig
 from rlhf_core.hub.vocabulary import difference, known_rows, require_same_vocabulary, stored_vocabulary
 from rlhf_core.preflight.inputs import check_inputs

@@ -10,7 +10,7 @@ import pytest
 
 import flows.cli
 from rlhf_core.migrate.script import migrate
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from tests.support.launch_scripts import (
     CHAIN,
     CONFIG_MAP,

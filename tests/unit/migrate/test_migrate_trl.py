@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlhf_core.migrate.script import Migrated, migrate
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from tests.support.launch_scripts import migrated, told
 
 DPO = r"""#!/bin/bash

@@ -12,7 +12,7 @@ import torch
 from rlhf_core.models.kernels import attention, choose
 from rlhf_core.models.kernels.choose import can_share, kernel_for
 from rlhf_core.models.kernels.self_test import MANY, AttentionKind, Heads
-from rlhf_core.models.load import recompute
+from rlhf_core.models.load_model import recompute
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from tests.unit.models.test_attention import plain_varlen

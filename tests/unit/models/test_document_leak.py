@@ -38,11 +38,11 @@ from rlhf_core.config import DPO, KTO, PPO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.models import document_leak
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels import attention
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.stages.ppo.roles.passes import ModelSpec, score_share
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, score_share
 from rlhf_core.training.engine import TorchEngine
 from rlhf_core.training.ranks import make_engine
 from tests.support.families import HYBRID

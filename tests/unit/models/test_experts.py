@@ -13,9 +13,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 import rlhf_core.stages.sft
 from rlhf_core.config import SFT, Data
 from rlhf_core.data.documents import Document
-from rlhf_core.models.checkpoint.weights import checkpoint_weights
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
 from rlhf_core.models.experts import balance_loss
-from rlhf_core.models.load import load_policy, trained_policy
+from rlhf_core.models.load_model import load_policy, trained_policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest

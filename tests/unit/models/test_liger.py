@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.models.kernels import liger
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from tests.support.families import make_family
 
 

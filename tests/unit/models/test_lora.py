@@ -21,8 +21,8 @@ import rlhf_core.stages.sft
 from evaluation.answers.local_answers import model_config
 from rlhf_core.config import DPO, KTO, PPO, SFT, Data, Lora, RewardModel, StageConfig
 from rlhf_core.data.documents import Document
-from rlhf_core.models.checkpoint.weights import checkpoint_weights
-from rlhf_core.models.load import load_policy, load_scorer, trained_policy
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
+from rlhf_core.models.load_model import load_policy, load_scorer, trained_policy
 from rlhf_core.models.lora import ADAPTER_WEIGHTS, lora_layers, merged_weight
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate

@@ -30,7 +30,7 @@ from transformers import (
 
 from rlhf_core.data.documents import Document
 from rlhf_core.models import token_logprobs
-from rlhf_core.models.load import load_policy, load_scorer, trained_scorer
+from rlhf_core.models.load_model import load_policy, load_scorer, trained_scorer
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.masked import gather_last

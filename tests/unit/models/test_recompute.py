@@ -27,7 +27,7 @@ from transformers import (
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, Trainable
 from rlhf_core.data.documents import Document
 from rlhf_core.models.kernels.feed_forward import split_feed_forward
-from rlhf_core.models.load import load_policy, trained_policy, trained_scorer, without_dropout
+from rlhf_core.models.load_model import load_policy, trained_policy, trained_scorer, without_dropout
 from rlhf_core.objectives.collate import collate
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.ranks import make_engine

@@ -14,12 +14,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from flows.cli.app import main
 from rlhf_core.config import Lora, RewardModel
-from rlhf_core.models import load
-from rlhf_core.models.load import load_policy, load_scorer, trained_scorer
-from rlhf_core.models.scoring import RewardScorer
+from rlhf_core.models import load_model as load
+from rlhf_core.models.load_model import load_policy, load_scorer, trained_scorer
+from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.preflight.inputs import check_inputs
-from rlhf_core.stages.ppo.roles.passes import ModelSpec
 from rlhf_core.stages.ppo.roles.read_only import Reward
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from tests.unit.models.test_lora import config_of, run
 from tests.unit.preflight.test_check import Planned, planned
 

@@ -24,21 +24,21 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.experts import REPLAYED, replayed
 from rlhf_core.models.kernels.attention import is_stateful
-from rlhf_core.models.load import load_policy, recompute
+from rlhf_core.models.load_model import load_policy, recompute
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import SampledAnswer
+from rlhf_core.rollout.engine_contract import SampledAnswer
 from rlhf_core.rollout.vllm.environment import returns_routing
 from rlhf_core.rollout.vllm.vllm_engine import _answer
 from rlhf_core.stages.ppo import fleet
-from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles.actor import Actor
-from rlhf_core.stages.ppo.roles.passes import ModelSpec
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.trained import Update
-from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout
+from rlhf_core.stages.ppo.rollout_records import Experience
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled, rollout
 from rlhf_core.stages.ppo.sampling.stored import read_ahead, write_ahead
-from rlhf_core.stages.ppo.start import start_fleet
+from rlhf_core.stages.ppo.start_fleet import start_fleet
 from tests.support.families import FAMILIES, QWEN_MOE, SHAPE, config_class, make_family, model_class
 
 SPARSE = {**SHAPE, "vocab_size": 96, "initializer_range": 0.2}

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_core.models.load import load_scorer, trained_scorer
+from rlhf_core.models.load_model import load_scorer, trained_scorer
 from rlhf_core.models.score_classes import add_score_class
 from tests.support.families import HYBRID
 from tests.unit.models.test_models import SHAPE

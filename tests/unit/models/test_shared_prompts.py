@@ -18,11 +18,11 @@ from rlhf_core.models.kernels import attention, choose
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.objectives.collate import collate
 from rlhf_core.stages.dpo import pair_logprobs
-from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles.actor import Actor
-from rlhf_core.stages.ppo.roles.passes import ModelSpec, passes_of
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, passes_of
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
+from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance
 from rlhf_core.stages.reward_model import pair_scores
 from tests.unit.models.test_attention import WINDOWED, kernel, plain_varlen
@@ -255,7 +255,7 @@ def test_roles_say_and_learn_the_same_of_answers(
     found = []
     for share in (False, True):
         monkeypatch.setattr(
-            "rlhf_core.stages.ppo.roles.passes.can_share", lambda model, device, share=share: share
+            "rlhf_core.stages.ppo.roles.role_passes.can_share", lambda model, device, share=share: share
         )
         place = lambda name: ModelSpec(str(models / name), "float32", 0, 8, False, tokens)  # noqa: E731
         actor = Actor(place("sft"), ppo(entropy_coef=0.01), 0)

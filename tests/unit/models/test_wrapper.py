@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rlhf_core.config import Lora
-from rlhf_core.models.load import load_policy, load_scorer
+from rlhf_core.models.load_model import load_policy, load_scorer
 from rlhf_core.models.policy import Policy
 from rlhf_core.preflight.inputs import check_inputs
 from tests.support.families import PATCHES, SHAPE, VISION, WRAPPERS, make_family

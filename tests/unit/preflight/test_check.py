@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.preflight import inputs as check
 from rlhf_core.preflight.inputs import MachineLacks, check_inputs, check_machine, needs, require_here
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.system import machine
 from tests.support.tiny_models import save_weights

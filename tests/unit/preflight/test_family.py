@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING
 
 from rlhf_core.preflight.families import family
 from rlhf_core.preflight.families.family import family_problems, option_problems
-from rlhf_core.preflight.models import sampling_problems, unfit_models
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.preflight.model_checks import sampling_problems, unfit_models
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Node, plan
 
 RECIPE = """

@@ -29,7 +29,7 @@ CHECK = """
 import sys
 from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.recipe.plan import plan
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 planned = plan(load_recipe("recipe.yaml", []))
 print(*check_inputs(planned, planned.nodes), sep="\\n")
 print("transformers" in sys.modules)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import Recipe
-from rlhf_core.preflight.questions import selecting_questions
+from rlhf_core.preflight.question_checks import selecting_questions
 from rlhf_core.recipe.plan import Plan, plan
 
 PAIRS = {"sources": "pairs.jsonl"}

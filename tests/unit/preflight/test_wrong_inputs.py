@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from flows.cli.app import main
-from rlhf_core.models.load import load_policy, load_scorer
-from rlhf_core.stages.publication.folder import MARKER
+from rlhf_core.models.load_model import load_policy, load_scorer
+from rlhf_core.stages.publication.publication_folder import MARKER
 from tests.support.tiny_models import save_weights
 from tests.unit.preflight.test_check import TEMPLATE, Planned, planned, save_tokenizer
 

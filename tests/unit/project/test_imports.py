@@ -19,12 +19,12 @@ from rlhf_core.system.gc_pause import uncollected
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("flows", "tasks", "evaluation", "rlhf_core")
 TORCH_FREE = [  # and all of flows/ and tasks/
-    "evaluation.dashboard.app",
-    "evaluation.labelling.app",
+    "evaluation.dashboard.dashboard_app",
+    "evaluation.labelling.labelling_app",
     "evaluation.labelling.items",
     "evaluation.report.index",
     "evaluation.scores.leaderboard",
-    "evaluation.report.page",
+    "evaluation.report.run_page",
     "evaluation.report.summary",
     "rlhf_core.__main__",
     "rlhf_core.recipe.dry_run",
@@ -35,7 +35,7 @@ TORCH_FREE = [  # and all of flows/ and tasks/
     "rlhf_core.recipe.loop_record",
     "rlhf_core.migrate.script",
     "rlhf_core.recipe.plan",
-    "rlhf_core.recipe.load",
+    "rlhf_core.recipe.load_recipe",
     "rlhf_core.runs.run_dir",
     "rlhf_core.records",
 ]

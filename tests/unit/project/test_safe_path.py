@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from rlhf_core.config import SFT
-from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.function import Function
+from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.rollout.vllm.environment import server_environment
 from rlhf_core.runs.launch import launch
 from rlhf_core.runs.run_dir import RunDir, StageRequest

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.config import Regression
 from rlhf_core.preflight.inputs import check_inputs
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from tests.support.labels import label, write_labels
 

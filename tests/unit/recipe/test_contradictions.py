@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.recipe.load import recipe_of
+from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.sentences import WrongRecipe
 
 GRPO: dict[str, Any] = {

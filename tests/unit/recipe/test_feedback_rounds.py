@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flows.cli.loops import next_of
+from flows.cli.loop_commands import next_of
 from rlhf_core.config import Gate, Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of

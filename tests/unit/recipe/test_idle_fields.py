@@ -10,7 +10,7 @@ import pytest
 from flows.cli.prepare import validate
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.idle_fields import COLUMNS, RULES, idle_fields
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 
 DATA = {"sources": "rows.jsonl"}
 GRPO = {"advantage_estimator": "grpo", "n_samples_per_prompt": 4}

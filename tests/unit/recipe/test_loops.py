@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flows.cli.history import survey
+from flows.cli.artifacts_history import survey
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.loop_record import (
     FILE,

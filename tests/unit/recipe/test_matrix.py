@@ -18,7 +18,7 @@ import fsspec
 import pytest
 import yaml
 
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.system.processes import WRONG_INPUT, raised_by_us
 from tests.support.config_cells import Cell, Place, cells, places

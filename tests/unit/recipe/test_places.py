@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.load import dump_recipe, given_recipe, load_recipe, recipe_of
+from rlhf_core.recipe.load_recipe import dump_recipe, given_recipe, load_recipe, recipe_of
+from rlhf_core.recipe.named_inputs import beside
 from rlhf_core.recipe.plan import plan
-from rlhf_core.recipe.references import beside
 
 TEXT = """
 name: places

@@ -12,7 +12,7 @@ from rlhf_core.cluster.rank_environment import LESS_MEMORY
 from rlhf_core.config import DPO, KTO, PPO, SFT, Evaluation, Preferences
 from rlhf_core.recipe.digest import deciding
 from rlhf_core.recipe.dry_run import outlook
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest, run_stage
 from rlhf_core.system.files import ABSENT, Digests

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from rlhf_core.config import PPO, SFT, Evaluation, RewardJudge
-from rlhf_core.recipe.load import dump_recipe, given_recipe, load_recipe, recipe_of
+from rlhf_core.recipe.load_recipe import dump_recipe, given_recipe, load_recipe, recipe_of
 from rlhf_core.recipe.plan import plan
 from rlhf_core.recipe.yaml_text import dump, parse
 from tests.support.s3_server import s3

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.recipe.load import given_recipe, load_recipe
+from rlhf_core.recipe.load_recipe import given_recipe, load_recipe
 from rlhf_core.recipe.plan import plan
 from tests.support.mutations import fault_of, places
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.config import DPO, Evaluation, Recipe, Select
-from rlhf_core.recipe.load import dump_recipe, load_recipe
+from rlhf_core.recipe.load_recipe import dump_recipe, load_recipe
 from rlhf_core.recipe.plan import plan
 
 PAIRS = {"sources": "pairs.jsonl"}

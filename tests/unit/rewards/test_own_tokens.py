@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.rewards.batch import reward_batch
-from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.own_tokens import document, writers
+from rlhf_core.rewards.reward_contract import Sample
 from tests.unit.hub.test_vocabulary import swap
 
 

@@ -18,10 +18,10 @@ from flows.cli.app import main
 from rlhf_core.config import Data, RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
-from rlhf_core.models.scoring import RewardScorer
-from rlhf_core.rewards.contract import Sample
+from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.rewards.remote import HttpRewardClient
-from rlhf_core.rewards.server import application, reward_application
+from rlhf_core.rewards.reward_contract import Sample
+from rlhf_core.rewards.reward_server import application, reward_application
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.asgi import served
 
@@ -152,7 +152,7 @@ def test_a_failure_of_the_model_is_not_the_clients_fault(capfd: pytest.CaptureFi
 
 
 def test_a_request_that_is_not_sent_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.rewards.server.SEND_SECONDS", 0.2)
+    monkeypatch.setattr("rlhf_core.rewards.reward_server.SEND_SECONDS", 0.2)
     with (
         served(application(lambda answers: [], {})) as url,
         socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client,

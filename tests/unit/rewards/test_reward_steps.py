@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.rewards.clients import Client, Rewards, join
-from rlhf_core.rewards.contract import LISTS, Reply, Sample, read_rewards
+from rlhf_core.rewards.reward_contract import LISTS, Reply, Sample, read_rewards
 from rlhf_core.rewards.steps import on_tokens
 from rlhf_core.stages.ppo.texts import lengths_of
 

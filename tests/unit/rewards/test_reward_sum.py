@@ -9,7 +9,7 @@ import torch
 
 from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Running, Term, combine, plain_sum, with_answers
-from rlhf_core.rewards.contract import RewardsFailed
+from rlhf_core.rewards.reward_contract import RewardsFailed
 
 
 def test_rewards_are_standardised_each_on_its_own_then_weighed_and_summed() -> None:

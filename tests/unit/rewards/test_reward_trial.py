@@ -11,8 +11,8 @@ import pytest
 from rlhf_core.config.rewards import FunctionReward, HttpReward
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
-from rlhf_core.rewards.server import application
-from rlhf_core.rewards.trial import ANSWER, made_up_answer, sample_of, try_rewards
+from rlhf_core.rewards.reward_server import application
+from rlhf_core.rewards.reward_trial import ANSWER, made_up_answer, sample_of, try_rewards
 from rlhf_core.system.processes import raised_by_us
 from tests.support.asgi import served
 from tests.support.templates import save_tokenizer

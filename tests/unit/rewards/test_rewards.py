@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.rewards import FunctionReward, HttpReward
 from rlhf_core.rewards.clients import Client, Clients, client_of
-from rlhf_core.rewards.contract import (
+from rlhf_core.rewards.function import Function, wanted_by
+from rlhf_core.rewards.remote import HttpRewardClient
+from rlhf_core.rewards.reward_contract import (
     LARGEST,
     LISTS,
     RewardError,
@@ -28,8 +30,6 @@ from rlhf_core.rewards.contract import (
     read_reply,
     read_rewards,
 )
-from rlhf_core.rewards.function import Function, wanted_by
-from rlhf_core.rewards.remote import HttpRewardClient
 from tests.support.micro import wait_until
 
 SAMPLES = [

@@ -13,8 +13,8 @@ import pytest
 
 from rlhf_core.data.documents import Document, Prompt, answered, compact
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import answer_of
-from rlhf_core.stages.ppo.sampling.answers import rollout
+from rlhf_core.rollout.engine_contract import answer_of
+from rlhf_core.stages.ppo.sampling.sampled_answers import rollout
 
 PROMPT = [7, 8]
 TOKENS = [3, 4, 5]

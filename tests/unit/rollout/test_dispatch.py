@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.cluster.pending import RankDied, RoleFailed
-from rlhf_core.rollout.contract import Request, SampledAnswer, Sampling
 from rlhf_core.rollout.dispatch import Background, Engines
+from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling
 
 SAMPLING = Sampling(n=1, temperature=1.0, max_new_tokens=5, stop_token_ids=[])
 

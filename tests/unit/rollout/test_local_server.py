@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 from rlhf_core.config import EngineConfig, VllmJudge
 from rlhf_core.rollout.vllm.environment import UNCOMPILED, compilation
 from rlhf_core.rollout.vllm.key_guard import KeyGuard
-from rlhf_core.rollout.vllm.server import Server, ServerFailed, serving
+from rlhf_core.rollout.vllm.vllm_server import Server, ServerFailed, serving
 from rlhf_core.system.reaper import descendants
 
 ROOT = Path(__file__).parents[3]
@@ -67,7 +67,7 @@ server.serve_forever()
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "rlhf_core.rollout.vllm.server.GRACE_SECONDS", 0.5
+        "rlhf_core.rollout.vllm.vllm_server.GRACE_SECONDS", 0.5
     )  # the worker does not listen to TERM
     (tmp_path / "stub.py").write_text(STUB)
 
@@ -208,7 +208,7 @@ def test_a_killed_owner_leaves_no_server_behind(
     number: int, stub: Callable[..., object], tmp_path: Path
 ) -> None:
     script = (
-        "from pathlib import Path\nimport time\nimport rlhf_core.rollout.vllm.server as s\nfrom rlhf_core.config"
+        "from pathlib import Path\nimport time\nimport rlhf_core.rollout.vllm.vllm_server as s\nfrom rlhf_core.config"
         " import EngineConfig\ns.GRACE_SECONDS = 0.5\nwith s.serving('good', 'm', Path('log'), EngineConfig(), seed=0,"
         " dtype='float32', max_model_len=64, command=('stub.py',)):\n    print('ready', flush=True)\n   "
         " time.sleep(600)\n"
@@ -240,7 +240,7 @@ def test_a_server_is_one_engine_that_stays_awake() -> None:
 def test_on_a_gpu_host_the_model_is_split_and_takes_its_share(
     split: int, stub: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf_core.rollout.vllm.server.num_gpus", lambda: 8)
+    monkeypatch.setattr("rlhf_core.rollout.vllm.vllm_server.num_gpus", lambda: 8)
     with stub("good", tensor_parallel_size=split, gpu_memory_utilization=0.6) as server:  # type: ignore[attr-defined]
         sent = " ".join(map(str, get(server, "/v1/models", server.key)[1]["arguments"]))  # type: ignore[call-overload]
     assert (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import Gate
-from rlhf_core.runs import approval
-from rlhf_core.runs.approval import FILE, Approval, ask, asked_in, decide
+from rlhf_core.runs import approval_record as approval
+from rlhf_core.runs.approval_record import FILE, Approval, ask, asked_in, decide
 
 DAY = timedelta(days=1)
 

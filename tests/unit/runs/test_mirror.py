@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_core.config import SFT, Wandb
 from rlhf_core.preflight.inputs import check_machine
-from rlhf_core.recipe.load import recipe_of
+from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs import wandb_mirror
 from rlhf_core.runs.metrics_log import Tracker

@@ -97,7 +97,7 @@ def test_what_is_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_kind_it_does_not_do(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert stage_process.main([run_dir], {"evaluation": "evaluation.stage"}) == 2
+    assert stage_process.main([run_dir], {"evaluation": "evaluation.evaluation_stage"}) == 2
     assert "of kind sft" in capsys.readouterr().err
 
 

@@ -18,14 +18,14 @@ import rlhf_core.stages.sft
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config import SFT
 from rlhf_core.preflight.inputs import check_machine
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.remote.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import RESULT, Outcome, RunDir, StageRequest, run_stage
 from rlhf_core.system.files import file_digest
 from rlhf_core.training.engine import TorchEngine
-from tasks.store import fetch_stage, states_uploaded, upload_stage
+from tasks.stored_stages import fetch_stage, states_uploaded, upload_stage
 from tests.support.s3_server import SECRET, s3
 from tests.support.states import wait_until_complete
 

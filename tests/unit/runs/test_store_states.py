@@ -14,7 +14,7 @@ from rlhf_core.runs import resume_state
 from rlhf_core.runs.remote.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import RunDir
-from tasks.store import states_uploaded
+from tasks.stored_stages import states_uploaded
 
 
 def test_a_state_is_copied_whole_while_the_stage_goes_on(

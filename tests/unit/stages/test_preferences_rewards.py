@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-import rlhf_core.stages.preferences.run
+import rlhf_core.stages.preferences.preferences_stage
 import rlhf_core.stages.preferences.sample_answers
 from rlhf_core.config import Preferences
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
-from rlhf_core.models.scoring import STATISTICS, RewardScorer
-from rlhf_core.rewards.contract import RewardsFailed
-from rlhf_core.rewards.server import application
-from rlhf_core.rollout.contract import SampledAnswer, Sampling
+from rlhf_core.models.reward_scoring import STATISTICS, RewardScorer
+from rlhf_core.rewards.reward_contract import RewardsFailed
+from rlhf_core.rewards.reward_server import application
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from tests.support.asgi import served
 from tests.support.tiny_models import reward_model
@@ -92,7 +92,7 @@ def run(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         )
         inputs = {"base": str(material / "base"), "rm": str(tmp_path / "rm")}
         request = StageRequest(name="x", digest="0", config=config, inputs=inputs, seed=0)
-        outcome = rlhf_core.stages.preferences.run.run(request, RunDir(tmp_path / "run"))
+        outcome = rlhf_core.stages.preferences.preferences_stage.run(request, RunDir(tmp_path / "run"))
         assert [name for name in outcome.metrics if not has_metric(config, name)] == []
         written = next(path for name, path in outcome.outputs.items() if name != "data_report")
         return outcome, [json.loads(line) for line in (tmp_path / "run" / written).read_text().splitlines()]
@@ -188,7 +188,7 @@ def test_ranks_of_a_reward_model_are_refused(run: Any) -> None:
 def test_a_bug_in_a_reward_function_is_told_before_an_engine_starts(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rlhf_core.stages.preferences.run, "answers_of_round", pytest.fail)
+    monkeypatch.setattr(rlhf_core.stages.preferences.preferences_stage, "answers_of_round", pytest.fail)
     with pytest.raises(
         ValueError, match=r"misspelt: a call with a made-up answer raised NameError: .*code\.py, line 3"
     ):

@@ -23,16 +23,16 @@ from rlhf_core.data import sources
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
 from rlhf_core.models.checkpoint.weight_files import fill
-from rlhf_core.models.checkpoint.weights import checkpoint_weights
-from rlhf_core.models.load import load_policy, load_scorer
+from rlhf_core.models.load_model import load_policy, load_scorer
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_core.rollout.weight_transfer import Broadcast, Rendezvous
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.roles.actor import Actor
-from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.reference_logprobs import dealt_logprobs
 from rlhf_core.system import progress
 from rlhf_core.system.files import sync_to_disk

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rlhf_core.rewards.contract import RewardError, Sample
 from rlhf_core.rewards.remote import HttpRewardClient
+from rlhf_core.rewards.reward_contract import RewardError, Sample
 from rlhf_core.system.proxies import bypass_loopback, proxy_of
 from tests.support.chat_endpoint import Reply, completion, serving
 from tests.support.judging import matches, openai_judge
@@ -40,7 +40,7 @@ import sys
 from pathlib import Path
 from rlhf_core.__main__ import main
 main(["no such run"])
-from rlhf_core.rewards.contract import Sample
+from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.rewards.remote import HttpRewardClient
 from tests.support.judging import matches, openai_judge, scores
 chat, reward, folder = sys.argv[1:]

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from flows.cli.operate import approve
-from rlhf_core.runs.approval import Approval, ask
+from rlhf_core.runs.approval_record import Approval, ask
 from tasks.decisions import approval
 
 RUN = "8d0f2a64-0000-4000-8000-000000000001"

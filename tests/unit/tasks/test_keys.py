@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 import flows.alignment
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.load import recipe_of
+from rlhf_core.recipe.load_recipe import recipe_of
 from tasks import keys
 
 VALUE = "hf_FromPrefectAndNowhereElse"

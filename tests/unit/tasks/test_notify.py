@@ -22,7 +22,7 @@ import tasks.served
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config import EVENTS, Recipe
 from rlhf_core.preflight.inputs import check_machine
-from rlhf_core.recipe.load import recipe_of
+from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.plan import plan
 from tasks.notify import Sender, notify_state
 from tasks.served import SERVED_ENV

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import evaluation.report.page
+import evaluation.report.run_page
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.run_records import RunRequest, asked
-from tasks import report
-from tasks.report import reported
+from tasks import run_report as report
+from tasks.run_report import reported
 
 RECIPE = {
     "name": "full",
@@ -32,7 +32,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluation.report.page, "write_text", full)
+    monkeypatch.setattr(evaluation.report.run_page, "write_text", full)
     monkeypatch.setattr(
         report, "create_link_artifact", lambda *_, **__: pytest.fail("there is no page to link to")
     )

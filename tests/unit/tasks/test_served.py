@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from flows.serving.services import AUTH
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.sentences import models_in
 from rlhf_core.records import RECIPE_ONLY
 from rlhf_core.system.pages.secret_file import kept_secret

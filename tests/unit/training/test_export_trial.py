@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config import DPO, KTO, PPO, SFT, Data, Lora, RewardModel, StageConfig
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo.roles.actor import Actor
-from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.training.ranks import EXPORT_TRIAL
 
 FIELDS: dict[str, Any] = {"train_batch_size": 8, "micro_train_batch_size": 8, "max_len": 64}

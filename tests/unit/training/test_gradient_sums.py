@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.config import SFT, Ranks
+from rlhf_core.forecast.fitting_passes import sums_in_fp32
 from rlhf_core.forecast.memory import Training, trained
-from rlhf_core.forecast.passes import sums_in_fp32
 from rlhf_core.models import token_logprobs as head_module
 from rlhf_core.models.token_logprobs import token_logprobs
 from rlhf_core.training.engine import AdamW, TorchEngine

@@ -22,10 +22,10 @@ from rlhf_core.config import PPO, SFT, Gate, Recipe
 from rlhf_core.data.documents import Document
 from rlhf_core.recipe.sentences import models_in
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
-from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles.actor import Actor
-from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
+from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.training.engine import TorchEngine
 from tests.unit.training.test_training import WORK, config_of
 

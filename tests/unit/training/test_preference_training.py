@@ -34,7 +34,7 @@ from rlhf_core.config import (
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import SUFFIX_FILE, Document, stored_suffix
 from rlhf_core.data.packing import Passes
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.policy import Policy
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest

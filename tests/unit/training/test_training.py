@@ -22,10 +22,10 @@ import rlhf_core.stages.reward_model
 import rlhf_core.stages.sft
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.config.kinds import metrics_of
-from rlhf_core.config.metrics.shared import BALANCE
+from rlhf_core.config.metrics.shared_metrics import BALANCE
 from rlhf_core.data.documents import Document
 from rlhf_core.models.checkpoint.weight_files import fill
-from rlhf_core.models.scoring import STATISTICS, RewardScorer, stored_statistics
+from rlhf_core.models.reward_scoring import STATISTICS, RewardScorer, stored_statistics
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.forecast.seconds import busiest
 from rlhf_core.hub.model_config import num_experts
-from rlhf_core.stages.ppo.records import Rollout
+from rlhf_core.stages.ppo.rollout_records import Rollout
 
 MATMUL = 8192
 COPY = 1 << 30  # on a GPU: MATMUL is the rows of a square matrix, COPY is bytes

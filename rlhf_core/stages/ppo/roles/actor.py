@@ -13,8 +13,8 @@ import torch
 
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
-from rlhf_core.models.checkpoint.weights import checkpoint_weights, scaled_adapters
-from rlhf_core.models.load import trained_policy
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights, scaled_adapters
+from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.lora import require_linear, without_adapters
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
@@ -25,8 +25,7 @@ from rlhf_core.objectives.sampler_weights import kept_tokens, sampler_weights
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
 from rlhf_core.stages.ppo.measured.roofline import Ceilings, measure_ceilings
 from rlhf_core.stages.ppo.measured.rounding import noise_of, noisy
-from rlhf_core.stages.ppo.records import Experience
-from rlhf_core.stages.ppo.roles.passes import (
+from rlhf_core.stages.ppo.roles.role_passes import (
     ModelSpec,
     Read,
     Scored,
@@ -36,6 +35,7 @@ from rlhf_core.stages.ppo.roles.passes import (
     token_values,
 )
 from rlhf_core.stages.ppo.roles.trained import Trained, Update
+from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.training.ranks import export, shards_of, try_export
 from rlhf_core.training.train_loop import accumulate
 from rlhf_core.training.zero.zero_engine import library

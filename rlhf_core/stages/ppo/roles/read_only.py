@@ -14,13 +14,13 @@ from rlhf_core.data.documents import Document
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import split_attention
 from rlhf_core.models.kernels.sequence_ranks import ALONE, sequence_ranks
-from rlhf_core.models.load import load_policy, load_scorer
+from rlhf_core.models.load_model import load_policy, load_scorer
 from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.objectives.collate import Batch
 from rlhf_core.rollout.weight_transfer import gpu_uuid
 from rlhf_core.stages.ppo.measured.roofline import ModelShape, shape_of
-from rlhf_core.stages.ppo.roles.passes import ModelSpec, Scored, score_share
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, Scored, score_share
 from rlhf_core.system.gpu_allocator import move_to_pinned
 from rlhf_core.training.process_group import join_ranks
 from rlhf_core.training.zero.zero_shards import FrozenZero, ZeroShards

@@ -18,11 +18,11 @@ import numpy as np
 
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.episodes import EpisodeRequest
-from rlhf_core.rollout.contract import Sampling
 from rlhf_core.rollout.dispatch import Background
+from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.records import Rollout
-from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, of_episode, rollout
+from rlhf_core.stages.ppo.rollout_records import Rollout
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled, of_episode, rollout
 
 AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.stages.ppo.records import Rollout, restored, stored
-from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled
+from rlhf_core.stages.ppo.rollout_records import Rollout, restored, stored
 from rlhf_core.stages.ppo.sampling.collector import Collected, PromptGroup
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
 from rlhf_core.system.files import write_text
 
 AHEAD = "ahead.jsonl"

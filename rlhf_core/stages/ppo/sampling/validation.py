@@ -27,11 +27,11 @@ from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.mean_interval import mean_interval
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term, plain_sum
-from rlhf_core.rollout.contract import Sampling
+from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.runs.run_dir import STATE, VALIDATION, RunDir
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.records import Rollout, shown
-from rlhf_core.stages.ppo.sampling.answers import start_rollouts
+from rlhf_core.stages.ppo.rollout_records import Rollout, shown
+from rlhf_core.stages.ppo.sampling.sampled_answers import start_rollouts
 from rlhf_core.system.files import write_text
 
 BEST = f"{STATE}/best"  # folder of the exports of the best iterations, until the stage is done

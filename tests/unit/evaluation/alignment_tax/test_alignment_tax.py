@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from evaluation.alignment_tax.harness import rows_of, scores_of
-from evaluation.alignment_tax.records import ModelScores, Score, TaskScores
-from evaluation.alignment_tax.report import TaxReport, compare, log_lines, loss_of, tax_metrics
+from evaluation.alignment_tax.task_scores import ModelScores, Score, TaskScores
+from evaluation.alignment_tax.tax_report import TaxReport, compare, log_lines, loss_of, tax_metrics
 from rlhf_core.config import KINDS, AlignmentTax, StageConfig
 from rlhf_core.config.judging.lm_eval_tasks import read_task, task_name
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.preflight.inputs import check_inputs
-from rlhf_core.recipe.gates import meaning_of
-from rlhf_core.recipe.load import recipe_of
+from rlhf_core.recipe.gate_checks import meaning_of
+from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.plan import Plan, plan
 from tasks.stages import tax_table
 

@@ -14,7 +14,7 @@ from evaluation.answers.remote_answers import StoredReply, answer_remotely, answ
 from rlhf_core.config import Endpoint, Evaluation, Source
 from rlhf_core.data.questions import Question
 from rlhf_core.recipe.digest import deciding
-from rlhf_core.recipe.load import recipe_of
+from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.system.files import Digests
 from tests.support.chat_endpoint import SECRET, Reply, completion, error, serving
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from evaluation.calibration.records import CalibrationReport, calibration_tables
-from evaluation.calibration.stage import run
+from evaluation.calibration.calibration_report import CalibrationReport, calibration_tables
+from evaluation.calibration.calibration_stage import run
 from rlhf_core.config import Calibration, Gate
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.labels import load_labels
-from rlhf_core.recipe.gates import check, meaning_of
+from rlhf_core.recipe.gate_checks import check, meaning_of
 from rlhf_core.records import Judgment
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from tests.support.chat_endpoint import Reply, completion, error, serving

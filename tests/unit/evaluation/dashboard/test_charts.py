@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.dashboard.charts import HEIGHT, WIDTH, LabelledCurves, draw, main_panels, other_panels, ticks
+from evaluation.dashboard.dashboard_charts import (
+    HEIGHT,
+    WIDTH,
+    LabelledCurves,
+    draw,
+    main_panels,
+    other_panels,
+    ticks,
+)
 from rlhf_core.config.metrics.metric import Panel
 
 VALUES = st.floats(allow_nan=False, allow_infinity=False)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from evaluation.dashboard.artifacts_folder import Folder
 from evaluation.dashboard.cost import Bill, bill, gpus_of
-from evaluation.dashboard.folder import Folder
 from evaluation.dashboard.state import run_stages
 from rlhf_core.config import PPO, SFT, Recipe
 from rlhf_core.recipe.plan import plan

@@ -21,13 +21,14 @@ import pytest
 from filelock import FileLock
 from starlette.testclient import TestClient
 
-from evaluation.dashboard import app, compare
-from evaluation.dashboard.app import changes, dashboard
-from evaluation.dashboard.folder import Folder
+from evaluation.dashboard import compare
+from evaluation.dashboard import dashboard_app as app
+from evaluation.dashboard.artifacts_folder import Folder
+from evaluation.dashboard.dashboard_app import changes, dashboard
 from evaluation.dashboard.pages import Page, fill
 from evaluation.report import iterations
 from evaluation.report.iterations import rollouts
-from rlhf_core.runs.approval import ask
+from rlhf_core.runs.approval_record import ask
 from rlhf_core.runs.run_dir import LOCK, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
 from rlhf_core.system.pages.page_server import Protected
 from tests.support.finished_run import DIGESTS
@@ -453,7 +454,7 @@ def test_two_stages_of_which_one_has_a_huge_record(
         found.key for found in compare.differences(folder, *(compare.side(folder, name) for name in names))
     }
     request = artifacts.stage("sft") / REQUEST
-    monkeypatch.setattr("evaluation.dashboard.folder.MAX_JSON", request.stat().st_size - 1)
+    monkeypatch.setattr("evaluation.dashboard.artifacts_folder.MAX_JSON", request.stat().st_size - 1)
     folder = Folder(artifacts.path)
     sides = [compare.Side(name, "", {name: name}) for name in names]
     left = [found for found in compare.differences(folder, *sides) if found.part == "configuration"]

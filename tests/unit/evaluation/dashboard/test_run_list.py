@@ -11,8 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from evaluation.dashboard import pages
-from evaluation.dashboard.app import dashboard
-from evaluation.dashboard.folder import Folder
+from evaluation.dashboard.artifacts_folder import Folder
+from evaluation.dashboard.dashboard_app import dashboard
 from evaluation.dashboard.pages import page_of
 from rlhf_core.runs.run_dir import REQUEST, RESULT
 from tests.support.finished_run import DIGESTS

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from evaluation.dashboard.folder import FRESH, Folder, Missing
+from evaluation.dashboard.artifacts_folder import FRESH, Folder, Missing
 from evaluation.dashboard.locks import Locks
 from evaluation.dashboard.state import Stage, questions, run_stages, stage_of, watched
-from rlhf_core.runs.approval import ask, decide
+from rlhf_core.runs.approval_record import ask, decide
 from rlhf_core.runs.run_dir import HOLDER, LOCK, LOG, METRICS, REQUEST, RESULT, RunDir
 from tests.unit.evaluation.dashboard.conftest import Artifacts
 

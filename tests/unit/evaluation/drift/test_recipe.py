@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.kinds import has_metric
-from rlhf_core.preflight.questions import question_problems
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.preflight.question_checks import question_problems
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 
 TEXT = """

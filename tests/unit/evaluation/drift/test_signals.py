@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from evaluation.drift.answers import answer_signals, refuses
-from evaluation.drift.judges import agreement, judge_anchors
-from evaluation.drift.prompts import divergence, prompt_signals
-from evaluation.drift.records import Signal
+from evaluation.drift.answer_drift import answer_signals, refuses
+from evaluation.drift.drift_report import Signal
+from evaluation.drift.judge_drift import agreement, judge_anchors
+from evaluation.drift.prompt_drift import divergence, prompt_signals
 from evaluation.drift.resampling import spearman
 from evaluation.judges.offline import SCORES, Match
 from rlhf_core.data.anchors import AnchorPairs

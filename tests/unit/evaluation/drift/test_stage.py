@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import evaluation.drift.stage as drift_stage
-from evaluation.drift.records import DRIFT, DriftReport
-from evaluation.report.page import render
+import evaluation.drift.drift_stage as drift_stage
+from evaluation.drift.drift_report import DRIFT, DriftReport
+from evaluation.report.run_page import render
 from evaluation.report.summary import StageView, read
 from rlhf_core.config import Drift
 from rlhf_core.config.kinds import has_metric

@@ -13,7 +13,7 @@ import pytest
 
 from evaluation.answers.chat_client import Connection, records_of
 from evaluation.judges.chat_judge import CachedVerdict
-from rlhf_core.rollout.vllm.server import ServerFailed
+from rlhf_core.rollout.vllm.vllm_server import ServerFailed
 from tests.support.chat_endpoint import SECRET, Reply, completion, error, serving
 from tests.support.judging import matches, openai_judge, scores
 

@@ -13,10 +13,10 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from evaluation.labelling.app import LARGEST_REQUEST, application
 from evaluation.labelling.assignment import Assignment
-from evaluation.labelling.records import ComparedPair
-from evaluation.labelling.store import LabelFile, read_labels
+from evaluation.labelling.label_records import ComparedPair
+from evaluation.labelling.label_store import LabelFile, read_labels
+from evaluation.labelling.labelling_app import LARGEST_REQUEST, application
 from rlhf_core.system.pages.page_server import Protected
 from tests.support.labelling import SECRET, assignment, pairs
 

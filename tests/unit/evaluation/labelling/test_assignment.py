@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from evaluation.labelling.assignment import GAP, HOLD_SECONDS, MOST_HOLDS, Assignment, Rules, Stale
-from evaluation.labelling.records import LABELS, HumanLabel, in_force
-from evaluation.labelling.store import LabelFile, read_labels
+from evaluation.labelling.label_records import LABELS, HumanLabel, in_force
+from evaluation.labelling.label_store import LabelFile, read_labels
 from tests.support.labelling import assignment, pairs
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from evaluation.labelling.records import LABELS, HumanLabel, in_force
-from evaluation.labelling.store import read_labels
+from evaluation.labelling.label_records import LABELS, HumanLabel, in_force
+from evaluation.labelling.label_store import read_labels
 from tests.support.labelling import Served, write_rows
 
 playwright = pytest.importorskip("playwright.sync_api")

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from evaluation.labelling.records import HumanLabel
-from evaluation.labelling.store import read_labels
+from evaluation.labelling.label_records import HumanLabel
+from evaluation.labelling.label_store import read_labels
 from tests.support.labelling import Served, write_rows
 from tests.support.sockets import beyond_loopback
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evaluation.labelling.store import LabelFile
+from evaluation.labelling.label_store import LabelFile
 from rlhf_core.data.labels import load_labels
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions

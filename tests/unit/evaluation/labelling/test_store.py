@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from evaluation.labelling.records import HumanLabel, in_force
-from evaluation.labelling.store import LabelFile, opened, read_labels
+from evaluation.labelling.label_records import HumanLabel, in_force
+from evaluation.labelling.label_store import LabelFile, opened, read_labels
 from rlhf_core.system.machine import MachineLacks
 from tests.support.labelling import row
 

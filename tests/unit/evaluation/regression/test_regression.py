@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from evaluation.regression.records import REGRESSION, QuestionOutcome, RegressionReport, band_of
-from evaluation.regression.stage import run
+from evaluation.regression.regression_report import REGRESSION, QuestionOutcome, RegressionReport, band_of
+from evaluation.regression.regression_stage import run
 from rlhf_core.config import Gate, OpenAIJudge, Regression, RewardJudge, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.records import StageResult

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import flows.cli
-from evaluation.stage import run
+from evaluation.evaluation_stage import run
 from rlhf_core.data.suite import read_suite
 from rlhf_core.runs.run_dir import RunDir, run_stage
 from tests.support.evaluations import SKILL, Setting, make_setting, request

@@ -10,7 +10,7 @@ from typing import Any
 
 from evaluation.report.alarms import alarms
 from evaluation.report.drawing.charts import StageCurves, single_values, stage_chart
-from evaluation.report.page import write_report
+from evaluation.report.run_page import write_report
 from evaluation.report.summary import Evidence, StageView, read, read_evaluation
 from rlhf_core.records import StageResult
 from rlhf_core.runs.run_dir import METRICS

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from evaluation.calibration.records import CALIBRATION, CalibrationReport, Estimate
+from evaluation.calibration.calibration_report import CALIBRATION, CalibrationReport, Estimate
 from evaluation.report.calibrations import calibrations, judge_belief
-from evaluation.report.page import write_report
+from evaluation.report.run_page import write_report
 from evaluation.report.summary import StageView, read, read_evaluation
 from rlhf_core.config import Calibration, Evaluation, StageConfig
 from rlhf_core.config.judging.calibration import judge_identity

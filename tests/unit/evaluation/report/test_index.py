@@ -13,7 +13,7 @@ import pytest
 import flows.cli
 from evaluation.report.drawing.dag import family_svg
 from evaluation.report.index import line_of, write_index
-from evaluation.report.page import write_report
+from evaluation.report.run_page import write_report
 from rlhf_core.runs.lineage import data_of, lineage
 from rlhf_core.runs.run_dir import RunDir
 from tasks.stages import curves

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from evaluation.alignment_tax.report import TAX, TaxReport, TaxRow
+from evaluation.alignment_tax.tax_report import TAX, TaxReport, TaxRow
 from evaluation.report.drawing.charts import StageCurves, stage_chart
 from evaluation.report.drawing.dag import HEIGHT, WIDTH, draw
 from evaluation.report.drawing.evaluation_charts import win_rate_chart
-from evaluation.report.page import write_report
-from evaluation.report.stages import phases_of
+from evaluation.report.run_page import write_report
+from evaluation.report.stage_sections import phases_of
 from evaluation.report.summary import StageView, read, read_evaluation
 from evaluation.report.template import duration, number, percent
 from evaluation.report.verdict import verdict

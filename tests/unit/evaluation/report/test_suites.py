@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evaluation.regression.records import (
+from evaluation.regression.regression_report import (
     REGRESSION,
     QuestionOutcome,
     QuestionResult,
     RegressionReport,
     band_of,
 )
-from evaluation.report.page import write_report
+from evaluation.report.run_page import write_report
 from evaluation.report.summary import StageView, read, read_evaluation
 from rlhf_core.config import Regression
 from rlhf_core.records import EvalReport, WinRate

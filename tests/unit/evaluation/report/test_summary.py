@@ -165,7 +165,7 @@ def test_trend_compares_the_outer_fifths() -> None:
 
 def test_reading_a_run_needs_no_torch() -> None:
     code = (
-        "import sys, evaluation.report.page, evaluation.report.summary; sys.exit('torch' in sys.modules or"
+        "import sys, evaluation.report.run_page, evaluation.report.summary; sys.exit('torch' in sys.modules or"
         " 'prefect' in sys.modules)"
     )
     assert (

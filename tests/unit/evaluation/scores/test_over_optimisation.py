@@ -27,7 +27,7 @@ from rlhf_core.config import Evaluation, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.questions import Question
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.records import Game, Judgment, WinRate
 from tests.support.evaluations import Setting, evaluate, make_model, make_reward_model, make_setting

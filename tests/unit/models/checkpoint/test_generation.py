@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
 from rlhf_core.models.checkpoint.generation import ignored_values
 from rlhf_core.models.checkpoint.save import save_model
-from rlhf_core.models.checkpoint.weights import checkpoint_weights
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from tests.support.families import make_family
 
 KEPT = {

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
 from rlhf_core.models.checkpoint.save import save_model
-from rlhf_core.models.checkpoint.weights import checkpoint_weights
-from rlhf_core.models.load import load_policy, trained_policy, trained_scorer
+from rlhf_core.models.load_model import load_policy, trained_policy, trained_scorer
 from tests.support.families import make_family
 from tests.support.layouts import change_config, quantise_experts
 

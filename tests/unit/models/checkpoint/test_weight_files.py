@@ -12,10 +12,10 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
-from rlhf_core.models.checkpoint import weights
+from rlhf_core.models.checkpoint import checkpoint_weights as weights
+from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights, planned_weights
 from rlhf_core.models.checkpoint.weight_files import fill, lay_out, meta
-from rlhf_core.models.checkpoint.weights import checkpoint_weights, planned_weights
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from tests.support.families import make_family
 
 WEIGHTS = {

@@ -14,9 +14,9 @@ import pytest
 from rlhf_core.cluster.pending import RoleFailed
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rollout.dispatch import Background
-from rlhf_core.stages.ppo.records import Rollout
-from rlhf_core.stages.ppo.sampling.answers import PromptOrder
+from rlhf_core.stages.ppo.rollout_records import Rollout
 from rlhf_core.stages.ppo.sampling.collector import Collected, Collector
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder
 from rlhf_core.stages.ppo.sampling.stored import read_collected, write_collected
 
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i + 10], {}, False) for i in range(20)]

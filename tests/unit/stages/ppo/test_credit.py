@@ -18,8 +18,8 @@ from rlhf_core.objectives.sampler_weights import sampler_weights
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
 from rlhf_core.stages.ppo.credit import credit, divergence
-from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
-from rlhf_core.stages.ppo.roles.passes import on_tokens
+from rlhf_core.stages.ppo.roles.role_passes import on_tokens
+from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
 
 # Two answers to one prompt of one token: A of three tokens, B of two.
 OLD = [[0.0, -1.0, -0.5, -2.0], [0.0, -0.7, -0.2]]

@@ -13,14 +13,14 @@ import pytest
 
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.rewards.contract import RewardsFailed
+from rlhf_core.rewards.reward_contract import RewardsFailed
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.measured.probe import EngineDiffers, WeightsDiffer
 from rlhf_core.stages.ppo.measured.roofline import Ceilings, ModelShape, RooflineInputs
-from rlhf_core.stages.ppo.records import Experience, Own, Rollout
 from rlhf_core.stages.ppo.reward_sources import without_failed
 from rlhf_core.stages.ppo.roles.trained import Steps, Trained, Update
+from rlhf_core.stages.ppo.rollout_records import Experience, Own, Rollout
 from tests.support.fleet_config import fleet_config, no_sources
 
 

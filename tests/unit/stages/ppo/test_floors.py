@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.models.load import recompute
+from rlhf_core.models.load_model import recompute
 from rlhf_core.stages.ppo.measured.roofline import (
     Ceilings,
     ModelShape,
@@ -18,7 +18,7 @@ from rlhf_core.stages.ppo.measured.roofline import (
     measure_ceilings,
     shape_of,
 )
-from rlhf_core.stages.ppo.records import Rollout
+from rlhf_core.stages.ppo.rollout_records import Rollout
 
 SCORINGS = {"actor": 1, "critic": 1, "reference": 1}
 SHAPE = ModelShape(parameters=1000, weight_bytes=2000, kv_bytes=10)

@@ -19,14 +19,14 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.rollout.contract import SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.measured.probe import Probe
-from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles.trained import Steps, Update
-from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout
+from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled, rollout
 from rlhf_core.stages.ppo.sampling.stored import AHEAD, read_ahead, write_ahead
 from tests.support.states import wait_until_complete
 

@@ -18,13 +18,13 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term
-from rlhf_core.rewards.contract import RewardsFailed
-from rlhf_core.rollout.contract import SampledAnswer, Sampling
+from rlhf_core.rewards.reward_contract import RewardsFailed
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.measured.probe import Probe
-from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles.trained import Steps, Update
-from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, Setup, sample, with_signal
+from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled, Setup, sample, with_signal
 from rlhf_core.stages.ppo.train import iteration_state, restore, schedule_of, setup_of
 
 N = 2

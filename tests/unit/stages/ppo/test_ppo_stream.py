@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Prompt
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.rewards.contract import RewardsFailed
-from rlhf_core.rollout.contract import SampledAnswer, Sampling
+from rlhf_core.rewards.reward_contract import RewardsFailed
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.measured.probe import Probe
-from rlhf_core.stages.ppo.records import Rollout, Scores, StoredRollouts
 from rlhf_core.stages.ppo.roles.trained import Steps
-from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup, sample
+from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, StoredRollouts
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Setup, sample
 from rlhf_core.stages.ppo.train import schedule_of, setup_of
 
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(7)]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rlhf_core.data.documents import Document
-from rlhf_core.stages.ppo import references
-from rlhf_core.stages.ppo.records import Experience, StoredRollouts
-from rlhf_core.stages.ppo.references import EMPTY, by_reference, joined
+from rlhf_core.stages.ppo import by_reference as references
+from rlhf_core.stages.ppo.by_reference import EMPTY, by_reference, joined
+from rlhf_core.stages.ppo.rollout_records import Experience, StoredRollouts
 
 LENGTHS = (2, 5, 3, 4)
 DOCUMENTS = [Document(list(range(n)), [False, *[True] * (n - 1)]) for n in LENGTHS]

@@ -19,10 +19,10 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import term_of
-from rlhf_core.rollout.contract import Sampling, answer_of
+from rlhf_core.rollout.engine_contract import Sampling, answer_of
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.stages.ppo.records import Rollout
-from rlhf_core.stages.ppo.sampling.answers import rollout
+from rlhf_core.stages.ppo.rollout_records import Rollout
+from rlhf_core.stages.ppo.sampling.sampled_answers import rollout
 from rlhf_core.stages.ppo.sampling.validation import (
     REWARD,
     Best,

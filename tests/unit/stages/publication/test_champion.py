@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 import flows.cli
-from flows.cli.history import survey
+from flows.cli.artifacts_history import survey
 from rlhf_core.config import Publication, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import Outcome, RunDir
-from rlhf_core.stages.publication import champion as module
-from rlhf_core.stages.publication.champion import (
+from rlhf_core.stages.publication import champion_record as module
+from rlhf_core.stages.publication.champion_record import (
     BRANCH,
     FILE,
     LINK,

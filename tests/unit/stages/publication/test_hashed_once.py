@@ -15,8 +15,8 @@ from rlhf_core.config import SFT, Publication
 from rlhf_core.runs.lineage import lineage
 from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest, run_stage
-from rlhf_core.stages.publication import run as publication
-from rlhf_core.stages.publication.folder import read_marker
+from rlhf_core.stages.publication import publication_stage as publication
+from rlhf_core.stages.publication.publication_folder import read_marker
 from rlhf_core.system import files
 from tests.support.chain import save_model
 

@@ -17,8 +17,8 @@ from huggingface_hub import HfApi, constants
 
 from rlhf_core.__main__ import main
 from rlhf_core.runs.run_dir import run_stage
-from rlhf_core.stages.publication import run as hub
-from rlhf_core.stages.publication.folder import assemble
+from rlhf_core.stages.publication import publication_stage as hub
+from rlhf_core.stages.publication.publication_folder import assemble
 from rlhf_core.stages.publication.upload import upload
 from rlhf_core.system.processes import ENVIRONMENT
 from tests.support.chain import Chain, build, save_model

@@ -21,14 +21,14 @@ import rlhf_core.stages.dpo
 import rlhf_core.stages.sft
 from rlhf_core.config import Recipe
 from rlhf_core.hub.snapshots import snapshot
-from rlhf_core.models.load import load_policy
+from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.lora import base_of
 from rlhf_core.preflight.inputs import require_here
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.lineage import lineage, tree
 from rlhf_core.runs.run_dir import RunDir, run_stage
-from rlhf_core.stages.publication import run as hub
-from rlhf_core.stages.publication.folder import assemble
+from rlhf_core.stages.publication import publication_stage as hub
+from rlhf_core.stages.publication.publication_folder import assemble
 from rlhf_core.stages.publication.upload import upload
 from tests.support.hub_server import TOKEN, Blob, Hub
 from tests.support.publishing import ONCE, serving_hub

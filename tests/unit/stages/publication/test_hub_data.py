@@ -22,8 +22,8 @@ from rlhf_core.preflight.inputs import tokenizer_of
 from rlhf_core.recipe.plan import plan
 from rlhf_core.records import Game, Judgment, LabelledAnswer, PreferencePair
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
-from rlhf_core.stages.publication import run as hub
-from rlhf_core.stages.publication.folder import read_marker
+from rlhf_core.stages.publication import publication_stage as hub
+from rlhf_core.stages.publication.publication_folder import read_marker
 from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import Chain, build, save_model
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository

@@ -19,11 +19,11 @@ import rlhf_core.stages.reward_model
 import rlhf_core.stages.sft
 from rlhf_core.config import SFT, Data, Lora, Publication, RewardModel
 from rlhf_core.data.documents import Document
-from rlhf_core.models.load import load_scorer
-from rlhf_core.models.scoring import score_documents
+from rlhf_core.models.load_model import load_scorer
+from rlhf_core.models.reward_scoring import score_documents
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
-from rlhf_core.stages.publication import run as hub
-from rlhf_core.stages.publication.folder import adapter_base
+from rlhf_core.stages.publication import publication_stage as hub
+from rlhf_core.stages.publication.publication_folder import adapter_base
 from tests.support.hub_server import TOKEN, Hub
 from tests.support.publishing import serving_hub
 

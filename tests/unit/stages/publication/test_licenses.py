@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core.config import Publication
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
-from rlhf_core.stages.publication import run as hub
+from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.licenses import inherited, license_of, upstream_licenses
 from rlhf_core.stages.publication.upstream_cards import header_of, upstream_cards
 from tests.support.chain import BASE, Chain, build, save_model

@@ -15,14 +15,14 @@ import flows.alignment
 import rlhf_core.stages.sft
 from evaluation.report.summary import Status
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.gates import GateFailed, gates_of
+from rlhf_core.recipe.gate_checks import GateFailed, gates_of
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.lineage import lineage, tree
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
-from rlhf_core.stages.publication import run as hub
-from rlhf_core.stages.publication.folder import assemble
+from rlhf_core.stages.publication import publication_stage as hub
+from rlhf_core.stages.publication.publication_folder import assemble
 from rlhf_core.stages.publication.upload import upload
-from tasks.report import found, record, this_run, views_of
+from tasks.run_report import found, record, this_run, views_of
 from tests.support.hub_server import TOKEN, Hub, Repository
 from tests.support.publishing import ONCE, THREE, serving_hub
 

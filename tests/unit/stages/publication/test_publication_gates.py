@@ -11,8 +11,8 @@ import pytest
 
 import flows.alignment
 from rlhf_core.config.gates import Gate, Verdict
-from rlhf_core.recipe.gates import GateFailed, gates_behind, gates_of
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.gate_checks import GateFailed, gates_behind, gates_of
+from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.publication.dataset import data_card

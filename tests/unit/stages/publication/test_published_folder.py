@@ -11,8 +11,8 @@ import pytest
 
 from rlhf_core.hub.model_files import check_loads, model_files
 from rlhf_core.runs.run_dir import RunDir, run_stage
-from rlhf_core.stages.publication import run as hub
-from rlhf_core.stages.publication.folder import MARKER, assemble, read_marker
+from rlhf_core.stages.publication import publication_stage as hub
+from rlhf_core.stages.publication.publication_folder import MARKER, assemble, read_marker
 from tests.support.chain import Chain, build, remember_place, save_model
 from tests.support.publishing import stage, texts
 
@@ -100,7 +100,7 @@ def test_what_was_cut_off_leaves_the_old_folder_and_is_cleaned_up(
     assemble(chain.checkpoint, out, {"README.md": "old"}, "publication", "1")
     with monkeypatch.context() as patch:
         patch.setattr(
-            "rlhf_core.stages.publication.folder.check_loads",
+            "rlhf_core.stages.publication.publication_folder.check_loads",
             lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()),
         )
         with pytest.raises(KeyboardInterrupt):

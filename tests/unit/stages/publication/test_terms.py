@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from rlhf_core.config import Publication
 from rlhf_core.hub.api import Retries
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
-from rlhf_core.stages.publication import run as publication
+from rlhf_core.stages.publication import publication_stage as publication
 from rlhf_core.stages.publication.terms import Terms, base_terms, gated_like
 from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import BASE, Chain, build, save_model

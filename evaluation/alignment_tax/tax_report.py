@@ -1,0 +1,145 @@
+"""Computes each model's loss against the baseline on each task, with intervals. Needs neither torch nor
+lm-eval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from evaluation.alignment_tax.task_scores import ModelScores, Score
+from evaluation.scores.scoring import QuestionSums, difference_interval, interval
+from rlhf_core.records import Frozen
+
+TAX = "tax.json"
+Z95 = 1.959964
+
+
+class ScoreDrop(Frozen):
+    """The loss of a model on one metric. `tax`: baseline minus model, or model minus baseline if lower is
+    better. `paired`: the 95 % interval is over the documents that both models answered;
+    otherwise it combines the two standard errors as independent (None: lm-eval gave none)."""
+
+    tax: float
+    ci_low: float | None
+    ci_high: float | None
+    paired: bool
+
+
+class TaxRow(ScoreDrop):
+    """One metric of one task for one model and for the baseline. `main`: this is the task's first metric,
+    which gates and the chart use."""
+
+    task: str
+    metric: str
+    model: str
+    main: bool
+    value: float
+    stderr: float | None
+    baseline_value: float
+    baseline_stderr: float | None
+    documents: int
+
+
+class TaxReport(Frozen):
+    """The content of `tax.json`."""
+
+    baseline: str
+    models: tuple[str, ...]
+    tasks: tuple[str, ...]
+    lm_eval: str
+    chat_template: bool
+    num_fewshot: int | None
+    rows: tuple[TaxRow, ...]
+
+    @property
+    def main(self) -> tuple[TaxRow, ...]:
+        """The rows of the tasks' main metrics."""
+        return tuple(row for row in self.rows if row.main)
+
+
+def compare(baseline: ModelScores, model: ModelScores, resamples: int, seed: int) -> list[TaxRow]:
+    """Returns a row for each metric that both models have. `resamples` and `seed` configure the bootstrap."""
+    rows = []
+    for task, scores in model.tasks.items():
+        before = baseline.tasks[task]
+        shared = [metric for metric in scores.metrics if metric in before.metrics]
+        for metric in shared:
+            one = before.metrics[metric]
+            other = scores.metrics[metric]
+            rows.append(
+                TaxRow(
+                    task=task,
+                    metric=metric.removesuffix(",none"),
+                    model=model.model,
+                    main=metric == shared[0],
+                    value=other.value,
+                    stderr=other.stderr,
+                    baseline_value=one.value,
+                    baseline_stderr=one.stderr,
+                    documents=scores.documents,
+                    **loss_of(one, other, resamples, seed).model_dump(),
+                )
+            )
+    return rows
+
+
+def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> ScoreDrop:
+    """Returns baseline minus model (model minus baseline if lower is better), with a 95 % interval.
+
+    Over documents with scores from 0 to 1 it is `difference_interval`, over others a bootstrap.
+    """
+    sign = 1.0 if model.higher_is_better else -1.0
+    lost = sign * (baseline.value - model.value)
+    own = baseline.documents
+    other = model.documents
+    if own is not None and other is not None and own.keys() == other.keys():
+        before, after = (np.array([values[name] for name in sorted(own)]) for values in (own, other))
+        differences = sign * (before - after)
+        if min(before.min(), after.min()) >= 0 and max(before.max(), after.max()) <= 1:
+            low, high = difference_interval(differences)
+        else:
+            low, high = interval(QuestionSums(differences, np.ones(len(differences))), resamples, seed)
+        return ScoreDrop(tax=lost, ci_low=low, ci_high=high, paired=True)
+    if baseline.stderr is None or model.stderr is None:
+        return ScoreDrop(tax=lost, ci_low=None, ci_high=None, paired=False)
+    half = Z95 * math.hypot(baseline.stderr, model.stderr)
+    return ScoreDrop(tax=lost, ci_low=lost - half, ci_high=lost + half, paired=False)
+
+
+def tax_metrics(report: TaxReport) -> dict[str, float]:
+    """Returns `tax/<task>/<model>` with its interval and `score/<task>/<model>`; `tax/<task>` and
+    `tax_low/<task>` are maxima over models."""
+    found: dict[str, float] = {}
+    for row in report.main:
+        about = {"tax": row.tax, "tax_low": row.ci_low, "tax_high": row.ci_high, "score": row.value}
+        found |= {
+            f"{name}/{row.task}/{row.model}": value for name, value in about.items() if value is not None
+        }
+        found |= {
+            f"score/{row.task}/{report.baseline}": row.baseline_value,
+            f"documents/{row.task}": float(row.documents),
+        }
+    for task in report.tasks:
+        for name in ("tax", "tax_low"):
+            values = [
+                found[f"{name}/{task}/{model}"]
+                for model in report.models
+                if f"{name}/{task}/{model}" in found
+            ]
+            if values:
+                found[f"{name}/{task}"] = float(np.max(values))
+    return found
+
+
+def log_lines(report: TaxReport) -> Sequence[str]:
+    """Returns a line for each task and model, for the log."""
+    lines = []
+    for row in report.main:
+        bounds = "" if row.ci_low is None else f" [{row.ci_low:+.3f}, {row.ci_high:+.3f}]"
+        scores = f"{row.metric} {row.baseline_value:.3f} -> {row.value:.3f}"
+        lines.append(
+            f"{row.model} against {report.baseline} on {row.task}: {scores}, lost {row.tax:+.3f}{bounds}"
+        )
+    return lines

@@ -1,0 +1,265 @@
+"""Commands `alignflow serve` and `alignflow loop ...`. They import Prefect only when they run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+from pathlib import Path
+from typing import Annotated
+from uuid import UUID
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from flows.cli.operate.dashboard import TOKEN, show_address
+from flows.cli.show import Override, RecipePlace, Whole, table_of
+from rlhf_core.cluster.rank_environment import free_port
+from rlhf_core.config import IterativeFeedback
+from rlhf_core.recipe.inboxes import inboxes_of
+from rlhf_core.recipe.load_recipe import load_recipe
+from rlhf_core.recipe.loop_record import LOCK, LoopState, folder_of, loop_of, loop_state
+from rlhf_core.system.files import is_locked
+from rlhf_core.system.machine import MachineLacks
+from rlhf_core.system.pages.secret_file import kept_secret
+
+loop_app = App(
+    name="loop", help="A recipe's loop (iterative_dpo, iterative, iterative_feedback), one round at a time."
+)
+
+
+OnFeedback = Annotated[
+    bool,
+    Parameter(
+        negative=(),
+        help=(
+            "loops of kind iterative_feedback also train a round when their inbox has min_new_rows new rows."
+        ),
+    ),
+]
+
+
+def serve(
+    *given: str,
+    home: Path = Path(".alignflow"),
+    host: str = "127.0.0.1",
+    port: Whole = 4200,
+    allow_host: str = "",
+    schedule: bool = True,
+    cron: str = "0 2 * * *",
+    timezone: str = "UTC",
+    every: float | None = None,
+    max_rounds: Whole | None = None,
+    min_gain: float | None = None,
+    feedback_port: Whole = 4300,
+    dashboard_port: Whole = 0,
+    on_feedback: OnFeedback = False,
+    trigger_port: Whole | None = None,
+    starts_an_hour: Whole = 12,
+) -> int:
+    """Start a Prefect server, a worker and the deployments of recipes on this machine; Ctrl-C ends it all.
+
+    Args:
+        given: YAML files, and overrides (STAGE.FIELD=VALUE) for all of them.
+        home: folder of the server's database and logs, and of the auth string that its API asks for; one
+            `serve` at a time.
+        host: 0.0.0.0 listens to other machines too; the auth string passes the network as it is, without TLS.
+        port: of the server and its pages; 0 takes a free one.
+        allow_host: further names of this machine in the addresses of requests, such as a proxy's, separated
+            by commas.
+        schedule: let loops train a round when their schedule fires; a recipe without a loop runs as a whole
+            then.
+        cron: minute, hour, day, month, weekday.
+        timezone: of the cron schedule, such as Europe/Berlin.
+        every: seconds; an interval in place of the cron schedule.
+        max_rounds: loops of the recipes end after so many rounds.
+        min_gain: loops end when the win rate of their last round is not more than this above the round before
+            it.
+        dashboard_port: of the live page of the recipes' artifacts; 0 takes a free one.
+        feedback_port: of the endpoint that takes feedback, where a recipe has an inbox; 0 takes a free one.
+        trigger_port: of an endpoint that starts runs on requests with a token (webhooks), such as 4301; 0
+            takes a free one; default: none.
+        starts_an_hour: the most runs of a deployment that such requests start in an hour.
+    """
+    for number in (port, feedback_port, dashboard_port, trigger_port or 0):
+        if not 0 <= number <= 65535:
+            raise ValueError(f"there is no port {number}: give 1 to 65535, or 0 for a free one")
+    if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
+        raise ValueError(
+            f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas"
+        )
+    console = Console(soft_wrap=True)
+    console.print("importing Prefect and reading the recipes", highlight=False)
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+    from flows.serving.deployments import deploy, feedback_name, pause_others, prepare, served
+    from flows.serving.schedules import schedule_of
+    from flows.serving.services import AUTH, FEEDBACK_TOKEN, TRIGGER_TOKEN, Services, only_one
+    from flows.serving.supervise import supervise
+    from flows.triggers.inbox_watch import InboxWatch, takes_feedback
+    from flows.triggers.runs import FeedbackTrigger
+
+    ends = {
+        key: value for key, value in (("max_rounds", max_rounds), ("min_gain", min_gain)) if value is not None
+    }
+    recipes = served(
+        [text for text in given if "=" not in text], [text for text in given if "=" in text], ends
+    )
+    if not recipes:
+        raise ValueError("give the recipes to serve: alignflow serve RECIPE...")
+    when = schedule_of(every, cron, timezone) if schedule else None
+    watches = {
+        one.recipe.name: InboxWatch(one.recipe)
+        for one in recipes
+        if on_feedback and takes_feedback(one.recipe)
+    }
+    if on_feedback and not watches:
+        raise ValueError(
+            "--on-feedback: no recipe has a loop of kind iterative_feedback: leave it out, or serve a recipe"
+            " with one"
+        )
+    if starts_an_hour < 1:
+        raise ValueError(f"--starts-an-hour {starts_an_hour}: give 1 or more")
+    with only_one(home.absolute()):
+        try:
+            port = port or free_port(host)
+        except OSError as error:
+            raise MachineLacks(
+                f"nothing can be served on {host} ({error.strerror}): give another --host"
+            ) from None
+        services = Services(home.absolute(), host, port, [name for name in allow_host.split(",") if name])
+        ours = temporary_settings({PREFECT_API_URL: services.api, PREFECT_API_AUTH_STRING: services.auth})
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # a shell ignores SIGINT for background commands
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            console.print("starting Prefect's server, a worker and the deployments", highlight=False)
+            services.start_server()
+            with ours, get_client(sync_client=True) as client:
+                prepare(client)
+                triggered = []
+                identities = list[UUID]()
+                for one in recipes:
+                    made = deploy(services.api, one, when, ends, one.recipe.name in watches)
+                    triggered += [name for name in made if name.endswith(f"/{one.recipe.name}")]
+                    services.record({identity: one.parameters for identity in made.values()})
+                    identities += made.values()
+                    for name in made:
+                        console.print(f"deployment {name}", markup=False, highlight=False)
+                for name in pause_others(client, identities):
+                    console.print(
+                        f"deployment {name} of an earlier serve: its schedule is paused",
+                        markup=False,
+                        highlight=False,
+                    )
+                services.start_worker()
+                inboxes = list(dict.fromkeys(folder for one in recipes for folder in inboxes_of(one.recipe)))
+                if inboxes:
+                    told = services.start_feedback(
+                        [text for text in given if "=" not in text], inboxes, feedback_port
+                    )
+                    console.print(
+                        f"feedback: POST {told}/NAME (token: {services.home / FEEDBACK_TOKEN})",
+                        markup=False,
+                        highlight=False,
+                    )
+                if trigger_port is not None:
+                    told = services.start_triggers(triggered, trigger_port, starts_an_hour)
+                    place = services.home / TRIGGER_TOKEN
+                    console.print(
+                        f"triggers: POST {told}/FLOW/NAME (token: {place})", markup=False, highlight=False
+                    )
+                timing = f"every {every:g} s" if every is not None else f"'{cron}' {timezone}"
+                timing = (timing if when else "none") + (" and on new feedback" if watches else "")
+                console.print(
+                    f"schedule: {timing}\nserving on {services.ui} (Ctrl-C ends it)",
+                    markup=False,
+                    highlight=False,
+                )
+                show_auth(console, services.api, services.auth, services.home / AUTH)
+                token = kept_secret(services.home / TOKEN)
+                for nth, artifacts in enumerate(
+                    dict.fromkeys(Path(one.recipe.artifacts).absolute() for one in recipes)
+                ):
+                    address = services.start_dashboard(artifacts, 0 if nth else dashboard_port)
+                    show_address(console, artifacts, address, token, services.home / TOKEN)
+                triggers = [
+                    FeedbackTrigger(client, f"loop/{feedback_name(name)}", watch)
+                    for name, watch in watches.items()
+                ]
+                supervise(console, client, services, triggers)
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the shutdown
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            console.print("ending the worker, its runs and the server", markup=False)
+            services.stop()
+
+
+def show_auth(console: Console, api: str, auth: str, file: Path) -> None:
+    """Prints a server's auth string on a terminal. Elsewhere, such as in a service manager's log, prints
+    only the file that holds it."""
+    shown = auth if console.is_terminal else f"what is in {file}"
+    console.print(f"its pages ask once for the auth string: {shown}", markup=False, highlight=False)
+    command = f'export PREFECT_API_URL={api} PREFECT_API_AUTH_STRING="$(cat {shlex.quote(str(file))})"'
+    console.print(f"from another shell: {command}", markup=False, highlight=False)
+
+
+@loop_app.command
+def status(recipe: RecipePlace, *overrides: Override, stage: str | None = None) -> int:
+    """Show the rounds of a loop: which are done, when, their win rates, the next one and what it waits for.
+
+    Args:
+        stage: the loop to show, if the recipe has several.
+    """
+    loaded = load_recipe(recipe, overrides)
+    name = loop_of(loaded, stage)
+    show(Console(soft_wrap=True), loop_state(loaded, name), is_locked(folder_of(loaded) / LOCK))
+    return 0
+
+
+def show(console: Console, found: LoopState, running: bool) -> None:
+    """Prints the rounds as a table, followed by a sentence about the next one."""
+    record = found.record
+    table = table_of(
+        "round", "ended (UTC)", "win rate", "result", title=f"{record.loop} of {found.plan.recipe.name}"
+    )
+    for number, done in enumerate(record.rounds, start=1):
+        rate = "" if done.win_rate is None else f"{done.win_rate:.3f}"
+        result = (
+            f"refused: {done.refused}"
+            if done.refused
+            else os.path.relpath(found.plan[f"{record.loop}.round{number}"].run_dir)
+        )
+        table.add_row(str(number), f"{done.ended:%Y-%m-%d %H:%M}", rate, result)
+    console.print(table)
+    console.print(
+        f"{len(record.rounds)} rounds are done. {next_of(found, running)}", markup=False, highlight=False
+    )
+
+
+def next_of(found: LoopState, running: bool) -> str:
+    """Returns a sentence about the next round: its state, and why it is not running."""
+    part = f"of its stages done: {', '.join(found.done()) or 'none'}"
+    if running:
+        return f"Round {found.number} is being trained; {part}."
+    if found.failed:
+        stopped = f"Round {found.number} is stopped by a gate ({(found.held or found.failed)[0].summary})"
+        if found.renewed or found.turned_down:
+            return f"{stopped}: the next run leaves it out and begins another one."
+        fed = found.held and isinstance(found.plan.recipe.stages[found.record.loop], IterativeFeedback)
+        return (
+            f"{stopped}: {'send more feedback, for another round, or ' if fed else ''}change the recipe, its"
+            " data or the gate."
+        )
+    if found.waiting:
+        return f"Round {found.number}: {found.waiting[0].summary}: alignflow approve {found.plan.folder}"
+    if found.record.begun:
+        when = f"{found.record.begun.at:%Y-%m-%d %H:%M} UTC"
+        return (
+            f"Round {found.number} was begun {when} and is not finished; {part}. The next run continues it."
+        )
+    if found.waits:
+        return f"{found.waits[0].upper()}{found.waits[1:]}."
+    return f"Round {found.number} is next, when a run of the flow `loop` is started or scheduled."

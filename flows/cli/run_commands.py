@@ -1,0 +1,186 @@
+"""Commands that run stages: `alignflow run` and `alignflow stage`. They import Prefect only when they need
+it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+
+from flows.cli.show import OK, TERMINATED, Override, RecipePlace, Whole, console, show_pins, show_plan
+from flows.cli.terminal.live import Say, live_view, working
+from rlhf_core.preflight.inputs import MachineLacks, load_here, require_here
+from rlhf_core.recipe.dry_run import outlook
+from rlhf_core.recipe.load_recipe import load_recipe
+from rlhf_core.recipe.plan import Node, Plan, plan
+from rlhf_core.runs.run_records import RunRequest, asked, check_name, new_id
+from rlhf_core.system import orphan_watcher
+from rlhf_core.system.proxies import proxy_of
+from tasks.run_log import without_tracebacks
+from tasks.server_process import ours, prepared
+
+
+def run(
+    recipe: RecipePlace,
+    *overrides: Override,
+    name: str | None = None,
+    dry_run: bool = False,
+    latest: bool = False,
+    jobs: Whole | None = None,
+    plain: bool = False,
+) -> int:
+    """Run all stages of a recipe that are not done yet.
+
+    Args:
+        name: of the run, for `alignflow runs`; the newest run of a name has it.
+        dry_run: only show the stages, what would be skipped and why.
+        latest: look up branches and tags of the Hub anew, unless the last run of this recipe is unfinished.
+        jobs: run so many stages at once when none needs the other, in place of the recipe's side_by_side.
+        plain: print the log, as where the output is no terminal, in place of live lines.
+    """
+    check_name(name)
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"--jobs {jobs}: give 1 or more stages")
+    overrides = overrides if jobs is None else (*overrides, f"side_by_side={jobs}")
+    with working("reading the recipe and its inputs", plain):
+        loaded = load_recipe(recipe, overrides) if dry_run else load_here(recipe, overrides)
+        if latest and not dry_run:
+            from flows.alignment import refresh_hub_revisions
+
+            refresh_hub_revisions(loaded)
+        planned = plan(loaded)
+    show_pins(planned)
+    if dry_run:
+        show_plan(console, planned, outlook(planned))
+        return OK
+
+    def check() -> None:
+        require_here(planned, planned.nodes)
+
+    def flow() -> None:
+        from flows.alignment import alignment
+
+        alignment(planned.recipe)
+
+    return _run(planned, planned.nodes, RunRequest(recipe, overrides, name), plain, check, flow)
+
+
+def stage(name: str, recipe: RecipePlace, *overrides: Override, plain: bool = False) -> int:
+    """Run one stage of a recipe and nothing else; its parents must be done. The name of a loop runs all of
+    its stages.
+
+    Args:
+        name: name of the stage, as `alignflow run RECIPE --dry-run` shows it.
+        plain: print the log, as where the output is no terminal, in place of live lines.
+    """
+    with working("reading the recipe and its inputs", plain):
+        planned = plan(load_here(recipe, overrides))
+    nodes = planned.stages_of(name)
+
+    def check() -> None:
+        from flows.alignment import require_parents
+        from tasks.stored_stages import fetch_parents
+
+        fetch_parents(planned, nodes)
+        require_parents(planned, nodes)
+        require_here(planned, nodes)
+
+    def flow() -> None:
+        from flows.alignment import stage
+
+        stage(planned.recipe, name)
+
+    return _run(planned, nodes, RunRequest(recipe, overrides), plain, check, flow)
+
+
+@contextmanager
+def _server_loading() -> Iterator[None]:
+    """Loads Prefect's temporary server while the block checks and imports. Child processes end with this
+    process in any case."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    orphan_watcher.start()
+    with prepared():
+        yield
+
+
+def _run(
+    planned: Plan,
+    nodes: tuple[Node, ...],
+    given: RunRequest,
+    plain: bool,
+    check: Callable[[], None],
+    flow: Callable[[], None],
+) -> int:
+    """Shows the progress of a flow and how it ended. `check` runs first, and raises if something is
+    missing."""
+    given = given._replace(id=new_id(time.time()))
+    begun = False
+    try:
+        with live_view(planned, nodes, given.id, plain) as say, _server_loading():
+            say("checking the inputs and this machine")
+            check()
+            say("importing Prefect")
+            import flows.alignment  # noqa: F401
+
+            begun = True
+            _flow(planned, given, flow, say)
+    finally:
+        if begun:
+            from flows.cli.terminal.ending import show_end
+            from tasks.run_report import statuses_of
+
+            show_end(console, planned, statuses_of(planned.folder))
+    return OK
+
+
+def _flow(planned: Plan, given: RunRequest, flow: Callable[[], None], say: Say) -> None:
+    """Runs a flow with its Prefect server. Raises MachineLacks when the server does not answer."""
+    from flows.alignment import checked_plan
+    from tasks.temporary_server import start_server, without_heartbeats
+
+    without_tracebacks()
+    named = os.environ.get("PREFECT_API_URL", "an address of its own")
+    token = checked_plan.set(planned)
+    other = asked.set(given)
+    try:
+        say("starting Prefect's server")
+        start_server()
+        say("")
+        with without_heartbeats():
+            flow()
+    except RuntimeError as error:
+        if not str(error).startswith("Failed to reach API"):
+            raise
+        if ours.begun:
+            gone = f"Prefect's temporary server ended and did not come back ({error})"
+            raise MachineLacks(f"{gone}: run this again; finished stages stay finished") from error
+        raise MachineLacks(
+            f"no Prefect server answers ({error}{_proxy()}): start it, or unset PREFECT_API_URL to use a"
+            " temporary one"
+        ) from error
+    except httpx.HTTPError as error:
+        where = f"Prefect's server at {named}"
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
+            raise MachineLacks(
+                f"{where} does not take the auth string of this shell: set PREFECT_API_AUTH_STRING (of"
+                " `alignflow serve`: to what is in the file auth-string of its home)"
+            ) from error
+        raise MachineLacks(
+            f"{where} stopped answering ({error}{_proxy()}): start it again and run this again; finished"
+            " stages stay finished"
+        ) from error
+    finally:
+        checked_plan.reset(token)
+        asked.reset(other)
+
+
+def _proxy() -> str:
+    """Returns a phrase naming the proxy of requests to Prefect's API, to end a sentence with."""
+    from prefect.settings import PREFECT_API_URL
+
+    return proxy_of(PREFECT_API_URL.value() or "")

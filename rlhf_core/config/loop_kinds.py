@@ -1,0 +1,280 @@
+"""Sampling by vLLM, data sets of sampled answers, and loops over both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.config.data import Data, Text
+from rlhf_core.config.engines import EngineConfig, only_in_ppo
+from rlhf_core.config.gates import Gated, Key
+from rlhf_core.config.process_groups import Groups
+from rlhf_core.config.rewards import EnvironmentReward, HttpReward, ModelReward, NoReward, RewardSources
+from rlhf_core.config.training.optimised import Routed, Trainable
+from rlhf_core.config.training.preference import PreferenceLoss, UnpairedLoss
+from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
+
+PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
+
+
+class SamplingFields(Config):
+    """How answers are sampled, and how many are scored at once."""
+
+    temperature: float = Field(
+        1.0,
+        ge=0,
+        description="sampling temperature; 0 is greedy. Of ppo above 0: it divides the trainer's logits",
+    )
+    prompt_max_len: Positive = Field(
+        1024,
+        description=(
+            "longest prompt in tokens; longer ones lose their oldest messages, then the beginning of the last"
+            " one, and are counted"
+        ),
+    )
+    generate_max_len: Positive = Field(1024, description="longest answer in tokens; cut answers are counted")
+    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(
+        8, description="documents of one scoring pass on one rank"
+    )
+    engine: EngineConfig = Field(EngineConfig(), description="the engines that answer")
+
+
+class Rewarded(Gated, SamplingFields):
+    """Fields of stages whose sampled answers get rewards."""
+
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description=(
+            "sample from the most probable tokens that have this probability together (Holtzman et al. 2020);"
+            " ppo trains that distribution"
+        ),
+    )
+    top_k: int = Field(
+        0,
+        ge=0,
+        description=(
+            "sample from this many of the most probable tokens; 0: from all; ppo trains that distribution"
+        ),
+    )
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="texts that end an answer, besides the template's end of turn; the answer keeps them"
+    )
+    reward: RewardSources = Field(
+        (ModelReward(),),
+        description=(
+            "a reward model, path.py:function, http://..., or a list of these with weights; they are summed"
+        ),
+    )
+    max_failed_rewards: Annotated[Share, NotInDigest] = Field(
+        0.02,
+        description=(
+            "share of the answers of a round (of ppo: an iteration) that a source may leave without a reward"
+        ),
+    )
+    prompts: Data = Field(description="rows with a prompt")
+
+    @check
+    def _check_stop(self) -> Iterator[str]:
+        if self.stop and self.engine.drafts is not None:
+            yield (
+                "stop ends an answer at any token, and drafted tokens come several at once: leave out stop,"
+                " or engine.options.speculative_config"
+            )
+
+    @property
+    def reward_models(self) -> tuple[ModelReward, ...]:
+        return tuple(source for source in self.reward if isinstance(source, ModelReward))
+
+    @property
+    def turns(self) -> Sequence[Groups]:
+        return [{"sampler": self.engine}]
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        return [Text("prompts", self.prompts, "prompt", "prompt_max_len", self.prompt_max_len)]
+
+    @property
+    def needed_keys(self) -> Sequence[Key]:
+        servers = (source for source in self.reward if isinstance(source, HttpReward))
+        return [
+            Key(f"the reward {source.title}", source.api_key_env) for source in servers if source.api_key_env
+        ]
+
+
+class Rounds(Rewarded):
+    """Fields that a preferences stage and a loop share."""
+
+    policy: str = Field(
+        "sft", description="model that answers; in a loop, the one that the first round starts from"
+    )
+    n_samples_per_prompt: Positive = Field(4, description="answers per prompt")
+    min_reward: float | None = Field(
+        None,
+        description=(
+            "rejection_sampling: a prompt whose best answer scores lower is dropped (of the weighed sum; with"
+            " one reward model alone, in its own units)"
+        ),
+    )
+    post_processor: PostProcessor = Field(
+        "dpo",
+        description=(
+            "what a prompt's answers become. dpo: the best against the worst; kto: each answer, desirable"
+            " when it scores above their mean; rejection_sampling: the best; conditional_sft: every answer"
+            " with its reward"
+        ),
+    )
+
+    @check
+    def _check_engines(self) -> Iterator[str]:
+        yield from only_in_ppo(self.engine)
+
+    @check
+    def _check_reward(self) -> Iterator[str]:
+        if any(isinstance(source, EnvironmentReward | NoReward) for source in self.reward):
+            yield "reward: environments and none are for ppo: name a reward model, a function or a server"
+        for source in self.reward_models:
+            if source.ranks is not None:
+                yield (
+                    f"the reward model {source.title} scores in the stage's own process: leave out its ranks"
+                )
+
+    @check
+    def _check_post_processor(self) -> Iterator[str]:
+        if self.n_samples_per_prompt < 2 and self.post_processor != "conditional_sft":
+            yield (
+                f"post_processor {self.post_processor!r} compares answers to one prompt: set"
+                " n_samples_per_prompt to 2 or more"
+            )
+        if self.min_reward is not None and self.post_processor != "rejection_sampling":
+            yield (
+                "min_reward belongs to post_processor 'rejection_sampling': leave it out for"
+                f" {self.post_processor!r}"
+            )
+
+
+class Preferences(Rounds):
+    """Samples n answers per prompt, scores them, and writes a data set: pairs, labelled answers, the best
+    answers, or all answers with their rewards."""
+
+    stage: Literal["preferences"] = "preferences"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description=(
+            "of the policy and of reward models; auto: that of each checkpoint; in a loop the loop's dtype"
+        ),
+    )
+    first_prompt: int = Field(0, ge=0, description="prompts skipped (a round takes its own slice)")
+    num_prompts: Positive | None = Field(None, description="prompts used; default all")
+
+
+class Loop(Trainable, Routed):
+    """Rounds of training; round k starts from round k-1. The plan expands a loop into stages."""
+
+    policy: str = Field("sft", description="model that the first round starts from")
+    rounds: Positive = Field(2, le=1000, description="rounds, at most 1000")
+    learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")
+
+    @check
+    def _check_no_sweep(self) -> Iterator[str]:
+        if self.sweep:
+            yield (
+                "sweep: a loop has rounds, and no variants: sweep a stage before it, or write a loop for each"
+                " value"
+            )
+
+
+class SampledLoop(Rounds, Loop):
+    """Rounds of sampling answers and training on them."""
+
+    max_len: int = Field(
+        0, ge=0, description="longest sequence in training, in tokens; 0: prompt_max_len + generate_max_len"
+    )
+    prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
+
+
+class IterativeDPO(SampledLoop, PreferenceLoss):
+    """Rounds of (preferences, dpo): `iterative` with the post-processor dpo."""
+
+    stage: Literal["iterative_dpo"] = "iterative_dpo"
+    post_processor: Literal["dpo"] = Field("dpo", description="the best answer against the worst")
+
+
+class Iterative(SampledLoop, PreferenceLoss, UnpairedLoss):
+    """Rounds of sampling, then training as `post_processor` requires: dpo, kto, or sft."""
+
+    stage: Literal["iterative"] = "iterative"
+    post_processor: PostProcessor = Field(
+        description="dpo: pairs; kto: labelled answers; rejection_sampling, conditional_sft: SFT on answers"
+    )
+    packing: Annotated[bool, NotInDigest] = Field(
+        True, description="rejection_sampling, conditional_sft: pack documents into rows of max_len"
+    )
+
+    @check
+    def _check_owners(self) -> Iterator[str]:
+        """Rejects fields that the chosen post-processor does not read, and KTO batches of one answer."""
+        if self.post_processor == "kto" and self.train_batch_size < 2:
+            yield "post_processor 'kto' estimates its KL over train_batch_size answers: set it to 2 or more"
+        for field, owners in POST_PROCESSOR_FIELDS.items():
+            if (
+                self.post_processor not in owners
+                and getattr(self, field) != type(self).model_fields[field].default
+            ):
+                yield (
+                    f"{field} belongs to post_processor {' or '.join(owners)}: leave it out for"
+                    f" {self.post_processor!r}"
+                )
+
+
+class IterativeFeedback(Loop, PreferenceLoss, UnpairedLoss):
+    """Rounds of training on people's feedback: each round takes the new rows of its inbox."""
+
+    stage: Literal["iterative_feedback"] = "iterative_feedback"
+    method: Literal["dpo", "kto"] = Field(
+        description="dpo: edits and rankings, as pairs; kto: thumbs, as labelled answers"
+    )
+    feedback: Data = Field(description="an inbox (NAME.inbox); files beside it are the same in each round")
+    min_new_rows: Annotated[Positive, NotInDigest] = Field(
+        1, description="new rows of this method that the inbox must have for a round to begin"
+    )
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        return [
+            Text(
+                "feedback",
+                self.feedback,
+                "preference" if self.method == "dpo" else "labelled",
+                "max_len",
+                self.max_len,
+            )
+        ]
+
+    @check
+    def _check_feedback(self) -> Iterator[str]:
+        if not any(source.is_inbox for source in self.feedback.sources):
+            yield (
+                "feedback: none of the sources is an inbox, whose rows are new in each round: name a folder"
+                " that ends with .inbox"
+            )
+        if self.method == "kto" and self.train_batch_size < 2:
+            yield "method 'kto' estimates its KL over train_batch_size answers: set it to 2 or more"
+        for field, owners in METHOD_FIELDS.items():
+            if self.method not in owners and getattr(self, field) != type(self).model_fields[field].default:
+                yield f"{field} belongs to method {' or '.join(owners)}: leave it out for {self.method!r}"
+
+
+METHOD_FIELDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("loss", "label_smoothing", "nll_coef", "gamma", "lambd"), ("dpo",)),
+    **dict.fromkeys(UnpairedLoss.model_fields, ("kto",)),
+}
+POST_PROCESSOR_FIELDS: dict[str, tuple[PostProcessor, ...]] = {
+    **dict.fromkeys(("loss", "label_smoothing", "nll_coef", "gamma", "lambd"), ("dpo",)),
+    "beta": ("dpo", "kto"),
+    **dict.fromkeys(UnpairedLoss.model_fields, ("kto",)),
+    "packing": ("rejection_sampling", "conditional_sft"),
+}

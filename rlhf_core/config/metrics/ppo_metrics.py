@@ -1,0 +1,338 @@
+"""Metrics and charts of PPO and its relatives. Values in a result are means over the last fifth of the
+iterations."""
+
+from __future__ import annotations
+
+from rlhf_core.config.metrics.metric import Condition, Metric, Panel, after_run, each
+from rlhf_core.config.metrics.sampling_metrics import rewarded
+from rlhf_core.config.metrics.shared_metrics import ANSWERS, DATA, EXPERTS, MERGED_AWAY, SURVIVES
+from rlhf_core.config.metrics.validation_metrics import EXPLOITED, VALIDATION
+from rlhf_core.config.ppo import PPO
+
+OVERLONG = Condition("with `overlong_buffer`", lambda config: bool(config.overlong_buffer))
+PENALTY = Condition("with `truncated_penalty`", lambda config: bool(config.truncated_penalty))
+REFERENCE = Condition("with a reference", lambda config: config.has_reference)
+KL_LOSS = Condition("with `kl_in: loss`", lambda config: config.kl_in == "loss" and config.has_reference)
+CRITIC = Condition("with a critic", lambda config: config.has_critic)
+MASKED = Condition("with `sampler_is: mask`", lambda config: config.sampler_is == "mask")
+MERGED = Condition(
+    "with `lora` and merged weights",
+    lambda config: config.lora is not None and config.engine.adapters == "merged",
+)
+DRAFTS = Condition("with drafted tokens", lambda config: config.engine.drafts is not None)
+FILTERED = Condition("with `dynamic_filtering`", lambda config: config.dynamic_filtering)
+EPISODES = Condition("with an environment", lambda config: config.environment is not None)
+STALE = Condition("with `max_staleness`", lambda config: bool(config.max_staleness))
+CONTINUOUS = Condition(
+    "with `max_staleness` of 2 or more", lambda config: bool(config.max_staleness) and config.continuous
+)
+SLEEPS = Condition("with `engine.sleep`", lambda config: config.engine.sleep)
+
+FAR_AWAY = (
+    "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust its"
+    " reward."
+)
+LARGE_STEPS = "PPO's steps are too large: lower actor_learning_rate or max_epochs."
+DISAGREES = (
+    "The trainer's scoring and training passes disagree before the first step: its log-probs are wrong, not"
+    " PPO; compare dtypes."
+)
+BAD_CRITIC = "PPO's critic does not predict the returns: raise critic_learning_rate or freezing_actor_steps."
+OTHER_POLICY = (
+    "The engine's log-probs are far from the trainer's: the samples come from another policy; compare dtypes"
+    " and versions."
+)
+NOT_WHOLE = (
+    "The engine's log-probs are far from the trainer's right after a weight update: weights did not arrive"
+    " whole."
+)
+OLD_ANSWERS = "Answers are trained on long after they were sampled: lower max_staleness."
+LOST = (
+    "Many answers could not be learned from: a reward source failed, a prompt's answers lost their"
+    " rewards, or mask_truncated left out cut answers."
+)
+
+
+def roles_of(config: PPO) -> list[tuple[str, ...]]:
+    return each(config.placed)
+
+
+def phases_of_roles(config: PPO) -> list[tuple[str, ...]]:
+    return [("*", "*")]
+
+
+REWARDS = (
+    *rewarded("the weighted sum, before standardisation", EXPLOITED),
+    Metric(
+        "reward/clipped", "share of answers whose reward is beyond `reward_clip`", "share", failed=EXPLOITED
+    ),
+    Metric(
+        "reward/first_fifth reward/last_fifth",
+        "mean reward of the first and of the last fifth of the logged iterations",
+        failed=EXPLOITED,
+    ),
+    Metric(
+        "reward/rise_standard_error",
+        "standard error of the rise between them; 0 with fewer than 10 logged iterations, where it is"
+        " unknown",
+        failed=EXPLOITED,
+    ),
+    Metric(
+        "reward/overlong",
+        "mean over all answers of what `overlong_buffer` adds to the reward: 0 or negative",
+        when=OVERLONG,
+        failed=EXPLOITED,
+    ),
+    Metric(
+        "reward/truncated",
+        "mean over all answers of what `truncated_penalty` adds to the reward: 0 or negative",
+        when=PENALTY,
+        failed=EXPLOITED,
+    ),
+    Metric(
+        "kl/mean",
+        "mean KL to the reference by `kl_estimator`, what `kl_target` sets",
+        "nats/token",
+        REFERENCE,
+        failed=FAR_AWAY,
+    ),
+    Metric("kl/per_answer", "KL to the reference, summed over an answer", "nats", REFERENCE, failed=FAR_AWAY),
+    Metric("kl/coef", "coefficient of the KL", when=REFERENCE, failed=FAR_AWAY),
+    Metric(
+        "return/mean", "mean over the answers' tokens of the returns; without a critic, of the advantages"
+    ),
+)
+POLICY = (
+    Metric("policy/loss", "policy-gradient loss, without the KL, entropy and router terms"),
+    Metric(
+        "policy/clip_share",
+        "share of tokens whose ratio the clip changed: they have no gradient, except with cispo",
+        "share",
+        failed="PPO's steps are too large: many tokens are clipped; lower actor_learning_rate or max_epochs.",
+    ),
+    Metric(
+        "policy/ratio policy/ratio_gap",
+        "mean ratio new / old, and its mean distance from 1",
+        failed="PPO's steps are too large: the policy moves far within one rollout; lower"
+        " actor_learning_rate.",
+    ),
+    Metric(
+        "policy/first_ratio policy/first_ratio_gap",
+        "the same at the first optimiser step of an iteration: 1 and 0 when scoring and training agree,"
+        " and with"
+        " one step an iteration, which needs no scoring",
+        failed=DISAGREES,
+    ),
+    Metric(
+        "policy/kl_old",
+        "KL from the policy at the iteration's start, k3 estimate, mean over the steps",
+        "nats/token",
+        failed=LARGE_STEPS,
+    ),
+    Metric(
+        "policy/entropy",
+        "mean entropy at the answers' tokens of the distribution that is sampled",
+        "nats/token",
+        failed="PPO's policy has collapsed to few answers, or came apart: look at its answers, learning rate"
+        " and entropy_coef.",
+    ),
+    Metric(
+        "policy/grad_norm",
+        "gradient norm of the actor before the clip",
+        failed="PPO is unstable: lower actor_learning_rate.",
+    ),
+    Metric("policy/learning_rate", "learning rate of the actor"),
+    Metric(
+        "policy/empty_steps",
+        "optimiser steps without a token to train on, which are skipped; other metrics are means over the"
+        " remaining steps",
+        "count",
+        MASKED,
+        failed="Steps had no token whose weight is within sampler_is_clamp: widen it, or look at"
+        " sampler/gap.",
+    ),
+    Metric(
+        "policy/kl_loss",
+        "KL to the reference in the loss, without its coefficient",
+        "nats/token",
+        when=KL_LOSS,
+    ),
+    Metric(
+        SURVIVES,
+        "share of the adapters' update that the weights of the last sync have",
+        "share",
+        MERGED,
+        failed=MERGED_AWAY,
+    ),
+    Metric(
+        "value/loss",
+        "half the squared error of the values, clipped by `value_clip`",
+        when=CRITIC,
+        failed=BAD_CRITIC,
+    ),
+    Metric(
+        "value/clip_share",
+        "share of tokens without a gradient because of `value_clip`",
+        "share",
+        CRITIC,
+        failed=BAD_CRITIC,
+    ),
+    Metric("value/grad_norm", "gradient norm of the critic before the clip", when=CRITIC, failed=BAD_CRITIC),
+    Metric("value/learning_rate", "learning rate of the critic", when=CRITIC),
+    Metric(
+        "value/explained_variance",
+        "share of the returns' variance that the values explain: 1 is perfect, 0 no better than a constant,"
+        " below 0 worse",
+        "",
+        CRITIC,
+        failed=BAD_CRITIC,
+    ),
+)
+ROLLOUT = (
+    Metric("rollout/usable", "share of answers that were trained on", "share", failed=LOST),
+    Metric(
+        "rollout/tokens_per_step",
+        "tokens of a decoding step of an answer; 1 where no drafted token was right",
+        "tokens",
+        DRAFTS,
+    ),
+    Metric(
+        "rollout/age",
+        "updates between sampling and training, mean over tokens",
+        "updates",
+        STALE,
+        failed=OLD_ANSWERS,
+    ),
+    Metric("rollout/age_max", "the same, largest", "updates", CONTINUOUS, failed=OLD_ANSWERS),
+    Metric(
+        "rollout/waiting",
+        "prompts whose answers are finished and not trained on, when an iteration begins",
+        "count",
+        CONTINUOUS,
+    ),
+    Metric(
+        "rollout/lead",
+        "how many batches beyond the iteration's own may be begun: 1 to `max_staleness`",
+        "count",
+        CONTINUOUS,
+    ),
+    Metric(
+        "filter/rounds filter/groups",
+        "rounds of sampling; groups that are trained on",
+        "count",
+        FILTERED,
+    ),
+    Metric("filter/accepted", "accepted share of the groups", "share", FILTERED),
+    Metric(
+        "filter/reward_mean filter/reward_std",
+        "rewards of the groups that are trained on; `reward/*` are of all groups",
+        when=FILTERED,
+    ),
+    Metric("environment/turns", "mean answers of an episode", "count", EPISODES),
+    Metric("environment/attempts", "mean attempts of an episode", "count", EPISODES),
+    Metric(
+        "environment/seconds",
+        "mean seconds that the environment itself took in the last attempt of an episode",
+        "s",
+        EPISODES,
+    ),
+    EXPERTS,
+    *ANSWERS,
+    Metric("tokens", "tokens of prompts and answers in an iteration", "tokens"),
+    Metric("iterations", "iterations", "count"),
+    *DATA,
+)
+SAMPLER = (
+    Metric(
+        "sampler/gap sampler/gap_p99",
+        "absolute difference of log-probs between the engine and the trainer on the sampled tokens: mean and"
+        " 99th percentile",
+        "nats",
+        failed=OTHER_POLICY,
+    ),
+    Metric(
+        "sampler/ratio_gap",
+        "mean distance of the tokens' importance weights from 1, before any bound",
+        failed=OTHER_POLICY,
+    ),
+    Metric(
+        "sampler/capped",
+        "share of the weights in the loss, one a token or one an answer (`sampler_is_level`), that the bounds"
+        " cut or left out",
+        "share",
+        failed=OTHER_POLICY,
+    ),
+    Metric(
+        "sampler/weight_mean sampler/weight_max",
+        "`weight_mean`: mean weight in the loss; `weight_max`: largest weight before the bounds",
+        failed=OTHER_POLICY,
+    ),
+    Metric(
+        "sampler/ess",
+        "effective sample size of these weights: 1 if all are equal; below 0.5 the answers effectively come"
+        " from another policy",
+        "share",
+        failed=OTHER_POLICY,
+    ),
+    Metric(
+        "sync/probe_gap",
+        "largest difference of log-probs of engine and actor on fixed prompts right after a weight sync"
+        " (the 90th"
+        " percentile for mixtures of experts in bf16)",
+        "nats",
+        failed=NOT_WHOLE,
+    ),
+    Metric(
+        "sync/probe_bound",
+        "the largest such difference that rounding explains: 4 times what noise of the size of rounding"
+        " errors does to the actor's log-probs, and at least 0.001 in float32 and 0.02 in bfloat16",
+        "nats",
+        failed=NOT_WHOLE,
+    ),
+)
+TIMES = (
+    Metric(
+        "phase/generate phase/score phase/credit phase/train phase/sync phase/probe",
+        "wall-clock time of the phase in an iteration; overlapped work counts only while it is waited for",
+        "s",
+    ),
+    Metric("phase/sleep phase/wake", "time until the engines sleep and are awake", "s", SLEEPS),
+    Metric(
+        "floor/generate floor/score floor/train",
+        "lower bound of the phase's time, at the rates measured on the actor's GPU",
+        "s",
+    ),
+    Metric(
+        "work/ROLE/PHASE",
+        "time that the slowest rank of a role works in a phase of an iteration",
+        "s",
+        of=phases_of_roles,
+    ),
+    Metric(
+        "memory/ROLE",
+        "peak memory of PyTorch's tensors on a GPU in an iteration, of the role's largest rank; `/held`:"
+        " peak that"
+        " its allocator reserved; `/kept`: reserved at the iteration's end",
+        "GiB",
+        of=after_run,
+    ),
+    Metric("wait/ROLE", "share of the iteration that a role waits", "share", of=roles_of),
+)
+REINFORCED = (*REWARDS, *VALIDATION, *POLICY, *SAMPLER, *ROLLOUT, *TIMES)
+
+CHARTS = (
+    Panel("Reward of the answers (band: ± 1 std)", {"reward/mean": "mean"}, band="reward/std"),
+    Panel(
+        "Reward on eval_prompts",
+        {"eval/reward/mean": "mean", "eval/reward/ci_low": "95 % interval", "eval/reward/ci_high": ""},
+    ),
+    Panel("Right answers on eval_prompts", {"eval/right/mean": ""}),
+    Panel("KL to the reference", {"kl/mean": ""}, level=0.0),
+    Panel("Answer length (tokens)", {"response/length": ""}),
+    Panel("Policy ratio", {"policy/ratio": ""}, level=1.0),
+    Panel("Share of clipped tokens", {"policy/clip_share": ""}),
+    Panel("Share of truncated answers", {"response/truncated": ""}),
+    Panel("Value loss", {"value/loss": ""}),
+    Panel("Explained variance of the values", {"value/explained_variance": ""}, level=0.0),
+    Panel("Log-prob gap, sampler to trainer", {"sampler/gap": ""}),
+)

@@ -1,0 +1,82 @@
+"""Metrics of rewarded answers, and of a preferences stage (a round of a loop)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_core.config.metrics.metric import Condition, Metric, after_run, each
+from rlhf_core.config.metrics.shared_metrics import ANSWERS, DATA
+
+MAKES_PAIRS = Condition("with `post_processor: dpo`", lambda config: config.post_processor == "dpo")
+MAKES_ANSWERS = Condition("unless `post_processor: dpo`", lambda config: config.post_processor != "dpo")
+NO_REWARDS = "A reward source gave no reward to many answers: look at its errors."
+REWARDED_OTHERWISE = (
+    "The sampled answers are rewarded otherwise than expected: the policy or the reward model before this"
+    " stage is bad."
+)
+
+
+def sources_of(config: Any) -> list[tuple[str, ...]]:
+    return each(source.title for source in config.reward)
+
+
+def rewarded(summed: str, failed: str) -> tuple[Metric, ...]:
+    """Returns the metrics of the rewards of a stage's answers. `summed`: how the sources are added."""
+    return (
+        Metric(
+            "reward/mean reward/std", f"mean and standard deviation over answers of {summed}", failed=failed
+        ),
+        Metric(
+            "reward/SOURCE/mean reward/SOURCE/std",
+            "mean and standard deviation of one source's rewards, before weight and standardisation",
+            of=sources_of,
+            failed=failed,
+        ),
+        Metric(
+            "reward/SOURCE/failed",
+            "answers to which one source gave no reward",
+            "count",
+            of=sources_of,
+            failed=NO_REWARDS,
+        ),
+    )
+
+
+PREFERENCES = (
+    Metric("prompts", "prompts that the policy answered", "count"),
+    Metric(
+        "pairs",
+        "pairs written",
+        "count",
+        MAKES_PAIRS,
+        failed="Sampling gave too few pairs: all answers to a prompt score the same; raise temperature or"
+        " n_samples_per_prompt.",
+    ),
+    Metric(
+        "answers",
+        "answers written",
+        "count",
+        MAKES_ANSWERS,
+        failed="Sampling gave too few answers to train on: lower min_reward, or raise generate_max_len.",
+    ),
+    Metric(
+        "dropped/REASON",
+        "prompts without a row, by reason",
+        "count",
+        of=after_run,
+        failed="Many prompts gave no training row: raise temperature, n_samples_per_prompt or"
+        " generate_max_len.",
+    ),
+    *rewarded(
+        "the weighted sum, standardised as the recipe says: what answers are compared by",
+        REWARDED_OTHERWISE,
+    ),
+    Metric(
+        "reward/best reward/worst",
+        "mean over prompts of the best and of the worst answer",
+        failed=REWARDED_OTHERWISE,
+    ),
+    Metric("reward/failed", "answers without a reward", "count", failed=NO_REWARDS),
+    *ANSWERS,
+    *DATA,
+)

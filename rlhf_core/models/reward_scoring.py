@@ -1,0 +1,68 @@
+"""Scores documents with a reward model in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rlhf_core.data.chat import load_tokenizer
+from rlhf_core.data.documents import Document
+from rlhf_core.models.document_leak import detect_document_leak
+from rlhf_core.models.load_model import load_scorer
+from rlhf_core.models.policy import Scorer
+from rlhf_core.models.precision import dtype_of
+from rlhf_core.objectives.collate import collate
+from rlhf_core.objectives.masked import gather_last
+
+STATISTICS = "score_statistics.json"
+
+
+def score_documents(
+    scorer: Scorer, documents: Sequence[Document], pad_token_id: int, micro_batch_size: int
+) -> list[float]:
+    """Returns the score at the last token of each document, in order. Batches are sorted by length to keep
+    padding small."""
+    device = next(scorer.parameters()).device
+    order = sorted(range(len(documents)), key=lambda i: len(documents[i].tokens))
+    scores = [0.0] * len(documents)
+    for start in range(0, len(order), micro_batch_size):
+        chosen = order[start : start + micro_batch_size]
+        batch = collate([[documents[i]] for i in chosen], pad_token_id).to(device)
+        with torch.no_grad():
+            values = gather_last(scorer(batch.tokens, batch.host.positions), batch.documents, len(chosen))
+        for i, value in zip(chosen, values.tolist(), strict=True):
+            scores[i] = value
+    return scores
+
+
+class RewardScorer:
+    """A reward model checkpoint that scores documents. `dtype` auto: the checkpoint's dtype."""
+
+    def __init__(self, path: str, dtype: str, micro_batch_size: int, trust_remote_code: bool = False):
+        self.pad_token_id = load_tokenizer(path, trust_remote_code).pad_token_id
+        self.scorer = load_scorer(
+            path, self.pad_token_id, dtype_of(path, dtype, trust_remote_code), trust_remote_code
+        ).eval()
+        if torch.cuda.is_available():
+            self.scorer.cuda()
+        detect_document_leak(self.scorer, self.scorer, next(self.scorer.parameters()).device, packed=False)
+        self.micro_batch_size = micro_batch_size
+
+    def score(self, documents: Sequence[Document]) -> list[float]:
+        return score_documents(self.scorer, documents, self.pad_token_id, self.micro_batch_size)
+
+
+def stored_statistics(path: str) -> tuple[float, float]:
+    """Returns the mean and standard deviation of the scores that the reward model stage stored. Raises
+    ValueError when there are none."""
+    file = Path(path) / STATISTICS
+    if not file.is_file():
+        raise ValueError(
+            f"rewards are to be standardised with the mean and std stored with the reward model, and {path}"
+            f" has no {STATISTICS}: set `normalize` of this reward to running or none"
+        )
+    stored = json.loads(file.read_text())
+    return float(stored["mean"]), float(stored["std"])

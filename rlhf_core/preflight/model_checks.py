@@ -1,0 +1,195 @@
+"""Checks model folders: whether they can be loaded, fit their stage, share a vocabulary, and can be sampled
+from by vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import KINDS, PPO, Evaluation, Optimised, StageConfig
+from rlhf_core.config.kinds import named
+from rlhf_core.hub.ids import is_remote
+from rlhf_core.hub.model_config import (
+    FIXED_EXPERTS,
+    cannot_train_quantised,
+    keeps_experts,
+    more_than_text,
+    quantised_by,
+    wraps_text_by_config,
+)
+from rlhf_core.hub.model_files import ADAPTER_CONFIG
+from rlhf_core.hub.stored_head import has_several_labels, has_trained_head, no_reward_head, several_labels
+from rlhf_core.hub.vocabulary import compared
+from rlhf_core.recipe.named_inputs import ConfigReference, references
+from rlhf_core.recipe.plan import Node
+
+REWARD = named("reward")
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
+
+
+def model_problem(where: str, place: str) -> dict[str, str]:
+    """Returns {folder: why it cannot be loaded}; {} when it can, or is on the Hub. `where` is its place in
+    the recipe."""
+    folder = Path(place)
+    if is_remote(place):
+        return {}  # fetching its tokenizer reports a missing repository
+    if not folder.is_dir():
+        what = f"{place} is a file" if folder.is_file() else f"there is no model folder {place}"
+        return {place: f"{where}: {what}; correct the path, or make the model first"}
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        return {
+            place: (
+                f"{where}: {place} has no config.json, so it is no model folder; give one that transformers"
+                " can load"
+            )
+        }
+    return {}
+
+
+def unfit_models(node: Node) -> dict[tuple[str, str], str]:
+    """Returns why models that a stage names do not fit it, by place and fault."""
+    problems = {}
+    for reference in references(node.config):
+        place = node.models.get(reference.name)
+        if place is None or is_remote(place):
+            continue
+        where = "base_model" if reference.name == "base" else f"stages.{node.name}.{reference.place}"
+        config = _config(place)
+        if (
+            _loads(node.config, reference)
+            and wraps_text_by_config(config)
+            and not _has_language_model(config)
+        ):
+            named = (config.get("architectures") or [config.get("model_type")])[0]
+            problems[place, "wrapper"] = f"{where}: {more_than_text(place, str(named))}"
+        elif _loads(node.config, reference) and (told := cannot_train_quantised(place, config)):
+            problems[place, "quantised"] = f"{where}: {told}"
+        elif reference.kinds == REWARD and _lacks_head(Path(place)):
+            problems[place, "head"] = f"{where}: {no_reward_head(place)}"
+        elif reference.place == KINDS[node.kind].scored and _several_labels(Path(place)):
+            problems[place, "labels"] = f"{where}: {several_labels(place)}"
+    return problems
+
+
+def _lacks_head(folder: Path) -> bool:
+    """Returns whether neither the folder's weights nor, for an adapter, its base's are a reward model's.
+    False if they cannot be read here."""
+    try:
+        if has_trained_head(folder) or not any(folder.glob("*.safetensors")):
+            return False
+        adapter = folder / ADAPTER_CONFIG
+        base = json.loads(adapter.read_text()).get("base_model_name_or_path") if adapter.is_file() else None
+    except UNREADABLE:
+        return False
+    return base is None or (not is_remote(base) and Path(base).is_dir() and _lacks_head(Path(base)))
+
+
+def _several_labels(folder: Path) -> bool:
+    """Returns whether the folder's model is a classifier with several labels. False if its files cannot be
+    read here."""
+    try:
+        return has_several_labels(folder)
+    except UNREADABLE:
+        return False
+
+
+def _loads(config: StageConfig, reference: ConfigReference) -> bool:
+    """Returns whether the stage loads the model in PyTorch. If not, only vLLM answers with it, or its files
+    are published."""
+    if reference.kinds == REWARD or isinstance(config, Optimised):
+        return True
+    return (
+        isinstance(config, Evaluation)
+        and config.proxy is not None
+        and reference.place.partition(".")[0] in ("models", "baseline")
+    )
+
+
+def _has_language_model(config: dict[str, Any]) -> bool:
+    """Returns whether transformers has a class for the language model inside a multimodal model. True without
+    transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        return True
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # takes seconds
+
+    return str((config.get("text_config") or {}).get("model_type")) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def _config(place: str) -> dict[str, Any]:
+    """Returns a folder's config.json; {} if there is none that can be read, which other checks report."""
+    try:
+        config = json.loads((Path(place) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def vocabulary_problems(
+    node: Node, start_of: Callable[[str], str | None], unlike: Callable[[str, str], str | None]
+) -> list[str]:
+    """Returns a sentence for each model that would read the policy's token ids as other tokens, and for each
+    reward model with another tokenizer whose chat template cannot be used.
+
+    `start_of`: the folder or Hub id that a name's chain of models starts from, which has its tokenizer;
+    `unlike`: returns why the second of two places cannot be given the first one's token ids.
+    """
+    kind = KINDS[node.kind]
+    config = node.config
+    named = [(reference.place, reference.name) for reference in references(config)]
+    if isinstance(config, PPO) and config.has_critic and config.critic is None:
+        named.append(("critic", config.reward_models[0].model))
+    own = start_of(getattr(config, kind.start)) if kind.given_tokens or "reward" in kind.names else None
+    problems: dict[str, str] = {}
+    for place, name in named:
+        field = place.partition(".")[0]
+        other = start_of(name)
+        if own is None or other is None or field not in (*kind.given_tokens, "reward"):
+            continue
+        told = unlike(own, other)
+        told = not_writable(other) if told and field == "reward" else told
+        if told and not (place == "critic" and told in problems.values()):
+            problems[place] = told
+    return [f"stages.{node.name}.{place}: {told}" for place, told in problems.items()]
+
+
+def not_writable(place: str) -> str | None:
+    """Returns why answers cannot be written in the chat template of the model at `place`; None if they
+    can."""
+    from rlhf_core.data.chat import Renderer, load_tokenizer
+
+    try:
+        Renderer(load_tokenizer(place), "chat")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
+    """Returns why vLLM cannot sample from the model while PPO trains it. `start_of`: as in
+    `vocabulary_problems`."""
+    if not isinstance(node.config, PPO) or node.config.engine.kind != "vllm":
+        return []
+    direct = node.models.get(node.config.actor)
+    place = start_of(node.config.actor)
+    if direct is not None and (method := quantised_by(_config(direct))):
+        return [
+            f"stages.{node.name}.actor: {direct} has weights quantised as {method}, and vLLM would take no"
+            " new ones: name its checkpoint in bfloat16, or the result of a stage sft that starts from it"
+        ]
+    if place is None or is_remote(place) or _config(place).get("model_type") not in FIXED_EXPERTS:
+        return []
+    return [f"stages.{node.name}.actor: {keeps_experts(place)}"]
+
+
+def unlike_vocabulary(own: str, other: str, trust_remote_code: bool = False) -> str | None:
+    """Returns why the model `other` cannot be given token ids of the model `own`, as the stages report it.
+    None if it can; also without transformers, when only the stages check."""
+    try:
+        return compared(own, other, trust_remote_code)
+    except ValueError as error:
+        return str(error)
+    except ImportError:
+        return None

@@ -1,0 +1,114 @@
+"""Checks the gates of a finished stage, and explains what a failed gate usually means. Pure functions of a
+result. Torch-free.
+
+`run_all` in flows/alignment.py stops the run, or the dependent stages, when a gate fails. Verdicts are not
+stored: the same recipe and results give the same verdicts in every process, and a changed bound applies at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_core.config import KINDS, Publication, StageConfig
+from rlhf_core.config.gates import Verdict
+from rlhf_core.config.metrics.metric import meaning_of_failure
+from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.records import StageResult
+from rlhf_core.runs.approval_record import FILE as APPROVAL
+from rlhf_core.runs.approval_record import Approval
+from rlhf_core.runs.run_dir import RunDir
+
+
+class GateFailed(RuntimeError):
+    """Raised when finished stages fail a gate, so that their dependents are not started."""
+
+    def __init__(self, verdicts: Sequence[Verdict]):
+        self.verdicts = tuple(verdicts)
+        super().__init__(self.verdicts)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{verdict.summary}: what depends on it was not started. {verdict.meaning}".rstrip()
+            for verdict in self.verdicts
+        )
+
+
+class ApprovalAwaited(RuntimeError):
+    """Raised when stages wait for a person's approval, so that their dependents are not started."""
+
+    def __init__(self, verdicts: Sequence[Verdict], folder: str):
+        self.verdicts = tuple(verdicts)
+        self.folder = folder
+        super().__init__(self.verdicts, folder)
+
+    def __str__(self) -> str:
+        waiting = "\n".join(verdict.summary for verdict in self.verdicts)
+        return (
+            f"{waiting}\nlook at {self.folder}/report.html, then: alignflow approve {self.folder} (or"
+            " --refuse), and run this again"
+        )
+
+
+def check(
+    name: str, config: StageConfig, result: StageResult, approval: Approval | None = None
+) -> tuple[Verdict, ...]:
+    """Returns a verdict for each gate of a stage. A metric that is missing, nan or infinite does not pass.
+    Until a person is asked about the stage, an approval waits."""
+    others_fail = any(
+        not gate.passes(result.metrics.get(gate.metric))
+        for gate in config.gates
+        if not gate.approve and gate.on_fail != "warn"
+    )
+    verdicts = []
+    for gate in config.gates:
+        if gate.approve is not None:
+            state = approval.state() if approval else "asked"
+            unasked = "nobody is asked while another gate fails" if others_fail else "waits for a person"
+            said = approval.told() if approval else unasked
+            passed = state == "approved"
+            waits = state == "asked"
+            verdicts.append(Verdict(stage=name, gate=gate, value=None, passed=passed, said=said, waits=waits))
+            continue
+        value = result.metrics.get(gate.metric)
+        passed = gate.passes(value)
+        meaning = "" if passed else meaning_of(config.stage, gate.metric)
+        verdicts.append(Verdict(stage=name, gate=gate, value=value, passed=passed, meaning=meaning))
+    return tuple(verdicts)
+
+
+def gates_of(node: Node) -> tuple[Verdict, ...]:
+    """Returns the verdicts on a planned stage: an empty tuple when it is not done or has no gates."""
+    result = RunDir(node.run_dir).result() if node.config.gates else None
+    return check(node.name, node.config, result, Approval.read(node.run_dir / APPROVAL)) if result else ()
+
+
+def gates_behind(planned: Plan, node: Node) -> tuple[Verdict, ...]:
+    """Returns the verdicts on every stage that `node` depends on, directly or not, parents first."""
+    return tuple(verdict for stage in planned.ancestors((node,)) for verdict in gates_of(stage))
+
+
+def uncheckable(planned: Plan, nodes: Sequence[Node]) -> list[Node]:
+    """Returns the gated stages that publications among `nodes` depend on but whose gates cannot be checked,
+    because they have no result and are not among `nodes`."""
+    here = {node.name for node in nodes}
+    behind = planned.ancestors(
+        [node for node in nodes if isinstance(node.config, Publication) and not node.done]
+    )
+    return [stage for stage in behind if stage.config.gates and stage.name not in here and not stage.done]
+
+
+def holding(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Returns the failed gates that stop dependent stages (all but `on_fail: warn`), without waiting
+    approvals."""
+    return [
+        verdict
+        for verdict in verdicts
+        if not verdict.passed and not verdict.waits and verdict.gate.on_fail != "warn"
+    ]
+
+
+def meaning_of(kind: str, metric: str) -> str:
+    """Returns what a failed gate on this metric usually means, in a sentence or two; '' when no general
+    reason is known."""
+    return meaning_of_failure(KINDS[kind].metrics, metric)

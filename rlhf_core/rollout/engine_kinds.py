@@ -1,0 +1,48 @@
+"""Starts an engine of the kind that the recipe names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_core.config.engines import EngineConfig
+from rlhf_core.rollout.engine_contract import RolloutEngine
+
+
+def import_engine(config: EngineConfig) -> None:
+    """Imports the libraries of a kind of engine."""
+    if config.kind == "vllm":
+        from rlhf_core.rollout.vllm.vllm_engine import library
+
+        library(config.kv_cache_gib)
+    else:
+        import rlhf_core.rollout.transformers_engine  # noqa: F401
+
+
+def open_engine(
+    model: str,
+    config: EngineConfig,
+    *,
+    seed: int,
+    max_model_len: int,
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    **of_vllm: Any,
+) -> RolloutEngine:
+    """Starts an engine and loads a model, a folder or Hub id. `max_model_len`: tokens of the longest prompt
+    and answer together. `of_vllm`: what only vLLM's engine reads (`VllmEngine`). Raises ValueError for a
+    model that this kind of engine cannot run."""
+    if config.kind == "transformers":
+        from rlhf_core.rollout.transformers_engine import TransformersEngine
+
+        return TransformersEngine(model, config, dtype=dtype, trust_remote_code=trust_remote_code)
+    from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
+
+    return VllmEngine(
+        model,
+        config,
+        seed=seed,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        **of_vllm,
+    )

@@ -1,0 +1,150 @@
+"""Lays out documents in passes of a role's model, and reads the results of a pass for each document. The
+role's ranks divide the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_core.data.documents import Document
+from rlhf_core.data.packing import Passes
+from rlhf_core.models.kernels.attention import can_share
+from rlhf_core.models.policy import Policy
+from rlhf_core.objectives.collate import Batch, collate, sent
+from rlhf_core.stages.ppo.rollout_records import Experience
+from rlhf_core.system import progress
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.train_loop import Holder, passes_of_rank, replicas
+
+Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
+
+
+class Read(NamedTuple):
+    """Holds the values (B, T) of a pass, perhaps on a GPU, for the indices `part` and their documents in
+    `rows`; `real` is False on padding."""
+
+    part: list[int]
+    rows: list[list[Document]]
+    real: np.ndarray
+    values: Tensor
+
+
+class ModelHolder(Holder, Protocol):
+    """An engine, or a model that is only read."""
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+class ModelSpec(NamedTuple):
+    """Specifies the model that a role loads, how many documents or tokens one scoring pass has, and how many
+    ranks compute it together."""
+
+    path: str
+    dtype: str
+    pad_token_id: int
+    micro_batch_size: int
+    trust_remote_code: bool
+    micro_tokens: int | None = None
+    sharing: int = 1
+
+
+def score_share(
+    holder: ModelHolder, documents: Sequence[Document], model: ModelSpec, forward: Callable[[Batch], Tensor]
+) -> Scored:
+    """Scores this rank's share of the documents, similar lengths together; `forward` returns (B, T)."""
+    passes = passes_of(holder, model.micro_batch_size, model.micro_tokens)
+    read: list[Read] = []
+    parts = parts_of(documents, passes)
+    for own in passes_of_rank(len(parts), holder):
+        rows = passes.rows_of([documents[i] for i in parts[own.place]])
+        batch = collate(rows, model.pad_token_id, replays(holder)).to(holder.device)
+        with torch.no_grad():
+            values = forward(batch).float()
+        progress.made()
+        if own.counted:
+            read.append(Read(parts[own.place], rows, batch.real, values))
+    return arrays_of(read)  # only now does the host wait for the GPU
+
+
+def arrays_of(read: Sequence[Read]) -> Scored:
+    """Returns the values of all passes by document, with zeros for a shared prompt."""
+    scored: Scored = []
+    for part, rows, real, values in read:
+        packed = [document for row in rows for document in row]
+        ends = np.cumsum([len(document) - document.shared for document in packed])
+        own = np.split(values.cpu().numpy()[real], ends[:-1])
+        progress.made()
+        scored += [
+            (i, np.pad(array, (document.shared, 0)))
+            for i, document, array in zip(part, packed, own, strict=True)
+        ]
+    return scored
+
+
+def passes_of(holder: ModelHolder, rows: int, tokens: int | None) -> Passes:
+    share = can_share(holder.module.model, holder.device) and not (
+        isinstance(holder.module, Policy) and holder.module.balanced
+    )
+    return Passes(rows, tokens, replicas(holder), share, bool(holder.module.document_leak))
+
+
+def replays(holder: ModelHolder) -> bool:
+    return isinstance(holder.module, Policy) and holder.module.replays
+
+
+def parts_of(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
+    """Returns the indices of the documents of each pass. Answers to a prompt stay together if the prompt can
+    be shared; otherwise similar lengths do, to keep padding small."""
+
+    def row_tokens(group: list[int]) -> int:
+        return sum(
+            len(document) - document.shared for document in passes.branched([documents[i] for i in group])
+        )
+
+    return [
+        [i for group in part for i in group] for part in passes.split(passes.together(documents), row_tokens)
+    ]
+
+
+def collate_rows(
+    items: Sequence[Experience], passes: Passes, pad_token_id: int, engine: Engine
+) -> tuple[Batch, list[list[Document]]]:
+    """Returns the batch, and its rows of documents."""
+    rows = passes.rows_of([item.document for item in items])
+    return collate(rows, pad_token_id, replays(engine)).to(engine.device), rows
+
+
+def token_values(
+    batch: Batch, rows: Sequence[Sequence[Document]], arrays: Sequence[np.ndarray | float | None]
+) -> Tensor | None:
+    """Lays out per-token arrays of the batch's documents like its tokens: (B, T), zeros on padding; None
+    if all arrays are None. A number instead of an array applies to all response tokens, and other tokens
+    get 0."""
+    known = [array for array in arrays if array is not None]
+    if not known:
+        return None
+    documents = [document for row in rows for document in row]
+    own = [
+        on_tokens(array, document)[document.shared :]
+        for array, document in zip(known, documents, strict=True)
+    ]
+    values = np.zeros(batch.tokens.shape, np.float32)
+    values[batch.real] = np.concatenate(own)
+    return sent(torch.from_numpy(values), batch.tokens.device)
+
+
+def on_tokens(values: np.ndarray | float, document: Document) -> np.ndarray:
+    """Returns an array unchanged, and spreads one number over all response tokens of the document, (T,)."""
+    return (
+        values
+        if isinstance(values, np.ndarray)
+        else np.where(document.mask_array, np.float32(values), np.float32(0))
+    )

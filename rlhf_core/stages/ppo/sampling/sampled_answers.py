@@ -1,0 +1,285 @@
+"""Samples an iteration's answers: the prompts in a seeded order, and with dynamic filtering only groups whose
+rewards differ.
+
+Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches. An iteration takes
+the next batch. With filtering it then takes more prompts, even past the end of an episode: as many as should
+fill the batch, given the share accepted so far. Prompts after the last group that it needs go to the next
+iteration, which answers them anew, so that no accepted group is stale.
+
+With `max_staleness: 1` answers are sampled one iteration ahead: the engines generate them while the previous
+iteration trains. The first iteration's answers come from the initial weights. After that, iteration k trains
+on answers from the weights before update k - 1 (Noukhovitch et al. 2024, "Asynchronous RLHF",
+arXiv:2410.18252). The clip is around the trainer's log-probs at the iteration's start, and the importance
+weights cover the difference to the sampler's (Hilton et al. 2021, arXiv:2110.00641, the decoupled objective).
+A resume state keeps these answers, since a resumed engine has newer weights.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlhf_core.config import PPO
+from rlhf_core.data.documents import Document, Prompt, compact
+from rlhf_core.environments.episodes import Episode, EpisodeRequest
+from rlhf_core.rewards.clients import Rewards, join
+from rlhf_core.rewards.combine import Running, Term, combine, with_answers
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
+from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.rollout_records import Own, Rollout, Scores
+from rlhf_core.stages.ppo.shaped_rewards import shaped_rewards
+from rlhf_core.training.train_loop import order_of_epoch
+
+MORE = 1.2
+MOST = 4  # prompts of a further round of filtering: MORE times the expected need, at most MOST batches
+
+
+class PromptOrder(NamedTuple):
+    """Defines the order of the prompts of a run. Position p is in episode p // (number of prompts in an
+    episode's whole batches)."""
+
+    prompts: Sequence[Prompt]
+    batch: int
+    seed: int
+
+    def take(self, position: int, count: int) -> list[tuple[Prompt, int]]:
+        """Returns `count` prompts from a position on, each with the sampler's seed, which depends on run,
+        batch and prompt."""
+        whole = len(self.prompts) // self.batch * self.batch
+        taken = []
+        for place in range(position, position + count):
+            episode, offset = divmod(place, whole)
+            index = order_of_epoch(len(self.prompts), episode, self.seed)[offset]
+            taken.append(
+                (
+                    self.prompts[index],
+                    random.Random(f"{self.seed}-{place // self.batch}-{index}").getrandbits(48),
+                )
+            )
+        return taken
+
+
+class Setup(NamedTuple):
+    """Holds values that are fixed for all iterations of a run. `terms`: the sources of rewards; `probe`: the
+    documents that check a weight sync; `allowed_failures`: the number of answers on which a reward source may
+    fail in one iteration."""
+
+    config: PPO
+    order: PromptOrder
+    sampling: Sampling
+    terms: Sequence[Term]
+    probe: Sequence[Document]
+    allowed_failures: int
+
+
+class Sampled(NamedTuple):
+    """Holds an iteration's rollouts, `n` consecutive ones per prompt; their rewards if filtering computed
+    them; the next position; metrics.
+
+    `age`: updates of the actor since the weights that sampled the answers. `scores` waits for scores in
+    progress. `statistics`: the running statistics of rewards, including all answers that filtering looked at.
+    """
+
+    rollouts: list[Rollout]
+    rewards: Rewards | None
+    position: int
+    metrics: dict[str, float]
+    age: int = 0
+    scores: Callable[[], Scores] | None = None
+    statistics: dict[str, Running] | None = None
+
+
+def sample(fleet: Fleet, setup: Setup, position: int, statistics: Mapping[str, Running]) -> Sampled:
+    """Samples answers to a batch of prompts, with `stream` or `sample_filtered` if the recipe asks for it."""
+    if setup.config.stream_batch_size is not None:
+        return stream(fleet, setup, position, setup.config.stream_batch_size)
+    if setup.config.dynamic_filtering:
+        return sample_filtered(fleet, setup, position, statistics)
+    return start_sample(fleet, setup, position)()
+
+
+def sample_filtered(fleet: Fleet, setup: Setup, position: int, statistics: Mapping[str, Running]) -> Sampled:
+    """Samples until a batch of prompts has answers whose rewards differ (DAPO, Yu et al. 2025, eq. 11), in at
+    most `max_filter_rounds` rounds.
+
+    Rewards are compared in the form used for training: standardised, clipped, with penalties. Metrics
+    `reward/*` cover all answers, so that a curve does not depend on which groups were kept. Raises ValueError
+    when no group has a signal.
+    """
+    config = setup.config
+    n = setup.sampling.n
+    batch = setup.order.batch
+    updated = dict(statistics)
+    kept: list[Rollout] = []
+    kept_rewards: list[Rewards] = []
+    seen: list[Rollout] = []
+    seen_rewards: list[Rewards] = []
+    accepted = 0
+    rounds = 0
+    while len(kept) < batch * n and rounds < config.max_filter_rounds:
+        missing = batch - len(kept) // n
+        asked = len(seen) // n
+        count = min(math.ceil(MORE * missing / max(accepted / asked, 0.1)), MOST * batch) if asked else batch
+        rollouts = start_sample(fleet, setup, position, count)().rollouts
+        rewards = fleet.reward(rollouts, setup.allowed_failures)
+        seen += rollouts
+        seen_rewards.append(rewards)
+        join(seen_rewards).check(setup.allowed_failures * len(seen) // (batch * n))
+        updated = with_answers(updated, rewards.by_source, setup.terms)
+        trainable = np.array([rollout.finished or not config.mask_truncated for rollout in rollouts])
+        found = with_signal(
+            trained_rewards(rollouts, rewards, updated, setup), n, config.filter_min_spread, trainable
+        )
+        chosen = found[: missing * n]
+        kept += [rollouts[i] for i in chosen]
+        kept_rewards.append(rewards.take(chosen))
+        accepted += len(found) // n
+        rounds += 1
+        position += count if len(kept) < batch * n else chosen[-1] // n + 1
+    asked = len(seen) // n
+    if not kept:
+        raise ValueError(
+            f"dynamic_filtering: none of the {asked} groups of {rounds} rounds had answers of different"
+            " reward: raise temperature or n_samples_per_prompt, take other prompts, or turn it off"
+        )
+    everything = combine(join(seen_rewards).by_source, setup.terms, updated)
+    of_kept = combine(join(kept_rewards).by_source, setup.terms, updated).metrics
+    metrics = everything.metrics | shaped_rewards(seen, everything, config).metrics
+    metrics |= {f"filter/reward_{name}": of_kept[f"reward/{name}"] for name in ("mean", "std")}
+    metrics |= {
+        "filter/rounds": float(rounds),
+        "filter/accepted": accepted / asked,
+        "filter/groups": len(kept) / n,
+    }
+    return Sampled(kept, join(kept_rewards), position, metrics, statistics=updated)
+
+
+def trained_rewards(
+    rollouts: Sequence[Rollout], rewards: Rewards, statistics: Mapping[str, Running], setup: Setup
+) -> np.ndarray:
+    """Returns the rewards from which advantages are computed, (N,), nan for an answer without one."""
+    if not np.isfinite(list(rewards.by_source.values())).all(0).any():
+        return np.full(len(rollouts), np.nan)
+    combined = combine(rewards.by_source, setup.terms, statistics)
+    shaped = shaped_rewards(rollouts, combined, setup.config)
+    return np.where(combined.scored.numpy(), shaped.rewards.numpy(), np.nan)
+
+
+def start_sample(
+    fleet: Fleet, setup: Setup, position: int, count: int | None = None
+) -> Callable[[], Sampled]:
+    """Starts to sample answers to `count` prompts (None: a batch) from a position on. Returns a function that
+    waits for them."""
+    taken = setup.order.take(position, setup.order.batch if count is None else count)
+    rollouts = start_rollouts(fleet, taken, setup.sampling)
+    return lambda: Sampled(rollouts(), None, position + len(taken), {})
+
+
+def start_rollouts(
+    fleet: Fleet, taken: Sequence[tuple[Prompt, int]], sampling: Sampling
+) -> Callable[[], list[Rollout]]:
+    """Starts `sampling.n` answers, or episodes, to each of the prompts with their seeds. Returns a function
+    that waits for them."""
+    if fleet.episodes is not None:
+        assert fleet.background is not None
+        asked = [EpisodeRequest(prompt, seed + j, seed) for prompt, seed in taken for j in range(sampling.n)]
+        episodes = fleet.background.start(fleet.episodes.run(asked, sampling))
+        return lambda: [of_episode(episode) for episode in fleet.waited(episodes)]
+    answers = fleet.start_sample(
+        [prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], sampling
+    )
+    return lambda: [
+        rollout(prompt, answer)
+        for (prompt, _), group in zip(taken, answers(), strict=True)
+        for answer in group
+    ]
+
+
+def stream(fleet: Fleet, setup: Setup, position: int, part: int) -> Sampled:
+    """Samples answers to a batch of prompts, and starts to score each `part` of them as soon as its last
+    answer arrives.
+
+    Parts follow the order of prompts, not of arrival, so that each run scores the same answers together and
+    gets bitwise the same scores.
+    """
+    taken = setup.order.take(position, setup.order.batch)
+    groups: list[list[Rollout]] = [[] for _ in taken]
+    begun: dict[int, Callable[[], Scores]] = {}
+    for index, answers in fleet.stream(
+        [prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], setup.sampling
+    ):
+        groups[index] = [rollout(taken[index][0], answer) for answer in answers]
+        start = index // part * part
+        if all(groups[start : start + part]):
+            whole = [found for group in groups[start : start + part] for found in group]
+            begun[start] = fleet.start_score(whole, None, setup.allowed_failures)
+    rollouts = [found for group in groups for found in group]
+
+    def scores() -> Scores:
+        return join_scores([begun[start]() for start in sorted(begun)], setup.allowed_failures)
+
+    return Sampled(rollouts, None, position + setup.order.batch, {}, scores=scores)
+
+
+def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
+    """Joins the scores of all parts, in order. Raises RewardsFailed when a source left more than
+    `allowed_failures` answers without a reward."""
+    rewards = join([part.rewards for part in parts])
+    rewards.check(allowed_failures)
+    logprobs, references, values = (
+        [array for part in parts for array in getattr(part, name) or ()] or None
+        for name in ("logprobs", "ref_logprobs", "values")
+    )
+    ends = [part.end_values for part in parts if part.end_values is not None]
+    stored = [stored for part in parts for stored in part.stored]
+    return Scores(logprobs, references, values, rewards, stored, np.concatenate(ends) if ends else None)
+
+
+def with_signal(
+    rewards: np.ndarray, n: int, min_spread: float, trainable: np.ndarray | None = None
+) -> list[int]:
+    """Returns the indices of answers (`n` consecutive ones per prompt) whose group's rewards (nan: none)
+    differ by more than `min_spread`, if at least one answer of the group is `trainable` (None: all are)."""
+    chosen: list[int] = []
+    for start in range(0, len(rewards), n):
+        group = rewards[start : start + n]
+        given = group[~np.isnan(group)]
+        if trainable is not None and not trainable[start : start + n].any():
+            continue
+        if len(given) >= 2 and given.max() - given.min() > min_spread:
+            chosen += range(start, start + n)
+    return chosen
+
+
+def rollout(prompt: Prompt, answer: SampledAnswer) -> Rollout:
+    """Joins a prompt and its answer into one document; the mask marks the answer, including its
+    end-of-sequence token. Log-probs are 0 if they were not requested."""
+    document = compact(prompt.tokens, answer.tokens, answer.experts)
+    logprobs = np.empty(len(document), np.float32)
+    logprobs[: len(prompt.tokens)] = 0
+    logprobs[len(prompt.tokens) :] = answer.logprobs or 0
+    versions = [(len(prompt.tokens) + first, version) for first, version in answer.versions]
+    return Rollout(prompt, document, logprobs, answer.finished, versions=versions)
+
+
+def of_episode(episode: Episode) -> Rollout:
+    """Converts an episode to a rollout. If all its attempts failed, its reward is nan."""
+    path = episode.trajectory
+    rewards = episode.rewards
+    own = Own(
+        sum(rewards) if rewards else math.nan,
+        None,
+        episode.failure,
+        path.turns,
+        episode.attempts,
+        episode.seconds,
+        path.ended,
+    )
+    own = own._replace(early=path.early(rewards)) if rewards else own
+    return Rollout(
+        path.prompt, path.document, path.logprobs, path.finished, tuple(path.messages), own, path.versions
+    )

@@ -1,0 +1,180 @@
+"""Starts the roles in their processes: chooses the ZeRO stage of actor and critic, checks GPU memory, and
+loads all models concurrently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.cluster.pending import Pending
+from rlhf_core.cluster.ray_cluster import other_nodes
+from rlhf_core.cluster.worker import RankReady
+from rlhf_core.cluster.worker_group import WorkerGroup
+from rlhf_core.config import PPO
+from rlhf_core.config.rewards import FunctionReward, HttpReward
+from rlhf_core.forecast.by_phase import host_doubts
+from rlhf_core.forecast.hardware import Gpu
+from rlhf_core.forecast.zero_stage import (
+    Chosen,
+    doubt,
+    peak_of_ppo,
+    require_start,
+    size_at,
+    stage_of_ppo,
+    stage_of_state,
+    starts_of_ppo,
+)
+from rlhf_core.rewards.clients import Clients, client_of
+from rlhf_core.rewards.own_tokens import OwnTokens
+from rlhf_core.rollout.sampler_role import SamplerRole
+from rlhf_core.stages.ppo.fleet import Asking, Fleet
+from rlhf_core.stages.ppo.reward_sources import RewardSources
+from rlhf_core.stages.ppo.roles.actor import Actor
+from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
+from rlhf_core.stages.ppo.roles.trained import Critic
+from rlhf_core.stages.ppo.texts import decoder, lengths_of
+
+
+def start_fleet(
+    config: PPO,
+    paths: Mapping[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    groups: Mapping[str, WorkerGroup],
+    trust_remote_code: bool,
+    resumed_zero_stage: int | None = None,
+    own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
+    asking: Asking = Asking(),  # noqa: B008 it is a tuple
+) -> Fleet:
+    """Starts all roles in their processes side by side and waits until each has loaded its model.
+
+    `paths`: each role's model. `resumed_zero_stage`: the ZeRO stage of a resume state, used when the recipe
+    says `auto`. `own_tokens`: the entries of reward models with another tokenizer, by title. `asking`: the
+    objects that request single answers from engines.
+    """
+    rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
+
+    def model(role: str) -> ModelSpec:
+        return ModelSpec(
+            path=paths[role],
+            dtype=config.dtype,
+            pad_token_id=tokenizer.pad_token_id,
+            micro_batch_size=config.micro_rollout_batch_size,
+            trust_remote_code=trust_remote_code,
+            micro_tokens=config.micro_rollout_tokens,
+            sharing=config.sharing_of(role),
+        )
+
+    def reward_model(title: str) -> ModelSpec:
+        spec = model(f"reward:{title}")
+        return spec._replace(pad_token_id=own_tokens[title].pad_token_id) if title in own_tokens else spec
+
+    # before loading anything, because it may raise
+    chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)
+    read_only = {"offload": config.ref_reward_offload, "shard": config.ref_reward_shard}
+    # so that the KL begins at 0
+    as_the_actor = config.replays_routing and paths.get("reference") == paths["actor"]
+    loading: list[Pending[RankReady]] = [
+        groups["sampler"].build(
+            SamplerRole,
+            model=paths["actor"],
+            seed=seed,
+            max_model_len=config.longest,
+            dtype=config.dtype,
+            config=config.engine,
+            trust_remote_code=trust_remote_code,
+            can_sleep=config.engine.sleep,
+            routing_replay=config.replays_routing,
+            adapter_rank=(
+                config.lora.rank if config.lora is not None and config.engine.adapters == "alone" else 0
+            ),
+        ),
+        *(group.build(Reward, model=reward_model(title), **read_only) for title, group in rewards.items()),
+    ]
+    if "reference" in groups:
+        loading.append(
+            groups["reference"].build(
+                ReferenceModel,
+                model=model("reference"),
+                temperature=config.temperature,
+                routing_replay=as_the_actor,
+                **read_only,
+            )
+        )
+    if config.reference_in_actor:
+        print("the reference is the actor without its adapters; reference_ranks are unused", flush=True)
+    decided = config.model_copy(update={"zero_stage": chosen.stage})
+    loading.append(groups["actor"].build(Actor, model=model("actor"), config=decided, seed=seed))
+    if "critic" in groups:
+        loading.append(groups["critic"].build(Critic, model=model("critic"), config=decided, seed=seed))
+    for pending in loading:
+        print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
+        ranks = pending.wait(config.timeout)
+        imports = max(up.imports for up in ranks)  # 0 if they are part of the loading
+        took = (
+            f"imports {imports:.0f} s, " if imports else ""
+        ) + f"loading {max(up.loading for up in ranks):.0f} s"
+        print(
+            f"{pending.role} is up, process {', '.join(str(up.process) for up in ranks)}: {took}", flush=True
+        )
+    others = other_nodes()
+    clients = [
+        client_of(source, others)
+        for source in config.reward
+        if isinstance(source, FunctionReward | HttpReward)
+    ]
+    fleet = Fleet(
+        config=decided,
+        actor=groups["actor"],
+        critic=groups.get("critic"),
+        reference=groups.get("reference"),
+        sampler=groups["sampler"],
+        sources=RewardSources(decided, rewards, own_tokens, Clients(clients), decoder(tokenizer)),
+        **asking._asdict(),
+        lengths=lengths_of(tokenizer),
+    )
+    fleet.open_channel()
+    fleet = replace(fleet, machine=fleet.survey())
+    if fleet.sleeps:  # the engines are awake, and loading left memory that the models do not use
+        fleet.release_memory()
+    return fleet
+
+
+def zero_stage_of(
+    config: PPO, paths: Mapping[str, str], groups: Mapping[str, WorkerGroup], resumed_zero_stage: int | None
+) -> Chosen:
+    """Returns the ZeRO stage of actor and critic: the recipe's or a resume state's, otherwise one that fits
+    the smallest of their GPUs. Prints it, and doubts about memory.
+
+    Raises MachineLacks when a GPU cannot hold all that is loaded onto it.
+    """
+    sizes = None
+    gpu_bytes = 0
+    if config.actor_ranks.gpus:
+        found = {name: size_at(paths[name]) for name in config.groups}
+        known = {name: size for name, size in found.items() if size is not None}
+        sizes = known if len(known) == len(found) else None
+        gpu_bytes = min(
+            groups[name].gpu_bytes(config.timeout) for name in ("actor", "critic") if name in groups
+        )
+        for names, needed in starts_of_ppo(config, known):
+            if needed > gpu_bytes:  # otherwise no other group is asked
+                require_start(names, needed, min(groups[name].gpu_bytes(config.timeout) for name in names))
+    if config.zero_stage == "auto" and resumed_zero_stage is not None:
+        chosen = stage_of_state(config, resumed_zero_stage)
+    else:
+        chosen = stage_of_ppo(config, sizes, gpu_bytes)
+    print(f"actor{' and critic' if config.has_critic else ''}: {chosen}", flush=True)
+    if sizes and gpu_bytes and config.dtype == "bfloat16":
+        print(doubt(peak_of_ppo(config, sizes, chosen.stage, gpu_bytes), gpu_bytes), end="", flush=True)
+        free: dict[str, int] = {}
+        for name in ("actor", "critic"):  # other processes may still be importing their libraries
+            free |= groups[name].free_hosts(config.timeout) if name in groups else {}
+        decided = config.model_copy(update={"zero_stage": chosen.stage})
+        nodes = {name: group.nodes for name, group in groups.items()}
+        print(host_doubts(decided, sizes, Gpu(gpu_bytes), nodes, free), end="", flush=True)
+    return chosen

@@ -1,0 +1,164 @@
+"""Creates one round of training data: samples n answers for each prompt, scores them and turns them into rows
+(`post_processor`).
+
+A policy with rewards in its prompts (conditional SFT) gets the prompt for the best reward; rows and reward
+sources get plain prompts. Sampling and scoring run one after the other, so that each uses the whole device.
+Sampled answers survive a kill (sample_answers.py). The score of an answer is the weighted sum of its rewards;
+if any source fails, the answer is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from functools import partial
+from statistics import fmean, pstdev
+from typing import cast
+
+from rlhf_core.config import Preferences
+from rlhf_core.config.rewards import ModelReward
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.data_report import JSON, write_data_report
+from rlhf_core.data.documents import Document, Prompt, compact, stored_suffix
+from rlhf_core.data.sources import prompts as load_prompts
+from rlhf_core.hub.positions import require_positions, stored_config
+from rlhf_core.rewards.batch import reward_batch, terms_of
+from rlhf_core.rewards.own_tokens import writers
+from rlhf_core.rewards.reward_contract import Sample
+from rlhf_core.rewards.reward_trial import try_rewards
+from rlhf_core.rollout.engine_contract import SampledAnswer
+from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.stages.preferences.post_process import post_process
+from rlhf_core.stages.preferences.sample_answers import answers_of_round
+from rlhf_core.system.files import write_text
+
+WHY_NONE = {
+    "dpo": "answers of equal score or text: raise temperature or n_samples_per_prompt",
+    "kto": "answers of equal score: raise temperature or n_samples_per_prompt",
+    "rejection_sampling": "no whole answer that scores min_reward: lower it, or raise generate_max_len",
+    "conditional_sft": "no whole answer: raise generate_max_len",
+}
+
+
+def run(request: StageRequest, run: RunDir) -> Outcome:
+    """Writes `pairs.jsonl` for the post-processor dpo (`PreferencePair`), otherwise `answers.jsonl`
+    (`ScoredAnswer`, `LabelledAnswer`)."""
+    config = cast(Preferences, request.config)
+    terms_of(config.reward, request.inputs)  # reports missing inputs before any work
+    policy = request.inputs[config.policy]
+    require_positions(policy, stored_config(policy), config.prompt_max_len + config.generate_max_len)
+    tokenizer = load_tokenizer(policy, request.trust_remote_code)
+    reward_models = {
+        source.title: request.inputs[source.model]
+        for source in config.reward
+        if isinstance(source, ModelReward)
+    }
+    own_tokens = writers(policy, reward_models, request.trust_remote_code)
+    renderer = Renderer(tokenizer, config.prompts.template)
+    data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
+    write_data_report(run, request.name, prompts=data.report)
+    prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
+    try_rewards(config.reward, prompts[0], renderer)
+    suffix = stored_suffix(policy)
+    conditioned = Renderer(tokenizer, config.prompts.template, suffix)
+    prompt_tokens = [
+        conditioned.prompt_within(prompt.messages, config.prompt_max_len)[0] if suffix else prompt.tokens
+        for prompt in prompts
+    ]
+    answers = answers_of_round(config, policy, prompt_tokens, renderer.stop_token_ids, request, run)
+    texts = [
+        [tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in group] for group in answers
+    ]
+
+    print("scoring the answers", flush=True)
+    documents = [
+        _document(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group
+    ]
+    samples = [
+        Sample(
+            prompt.messages,
+            text,
+            prompt.row,
+            answer.finished,
+            str(tokenizer.decode(_document(prompt, answer).tokens)),
+        )
+        for prompt, group, said in zip(prompts, answers, texts, strict=True)
+        for answer, text in zip(group, said, strict=True)
+    ]
+    micro = config.micro_rollout_batch_size
+    limit = config.max_failed_rewards
+    trust = request.trust_remote_code
+    scores_of = None
+    if config.engine.num_engines > 1:
+        from rlhf_core.stages.preferences.score_answers import scores_on_ranks  # Ray's import takes seconds
+
+        scores_of = partial(scores_on_ranks, config, trust_remote_code=trust)
+    combined = reward_batch(
+        config.reward,
+        request.inputs,
+        documents,
+        samples,
+        limit,
+        micro,
+        trust,
+        config.dtype,
+        scores_of,
+        own_tokens,
+    )
+    scores = combined.rewards.where(combined.scored, math.nan).view(len(prompts), -1).tolist()
+
+    finished = [[answer.finished for answer in group] for group in answers]
+    made = post_process(
+        config.post_processor,
+        [prompt.messages for prompt in prompts],
+        texts,
+        scores,
+        finished,
+        config.min_reward,
+    )
+    if not made.rows:
+        raise ValueError(f"all {len(prompts)} prompts gave {WHY_NONE[config.post_processor]}")
+    output = "pairs" if config.post_processor == "dpo" else "answers"
+    file = f"{output}.jsonl"
+    write_text(run / file, "".join(row.model_dump_json() + "\n" for row in made.rows))
+    metrics = {
+        "prompts": float(len(prompts)),
+        output: float(len(made.rows)),
+        **{f"dropped/{why}": float(count) for why, count in made.dropped.items()},
+        **combined.metrics,
+        **reward_metrics(scores),
+        "response/length": sum(len(a.tokens) for group in answers for a in group) / len(documents),
+        "response/truncated": sum(not a.finished for group in answers for a in group) / len(documents),
+        "prompt/truncated": sum(prompt.truncated for prompt in prompts) / len(prompts),
+    }
+    write_text(run / "metrics.jsonl", json.dumps({"step": 1, **metrics}) + "\n")
+    return Outcome(metrics | data.report.metrics("data"), {output: file, "data_report": JSON})
+
+
+def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, seed: int) -> list[Prompt]:
+    """Returns `count` prompts from position `first` of one seeded shuffle. A round beyond the end wraps
+    around to the front."""
+    order = list(range(len(prompts)))
+    random.Random(seed).shuffle(order)
+    return [prompts[order[(first + i) % len(order)]] for i in range(min(count or len(order), len(order)))]
+
+
+def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Returns metrics of the weighted sums of each prompt's answers, in the form in which they are compared
+    and written; nan: no reward."""
+    given = [[value for value in group if not math.isnan(value)] for group in scores]
+    flat = [value for group in given for value in group]
+    groups = [group for group in given if group]
+    return {
+        "reward/mean": fmean(flat),
+        "reward/std": pstdev(flat),
+        "reward/best": fmean(map(max, groups)),
+        "reward/worst": fmean(map(min, groups)),
+        "reward/failed": float(sum(map(len, scores)) - len(flat)),
+    }
+
+
+def _document(prompt: Prompt, answer: SampledAnswer) -> Document:
+    return compact(prompt.tokens, answer.tokens)
