@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from rlhf_core.models.whole_weights import is_cut
+
 Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
 
 
@@ -91,7 +93,7 @@ def _through(
         )
         return logprobs, entropies
 
-    cut = any(hasattr(parameter, "ds_id") for parameter in head.parameters())
+    cut = any(map(is_cut, head.parameters()))
     size = max(1, len(hidden)) if cut else LOGITS_CHUNK
     pairs = list(zip(hidden.split(size), targets.split(size), strict=True))
     if torch.is_grad_enabled() and len(pairs) > 1:

@@ -27,11 +27,11 @@ from rlhf_core.objectives.masked import document_mean, document_sum
 from rlhf_core.runs.run_dir import STATE, RunDir
 from rlhf_core.system import progress
 from rlhf_core.system.files import digest, write_bytes
+from rlhf_core.training.backends import FrozenModel
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.train_loop import passes_of_rank
-from rlhf_core.training.zero.zero_shards import FrozenZero
 
-Model = Policy | FrozenZero | Engine  # computes log-probs
+Model = Policy | FrozenModel | Engine  # computes log-probs
 
 
 def reference_logprobs(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.models.whole_weights import whole_shape
 from rlhf_core.training.state_files import KINDS, WeightPart, read_parts, stored_steps
 from rlhf_core.training.state_writer import StateWriter
 
@@ -204,8 +205,7 @@ def adamw_optimizer(trained: Iterable[Tensor], adamw: AdamW) -> torch.optim.Adam
     """Returns fused AdamW, without weight decay for vectors (norms, biases)."""
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for weight in trained:
-        # ZeRO-3's weights may already be cut
-        groups[len(getattr(weight, "ds_shape", weight.shape)) >= 2].append(weight)
+        groups[len(whole_shape(weight)) >= 2].append(weight)
     decays = [
         {"params": groups[True], "weight_decay": adamw.weight_decay},
         {"params": groups[False], "weight_decay": 0.0},
@@ -213,11 +213,6 @@ def adamw_optimizer(trained: Iterable[Tensor], adamw: AdamW) -> torch.optim.Adam
     return torch.optim.AdamW(
         [g for g in decays if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=True
     )
-
-
-def elements(weight: nn.Parameter) -> int:
-    """Counts the elements of a whole weight, of which ZeRO-3 may hold only a part."""
-    return int(getattr(weight, "ds_numel", weight.numel()))
 
 
 def check_finite(value: float, what: str) -> None:

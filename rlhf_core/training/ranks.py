@@ -7,19 +7,16 @@ import shutil
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
-from rlhf_core.config import KINDS, Lora, Optimised, Ranks, Trainable
+from rlhf_core.config import KINDS, Lora, Optimised, Trainable
 from rlhf_core.config.metrics.shared_metrics import SURVIVES
-from rlhf_core.config.training.zero_fields import ZERO
 from rlhf_core.data.data_report import JSON
 from rlhf_core.forecast.by_phase import training_by_phase, training_host_doubt
 from rlhf_core.forecast.hardware import Gpu
-from rlhf_core.forecast.memory import copies
 from rlhf_core.forecast.zero_stage import (
     doubt,
     peak_of_training,
@@ -52,18 +49,13 @@ from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.system import progress
 from rlhf_core.system.machine import disk_problem, free_memory
-from rlhf_core.training.engine import AdamW, Engine, TorchEngine, finite, on_cpu
+from rlhf_core.training.backends import FrozenModel, backend_of
+from rlhf_core.training.engine import AdamW, Engine, finite, on_cpu
 from rlhf_core.training.train_loop import layout_of
-from rlhf_core.training.zero.zero_options import options_of
-
-if TYPE_CHECKING:
-    from rlhf_core.training.zero.zero_shards import FrozenZero
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
 BESIDE = "adapter"  # folder of a merged checkpoint with its adapter
 EXPORT_TRIAL = f"{STATE}/export_trial"  # folder of `try_export`
-# options of ZeRO++ (Wang et al. 2023)
-QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
 def tell_load(source: str) -> None:
@@ -142,40 +134,28 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int, host_bytes:
 
 
 def shards_of(config: Optimised, role: str = "model") -> Shards | None:
-    """Returns the object that cuts a model over the ranks while it is loaded, under ZeRO-3. Returns None for
-    engines that hold the model whole, and with a second copy on each node (hpZ) or quantised weights (qwZ),
-    which DeepSpeed can create only from whole weights. `role`: as in `Optimised.offloaded`."""
-    quantised = any(config.deepspeed.get(ZERO, {}).get(name) for name in QUANTISED)
-    if config.zero_stage != 3 or copies(config, _ranks_of(config, role)) > 1 or quantised:
-        return None
-    from rlhf_core.training.zero.zero_shards import ZeroShards
-
-    return ZeroShards(config.dtype, on_host=role in config.offloaded("param"))
-
-
-def _ranks_of(config: Optimised, role: str) -> Ranks:
-    return config.trained_ranks["ranks" if role == "model" else f"{role}_ranks"]
+    """Returns the object that cuts a model over the ranks while it is loaded; None: it is loaded whole.
+    `role`: as in `Optimised.offloaded`."""
+    return backend_of(config).shards(config, role)
 
 
 def open_frozen(
     path: str, config: Trainable, trust_remote_code: bool, device: torch.device
-) -> Policy | FrozenZero:
-    """Loads a policy that is not trained: whole on each rank, or cut over the ranks under ZeRO-3. Is a
-    collective then."""
+) -> Policy | FrozenModel:
+    """Loads a policy that is not trained: whole on each rank, or cut over the ranks like a trained one under
+    ZeRO-3. Is a collective then."""
     if config.zero_stage != 3:
         return load_policy(path, config.dtype, trust_remote_code).to(device)
-    from rlhf_core.training.zero.zero_shards import FrozenZero, ZeroShards
-
-    return FrozenZero(
-        load_policy(path, config.dtype, trust_remote_code, shards=ZeroShards(config.dtype)), config.dtype
-    )
+    backend = backend_of(config)
+    policy = load_policy(path, config.dtype, trust_remote_code, shards=backend.frozen_shards(config.dtype))
+    return backend.frozen(policy, config.dtype)
 
 
 def make_engine(
     module: Policy | Scorer, config: Optimised, packed: bool = False, role: str = "model"
 ) -> Engine:
-    """Returns the engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed
-    otherwise. Tests the model for leaks between documents if rows are `packed`.
+    """Returns the engine of one rank (`backend_of`). Tests the model for leaks between documents if rows are
+    `packed`.
 
     `role`: as in `Optimised.offloaded`. Raises ValueError for a model whose sequences cannot be split as
     configured.
@@ -191,16 +171,7 @@ def make_engine(
         split_feed_forward(module.model, config.mlp_tokens)
     module.train()  # transformers loads models in eval mode, which does not recompute
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
-    engine: Engine
-    if config.zero_stage == "auto" or config.zero_stage == 0:
-        engine = TorchEngine(module, adamw)
-    else:
-        from rlhf_core.training.zero.zero_engine import ZeroEngine
-
-        options = options_of(config, role, _ranks_of(config, role))
-        engine = ZeroEngine(
-            module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, options
-        )
+    engine = backend_of(config).engine(module, adamw, config, role)
     detect_document_leak(
         engine, module, engine.device, packed or bool(config.micro_train_tokens), engine.all_reduce
     )

@@ -18,12 +18,13 @@ import torch
 
 from rlhf_core.config import Trainable
 from rlhf_core.config.training.optimised import FEW_STEPS
+from rlhf_core.models.whole_weights import whole_size
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system import progress
-from rlhf_core.training.engine import Engine, at, check_finite, elements, learning_rate, sum_metrics
+from rlhf_core.training.engine import Engine, at, check_finite, learning_rate, sum_metrics
 from rlhf_core.training.skipped_steps import SkippedSteps, StepRow
 
 LAST_STEPS = 4  # final metrics average at least this many steps: the last one may have few items
@@ -73,7 +74,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         trained = resume.loop["trained"]
         print(f"resumed after step {first} of {total}", flush=True)
     tracker = Tracker(run, total, first) if engine.rank == 0 else None
-    trainable = sum(elements(weight) for weight in engine.module.parameters() if weight.requires_grad)
+    trainable = sum(whole_size(weight) for weight in engine.module.parameters() if weight.requires_grad)
     cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, trainable)
     saving = Saving(engine, run, config.keep_checkpoints)
     before = resume.loop.get("skipped", 0) if resume else 0

@@ -41,9 +41,8 @@ def train(
 
     config: SFT | RewardModel | DPO | KTO
     if kind == "sft":
-        config = SFT(
-            model="base", data=data("sft.jsonl"), eval_data=data("sft_heldout.jsonl"), **{**FIELDS, **more}
-        )
+        rows = {"data": data("sft.jsonl"), "eval_data": data("sft_heldout.jsonl")}
+        config = SFT(model="base", **{**rows, **FIELDS, **more})
     elif kind == "reward_model":
         config = RewardModel(model="base", data=data("preferences.jsonl"), **{**FIELDS, **more})
     elif kind == "kto":

@@ -9,6 +9,7 @@ import pytest
 import ray
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from rlhf_core.config import Data
 from tests.engines.test_zero import TWO, train
 
 pytestmark = pytest.mark.slow
@@ -32,7 +33,17 @@ def test_two_zero3_ranks_multiply_in_fp8_as_one_does(material: Path, tmp_path: P
     Qwen2ForCausalLM(
         Qwen2Config(vocab_size=len(tokenizer), dtype="bfloat16", **SHAPE, **ends)
     ).save_pretrained(tmp_path / "base")
-    options = {"dtype": "bfloat16", "learning_rate": 1e-4, "gradient_checkpointing": True}
+    # few and short rows: a CPU without bfloat16 instructions takes minutes for the products of layers that are
+    # large enough for FP8
+    options = {
+        "dtype": "bfloat16",
+        "learning_rate": 1e-4,
+        "gradient_checkpointing": True,
+        "train_batch_size": 4,
+        "max_len": 32,
+        "data": Data(sources=str(material / "sft.jsonl"), max_samples=16),
+        "eval_data": None,
+    }
     exact, one = (
         train("sft", material, tmp_path / f"{on}", tmp_path / "base", float8=on, **options)
         for on in (False, True)

@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlhf_core.models.checkpoint.weight_files import meta
 from rlhf_core.models.lora import ADAPTER, adapts, lora_layers, merged_weight
 from rlhf_core.models.unbiased_rounding import Survival
+from rlhf_core.models.whole_weights import whole_shape, whole_size
 from rlhf_core.system import progress
 
 # approximate size of a group of gathered weights; groups hold whole layers, since an export may merge a
@@ -66,7 +67,7 @@ def planned_weights(model: PreTrainedModel) -> dict[str, Tensor]:
             known = (
                 (quantised.shape, quantised.dtype)
                 if quantised is not None
-                else (getattr(whole, "ds_shape", whole.shape), whole.dtype)
+                else (whole_shape(whole), whole.dtype)
             )
         else:
             known = ((buffer := unit.value()).shape, buffer.dtype)
@@ -135,6 +136,6 @@ def _groups(units: Iterator[Unit]) -> Iterator[list[Unit]]:
             group = []
             size = 0
         group.append(unit)
-        size += sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in unit.parameters)
+        size += sum(whole_size(p) * p.element_size() for p in unit.parameters)
     if group:
         yield group

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from rlhf_core.models.whole_weights import whole_shape
+
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 SINCE = (8, 9)  # minimum compute capability
@@ -39,7 +41,7 @@ def use_float8(model: PreTrainedModel) -> int:
     layers = [
         part
         for part in model.modules()
-        if type(part) is nn.Linear and part is not head and pays(*_shape(part.weight))
+        if type(part) is nn.Linear and part is not head and pays(*whole_shape(part.weight))
     ]
     if not layers:
         raise ValueError(
@@ -56,11 +58,6 @@ def use_float8(model: PreTrainedModel) -> int:
 def pays(outputs: int, inputs: int) -> bool:
     """Returns whether a layer's FP8 products save more time than rounding takes."""
     return outputs % MULTIPLE == inputs % MULTIPLE == 0 and outputs * inputs >= PAYS_FROM * (outputs + inputs)
-
-
-def _shape(weight: Tensor) -> tuple[int, int]:
-    outputs, inputs = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3's weights are sharded
-    return outputs, inputs
 
 
 def _forward(layer: nn.Linear, hidden: Tensor) -> Tensor:

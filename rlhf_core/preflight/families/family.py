@@ -138,9 +138,9 @@ def _problem(place: str, use: str, trust_remote_code: bool) -> str:
 
         return unknown_option(json.loads(place))
     if use == DEEPSPEED:
-        from rlhf_core.training.zero.zero_engine import unknown
+        from rlhf_core.training.backends import unknown_zero_options
 
-        return "\n".join(unknown(json.loads(place)))
+        return "\n".join(unknown_zero_options(json.loads(place)))
     from transformers import AutoConfig
 
     try:

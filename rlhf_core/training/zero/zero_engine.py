@@ -21,8 +21,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlhf_core.cluster.rank_environment import PATIENCE
 from rlhf_core.forecast.memory import KEPT
 from rlhf_core.models.kernels.feed_forward import is_split
+from rlhf_core.models.whole_weights import whole_size
 from rlhf_core.system.gc_pause import uncollected
-from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite, elements
+from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite
 from rlhf_core.training.process_group import backend, join_ranks
 from rlhf_core.training.state_files import read_parts, stored_steps
 from rlhf_core.training.state_writer import StateWriter
@@ -233,7 +234,7 @@ def _small(module: nn.Module) -> bool:
     memory = (
         torch.cuda.get_device_properties(rank_device()).total_memory if torch.cuda.is_available() else 2**37
     )
-    return sum(elements(weight) * weight.itemsize for weight in module.parameters()) <= KEPT * memory
+    return sum(whole_size(weight) * weight.itemsize for weight in module.parameters()) <= KEPT * memory
 
 
 def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
@@ -241,7 +242,7 @@ def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
     again. Without it, DeepSpeed keeps up to 1e9 weights that a rank will soon need again on GPUs, and none on
     CPUs, where ranks share a host's memory."""
     layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
-    largest = max((sum(elements(weight) for weight in layer.parameters()) for layer in layers), default=0)
+    largest = max((sum(whole_size(weight) for weight in layer.parameters()) for layer in layers), default=0)
     one_layer = max(50_000_000 if torch.cuda.is_available() else 1, largest)  # prefetches the next layer
     fetching: dict[str, Any] = {
         "stage3_prefetch_bucket_size": one_layer,

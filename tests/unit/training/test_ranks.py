@@ -43,7 +43,7 @@ def test_weights_of_which_deepspeed_makes_others_are_whole_when_it_gets_them(
     zero: dict[str, object], nodes: int, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It quantises (qwZ), and makes second copies (hpZ), where it cuts a weight itself."""
-    monkeypatch.setattr("rlhf_core.training.zero.zero_shards.ZeroShards", lambda dtype, on_host: "shards")
+    monkeypatch.setattr("rlhf_core.training.zero.zero_backend.ZeroShards", lambda dtype, on_host: "shards")
     config = Toy(
         ranks=Ranks(num_nodes=nodes, num_ranks_per_node=2),
         zero_stage=3,

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.forecast.seconds import busiest
 from rlhf_core.hub.model_config import num_experts
+from rlhf_core.models.whole_weights import whole_size
 from rlhf_core.stages.ppo.rollout_records import Rollout
 
 MATMUL = 8192
@@ -56,9 +57,7 @@ class RooflineInputs(NamedTuple):
 def shape_of(model: PreTrainedModel) -> ModelShape:
     config = model.config
     experts = num_experts(config)
-    parameters = [
-        (name, getattr(p, "ds_numel", p.numel()), p.element_size()) for name, p in model.named_parameters()
-    ]
+    parameters = [(name, whole_size(p), p.element_size()) for name, p in model.named_parameters()]
     # share of the experts that a token is sent to
     met = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
     idle = (1 - met) * sum(n for name, n, _ in parameters if ".experts." in name)

@@ -36,15 +36,15 @@ from rlhf_core.stages.ppo.roles.role_passes import (
 )
 from rlhf_core.stages.ppo.roles.trained import Trained, Update
 from rlhf_core.stages.ppo.rollout_records import Experience
+from rlhf_core.training.backends import import_zero
 from rlhf_core.training.ranks import export, shards_of, try_export
 from rlhf_core.training.train_loop import accumulate
-from rlhf_core.training.zero.zero_engine import library
 
 
 def prepare(deepspeed: bool) -> None:
     """Imports what a role needs, except what this module and those below it already import."""
     if deepspeed:
-        library()
+        import_zero()
 
 
 class Actor(Trained):

@@ -17,13 +17,14 @@ from rlhf_core.models.kernels.sequence_ranks import ALONE, sequence_ranks
 from rlhf_core.models.load_model import load_policy, load_scorer
 from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
 from rlhf_core.models.sequence_split import split_sequences
+from rlhf_core.models.shards import Shards
 from rlhf_core.objectives.collate import Batch
 from rlhf_core.rollout.weight_transfer import gpu_uuid
 from rlhf_core.stages.ppo.measured.roofline import ModelShape, shape_of
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, Scored, score_share
 from rlhf_core.system.gpu_allocator import move_to_pinned
+from rlhf_core.training.backends import zero_backend
 from rlhf_core.training.process_group import join_ranks
-from rlhf_core.training.zero.zero_shards import FrozenZero, ZeroShards
 
 
 class ModelRole:
@@ -62,7 +63,7 @@ class ReadOnlyModel(ModelRole):
     module: Policy | Scorer
 
     def __init__(
-        self, module: Policy | Scorer, model: ModelSpec, offload: bool, shards: ZeroShards | None = None
+        self, module: Policy | Scorer, model: ModelSpec, offload: bool, shards: Shards | None = None
     ):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module = module.eval().requires_grad_(False)
@@ -70,7 +71,7 @@ class ReadOnlyModel(ModelRole):
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.sharing = model.sharing
-        self.frozen = None if shards is None else FrozenZero(module, model.dtype)
+        self.frozen = None if shards is None else zero_backend().frozen(module, model.dtype)
         self._sequence = ALONE
         if model.sharing > 1:
             split_attention(module.model, model.sharing)
@@ -113,7 +114,7 @@ class ReferenceModel(ReadOnlyModel):
         routing_replay: bool = False,
         shard: bool = False,
     ):
-        shards = ZeroShards(model.dtype) if shard else None
+        shards = zero_backend().frozen_shards(model.dtype) if shard else None
         policy = load_policy(model.path, model.dtype, model.trust_remote_code, on_host=offload, shards=shards)
         policy.leave_out_padding(model.path)
         if routing_replay:
@@ -131,7 +132,7 @@ class Reward(ReadOnlyModel):
     """Scores with a reward model."""
 
     def __init__(self, model: ModelSpec, offload: bool = False, shard: bool = False):
-        shards = ZeroShards(model.dtype) if shard else None
+        shards = zero_backend().frozen_shards(model.dtype) if shard else None
         scorer = load_scorer(
             model.path,
             model.pad_token_id,

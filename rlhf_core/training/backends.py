@@ -1,0 +1,90 @@
+"""What plain torch and DeepSpeed ZeRO do differently: which weights are cut over the ranks while a model is
+loaded, the engine that trains it, and models that are cut and not trained.
+
+Everything else uses `backend_of(config)`. A further backend (FSDP2) is one more class here and a value of
+`zero_stage`'s successor in the recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from rlhf_core.config import Optimised
+from rlhf_core.models.policy import Policy, Scorer
+from rlhf_core.models.shards import Shards
+from rlhf_core.training.engine import AdamW, Engine, TorchEngine
+
+
+class FrozenModel(Protocol):
+    """One rank of a model that is cut over its ranks and not trained. Each pass is a collective."""
+
+    module: nn.Module
+
+    def __call__(self, *inputs: Any) -> Any: ...
+
+    def release(self) -> None:
+        """Frees weights that were fetched ahead."""
+
+
+class TrainingBackend(Protocol):
+    """A way to train a model on the ranks of a stage."""
+
+    def shards(self, config: Optimised, role: str) -> Shards | None:
+        """Returns the object that cuts a trained model while it is loaded; None: it is loaded whole. `role`:
+        as in `Optimised.offloaded`."""
+
+    def frozen_shards(self, dtype: str) -> Shards | None:
+        """Returns the same for a model that is not trained."""
+
+    def frozen(self, module: nn.Module, dtype: str) -> FrozenModel:
+        """Returns a model that was loaded with `frozen_shards`."""
+
+    def engine(self, module: Policy | Scorer, adamw: AdamW, config: Optimised, role: str) -> Engine:
+        """Returns the engine of this rank. Is a collective."""
+
+
+class TorchBackend:
+    """Plain torch: one rank has everything."""
+
+    def shards(self, config: Optimised, role: str) -> None:
+        return None
+
+    def frozen_shards(self, dtype: str) -> None:
+        return None
+
+    def frozen(self, module: nn.Module, dtype: str) -> FrozenModel:
+        raise AssertionError("plain torch has no model that is cut")
+
+    def engine(self, module: Policy | Scorer, adamw: AdamW, config: Optimised, role: str) -> Engine:
+        return TorchEngine(module, adamw)
+
+
+def backend_of(config: Optimised) -> TrainingBackend:
+    """Returns the backend of a stage whose `zero_stage` is decided: plain torch for 0, and for auto on one
+    rank."""
+    return TorchBackend() if config.zero_stage in ("auto", 0) else zero_backend()
+
+
+def zero_backend() -> TrainingBackend:
+    """Returns DeepSpeed ZeRO."""
+    from rlhf_core.training.zero.zero_backend import ZeroBackend
+
+    return ZeroBackend()
+
+
+def import_zero() -> None:
+    """Imports DeepSpeed, which takes seconds, before it is needed."""
+    from rlhf_core.training.zero.zero_engine import library
+
+    library()
+
+
+def unknown_zero_options(options: Mapping[str, Any]) -> list[str]:
+    """Returns messages about options of a recipe's `deepspeed` that the installed DeepSpeed does not know;
+    none if it is not installed."""
+    from rlhf_core.training.zero.zero_engine import unknown
+
+    return unknown(options)
