@@ -22,7 +22,7 @@ from prefect.utilities.names import generate_slug
 from evaluation.report.summary import Status
 from flows.running import OneByOne, Threads, prepare_next
 from flows.schedule import machine_here, schedule_of
-from rlhf_core.config import Publication, Recipe
+from rlhf_core.config import KINDS, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.revisions import forget
 from rlhf_core.preflight.inputs import require_here
@@ -240,7 +240,7 @@ def request_of(planned: Plan, node: Node) -> StageRequest:
     request = planned.request(node)
     return (
         request.model_copy(update={"gates": gates_behind(planned, node)})
-        if isinstance(node.config, Publication)
+        if KINDS[node.kind].publishes
         else request
     )
 

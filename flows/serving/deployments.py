@@ -28,7 +28,7 @@ from flows.parts import evaluate, publish
 from flows.serving.ended_runs import sweep
 from flows.serving.services import LIMIT, POOL, SAFELY
 from flows.serving.silent_runs import watch_silent_runs
-from rlhf_core.config import KINDS, Loop, Recipe
+from rlhf_core.config import KINDS, Recipe
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.loop_record import check_judged, loop_of
 from rlhf_core.recipe.plan import plan
@@ -123,8 +123,9 @@ def deploy(
     `schedule`: for its loop, or for the whole recipe if it does not have exactly one loop. `ends`: more
     parameters of its loop. `feedback`: creates a deployment of its loop for runs that new feedback starts.
     """
-    made = {KINDS[config.stage].makes for config in one.recipe.stages.values()}
-    loops = [config for config in one.recipe.stages.values() if isinstance(config, Loop)]
+    kinds = [KINDS[config.stage] for config in one.recipe.stages.values()]
+    made = {kind.makes for kind in kinds}
+    loops = [kind for kind in kinds if kind.is_loop]
     flows: list[tuple[Flow[..., Any], str]] = [(alignment, "flows.alignment.alignment")]
     flows += [(loop, "flows.loops.loop")] if len(loops) == 1 else []
     flows += [(evaluate, "flows.parts.evaluate")] if "report" in made else []

@@ -68,6 +68,16 @@ class Kind(NamedTuple):
         return self.main if self.main_of is None else tuple(self.main_of(config))
 
     @property
+    def is_loop(self) -> bool:
+        """Whether the plan replaces the stage by those of its rounds."""
+        return not self.module
+
+    @property
+    def publishes(self) -> bool:
+        """Whether the stage makes something public, with the verdicts of the gates behind it."""
+        return self.makes == "published"
+
+    @property
     def panels(self) -> tuple[Panel, ...]:
         return self.charts or tuple(Panel(metric, {metric: ""}) for metric in self.main)
 

@@ -11,7 +11,6 @@ from rlhf_core.config import (
     Calibration,
     Drift,
     Evaluation,
-    Loop,
     Preferences,
     Publication,
     Recipe,
@@ -170,18 +169,17 @@ def _misgated(
     if not config.gates:
         return
     own = variants[0] if variants else name
+    is_loop = KINDS[config.stage].is_loop
     gated = [
-        c
-        for stage, c in stages.items()
-        if stage == own or (isinstance(config, Loop) and stage.startswith(f"{name}.round"))
+        c for stage, c in stages.items() if stage == own or (is_loop and stage.startswith(f"{name}.round"))
     ]
-    if isinstance(config, Loop) and all(isinstance(planned, Loop) for planned in gated):
-        return  # all its rounds are refused
-    known = [metric for planned in gated if not isinstance(planned, Loop) for metric in metrics_of(planned)]
-    for i, gate in enumerate(config.gates if isinstance(config, Loop) else stages[own].gates):
+    if not gated:
+        return  # it publishes a refused round, so it is left out
+    known = [metric for planned in gated for metric in metrics_of(planned)]
+    for i, gate in enumerate(config.gates if is_loop else stages[own].gates):
         if gate.approve is None and not any(fnmatchcase(gate.metric, metric) for metric in known):
             field = "eval_prompts" if hasattr(config, "eval_prompts") else "eval_data"
-            missing = getattr(config, field, True) is None or isinstance(config, Loop)
+            missing = getattr(config, field, True) is None or is_loop
             told = unknown(gate.metric, known, "metric")
             if missing and gate.metric.startswith("eval/"):
                 told = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core.config import KINDS, Publication, StageConfig
+from rlhf_core.config import KINDS, StageConfig
 from rlhf_core.config.gates import Verdict
 from rlhf_core.config.metrics.metric import meaning_of_failure
 from rlhf_core.recipe.plan import Node, Plan
@@ -92,9 +92,7 @@ def uncheckable(planned: Plan, nodes: Sequence[Node]) -> list[Node]:
     """Returns the gated stages that publications among `nodes` depend on but whose gates cannot be checked,
     because they have no result and are not among `nodes`."""
     here = {node.name for node in nodes}
-    behind = planned.ancestors(
-        [node for node in nodes if isinstance(node.config, Publication) and not node.done]
-    )
+    behind = planned.ancestors([node for node in nodes if KINDS[node.kind].publishes and not node.done])
     return [stage for stage in behind if stage.config.gates and stage.name not in here and not stage.done]
 
 

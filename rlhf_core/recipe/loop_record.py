@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from rlhf_core.config import KINDS, Evaluation, Loop, Publication, Recipe
+from rlhf_core.config import KINDS, Evaluation, Publication, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.revisions import Pins
 from rlhf_core.recipe.gate_checks import gates_of, holding
@@ -155,13 +155,13 @@ class LoopState:
         return self.waits
 
 
-LOOPS = " or ".join(name for name, kind in KINDS.items() if issubclass(kind.config, Loop))
+LOOPS = " or ".join(name for name, kind in KINDS.items() if kind.is_loop)
 
 
 def loop_of(recipe: Recipe, name: str | None = None) -> str:
     """Returns the name of a recipe's loop stage. Raises ValueError if there is none of that name, none at
     all, or several and no name."""
-    loops = [stage for stage, config in recipe.stages.items() if isinstance(config, Loop)]
+    loops = [stage for stage, config in recipe.stages.items() if KINDS[config.stage].is_loop]
     if name is not None and name not in loops:
         raise ValueError(
             f"recipe {recipe.name}: {unknown(name, loops, 'loop')}; name a stage of kind {LOOPS}"
