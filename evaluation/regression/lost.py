@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from evaluation.scores.arena_files import read_judgments
-from rlhf_core.config import Evaluation, RuleJudge
+from rlhf_core.config import RuleJudge
 from rlhf_core.data.questions import load_questions
 from rlhf_core.data.suite import SuiteQuestion
 from rlhf_core.records import EvalReport, Judgment
@@ -77,14 +77,8 @@ def _known(request: StageRequest) -> dict[str, str]:
     """Returns the known answers by uid if the evaluation has a rule judge. Raises ValueError when its
     questions cannot be loaded."""
     config = request.config
-    rule = (
-        next((one for one in config.judges if isinstance(one, RuleJudge)), None)
-        if isinstance(config, Evaluation)
-        else None
-    )
-    if rule is None or not isinstance(config, Evaluation):
+    rule = next((one for one in config.judges_of_answers if isinstance(one, RuleJudge)), None)
+    if rule is None or config.asks is None:
         return {}
-    return {
-        one.uid: one.known_answer(rule.answer_key)
-        for one in load_questions(config.questions, config.max_questions, request.seed)
-    }
+    questions = load_questions(*config.asks, request.seed)
+    return {one.uid: one.known_answer(rule.answer_key) for one in questions}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from evaluation.calibration.calibration_report import CALIBRATION, CalibrationReport
 from evaluation.report.summary import Evaluated, Evidence
 from evaluation.report.template import percent
-from rlhf_core.config import Evaluation, RuleJudge
+from rlhf_core.config import RuleJudge
 from rlhf_core.config.judging.calibration import judge_identity
 
 
@@ -34,9 +34,9 @@ def judge_belief(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str
     present recipe, so a calibration of an earlier checkpoint of the judge counts as one of another judge.
     """
     request = evaluated.stage.request if evaluated else None
-    if evaluated is None or request is None or not isinstance(request.config, Evaluation):
+    if evaluated is None or request is None or not request.config.judges_of_answers:
         return ""
-    judge = request.config.judges[0]
+    judge = request.config.judges_of_answers[0]
     name = evaluated.report.judge
     if isinstance(judge, RuleJudge):
         return ""

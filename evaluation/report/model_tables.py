@@ -14,7 +14,7 @@ from evaluation.regression.regression_report import REGRESSION, QuestionResult, 
 from evaluation.report.drawing.drift_chart import drift_chart
 from evaluation.report.drawing.evaluation_charts import rounds_chart, tax_chart
 from evaluation.report.summary import Evaluated, Evidence
-from rlhf_core.config import KINDS, Evaluation
+from rlhf_core.config import KINDS
 
 JUDGE_DESCRIPTIONS = {
     "rule": "A rule compares every answer with the known one: right beats wrong.",
@@ -44,8 +44,8 @@ class Suite(NamedTuple):
 
 def judge_descriptions(evaluated: Evaluated | None) -> str:
     """Returns a sentence for each kind of judge in the evaluation."""
-    config = evaluated.stage.request.config if evaluated and evaluated.stage.request else None
-    kinds = dict.fromkeys(judge.kind for judge in config.judges) if isinstance(config, Evaluation) else ()
+    request = evaluated.stage.request if evaluated else None
+    kinds = dict.fromkeys(judge.kind for judge in request.config.judges_of_answers) if request else ()
     return " ".join(JUDGE_DESCRIPTIONS[kind] for kind in kinds if kind in JUDGE_DESCRIPTIONS)
 
 

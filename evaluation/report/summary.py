@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_core.config import Evaluation
 from rlhf_core.config.gates import Verdict
 from rlhf_core.records import EvalReport, StageResult, WinRate
 from rlhf_core.runs.metrics_log import read_metrics
@@ -138,8 +137,7 @@ def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
             else None
         )
         models = [rate.model for rate in report.win_rates if rate.judge == report.judge] if report else []
-        config = stage.request.config if stage.request else None
-        named = config.models[-1] if isinstance(config, Evaluation) else None
+        named = stage.request.config.final_model if stage.request else None
         if stage.report and report and models:
             reports = (report, *_opinions(stage.report / "second_opinions.json"))
             return Evaluated(stage, reports, named if named in models else models[-1], stage.report)

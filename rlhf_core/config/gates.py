@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from rlhf_core.config.data import Text
+from rlhf_core.config.data import Source, Text
 from rlhf_core.config.process_groups import Groups
 from rlhf_core.records import Config, Frozen, NotInDigest, check
 
@@ -153,6 +153,13 @@ class Key(NamedTuple):
     required: bool = True
 
 
+class Asked(NamedTuple):
+    """Questions, and how many of them are asked at most."""
+
+    source: Source
+    most: int | None
+
+
 class Gated(Config):
     """A stage with gates. Gates do not affect the result and are not in the stage's digest."""
 
@@ -180,3 +187,29 @@ class Gated(Config):
     def needed_keys(self) -> Sequence[Key]:
         """The keys that the stage reads from the environment."""
         return ()
+
+    @property
+    def nested_names(self) -> Sequence[tuple[str, str, str]]:
+        """The names of models that the kind's `names` does not reach: place in the config, name, and the
+        output that a stage of this name must make."""
+        return ()
+
+    @property
+    def remote_models(self) -> Collection[str] | None:
+        """The names of models behind endpoints; None if the stage can have none."""
+        return None
+
+    @property
+    def asks(self) -> Asked | None:
+        """The questions by which the stage judges models, so that none of these may be trained on them."""
+        return None
+
+    @property
+    def judges_of_answers(self) -> Sequence[Any]:
+        """The judges of the models' answers. The first decides."""
+        return ()
+
+    @property
+    def final_model(self) -> str | None:
+        """The model that a metric is about which names none; None: each model that the stage uses."""
+        return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_core.config import Evaluation
 from rlhf_core.config.data import Text
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.data_report import surveys_of
@@ -29,7 +28,7 @@ def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey], list[str]]]:
     """
     seen: set[str] = set()
     for node in plan.nodes:
-        parts = () if isinstance(node.config, Evaluation) else tuple(node.config.texts)
+        parts = () if node.config.asks else tuple(node.config.texts)
         place = tokenizer_of(plan, node) if parts else None
         key = repr((place, parts))
         if place is not None and key not in seen:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core.config import PPO, Calibration, Data, Drift, Evaluation, RuleJudge, Select
+from rlhf_core.config import Calibration, Data, Drift, RuleJudge, Select
+from rlhf_core.config.gates import Asked
 from rlhf_core.data.anchors import load_anchors
 from rlhf_core.data.documents import as_text
 from rlhf_core.data.labels import load_labels
@@ -24,20 +25,20 @@ def question_problems(node: Node, seed: int) -> list[str]:
         return _refused_labels(config, f"stages.{node.name}.labels")
     if isinstance(config, Drift):
         return _anchor_problems(node.name, config, seed)
-    if not isinstance(config, Evaluation):
+    if config.asks is None:
         return []
-    source = config.questions
+    source = config.asks.source
     where = f"stages.{node.name}.questions"
     try:
         if is_remote(source.path):
             check_columns(Data(sources=(source,)), "prompt")
             return []
-        questions = load_questions(source, config.max_questions, seed)
+        questions = load_questions(*config.asks, seed)
     except ValueError as error:
         return [f"{where}: {error}"]
     lacking = (
         _without_answer(questions, judge.answer_key)
-        for judge in config.judges
+        for judge in config.judges_of_answers
         if isinstance(judge, RuleJudge)
     )
     return [f"{where}: {told}" for told in lacking if told]
@@ -55,13 +56,11 @@ def shared_questions(plan: Plan) -> list[str]:
     """Returns sentences about PPO's `eval_prompts` that are questions of an evaluation: the best iteration
     would be chosen by the questions that judge it. Hub data sets are not read."""
     judged = {
-        node.name: _asked(node.config, plan.recipe.seed)
-        for node in plan.nodes
-        if isinstance(node.config, Evaluation)
+        node.name: _questions(node.config.asks, plan.recipe.seed) for node in plan.nodes if node.config.asks
     }
     problems = []
     for node in plan.nodes:
-        held_out = node.config.eval_prompts if isinstance(node.config, PPO) else None
+        held_out = next((text.data for text in node.config.texts if text.field == "eval_prompts"), None)
         if held_out is None or node.done or any(is_remote(source.path) for source in held_out.sources):
             continue
         try:
@@ -83,14 +82,14 @@ def shared_questions(plan: Plan) -> list[str]:
 def selecting_questions(plan: Plan) -> list[str]:
     """Returns sentences about evaluations that ask a selected model the questions it was selected by: its win
     rate would be that of the luckiest model. Hub data sets are not read."""
-    judged = {node.name: node.config for node in plan.nodes if isinstance(node.config, Evaluation)}
+    judged = {node.name: node.config.asks for node in plan.nodes if node.config.asks}
     problems = []
     for node in plan.nodes:
         for behind in plan.ancestors((node,)) if node.name in judged and not node.done else ():
             by = behind.stages.get(behind.config.by) if isinstance(behind.config, Select) else None
             if by is None or by == node.name:
                 continue
-            ours, theirs = (_asked(judged[name], plan.recipe.seed) for name in (node.name, by))
+            ours, theirs = (_questions(judged[name], plan.recipe.seed) for name in (node.name, by))
             shared = len(ours & theirs)
             if shared:
                 problems.append(
@@ -115,16 +114,13 @@ def _anchor_problems(name: str, config: Drift, seed: int) -> list[str]:
     return [f"{where}: {told}"] if told else []
 
 
-def _asked(config: Evaluation, seed: int) -> set[str]:
-    """Returns the questions of an evaluation, without differences of letter case and whitespace; none if they
-    cannot be read here."""
+def _questions(asked: Asked, seed: int) -> set[str]:
+    """Returns the questions without differences of letter case and whitespace; none if they cannot be read
+    here."""
     try:
-        if is_remote(config.questions.path):
+        if is_remote(asked.source.path):
             return set()
-        return {
-            _plain(question.prompt)
-            for question in load_questions(config.questions, config.max_questions, seed)
-        }
+        return {_plain(question.prompt) for question in load_questions(*asked, seed)}
     except (OSError, ValueError):
         return set()
 

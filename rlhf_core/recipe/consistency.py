@@ -72,8 +72,7 @@ def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
 
 def _misnamed(stage: str, config: StageConfig, expanded: Expanded) -> Iterator[str]:
     stages, aliases, _, variants = expanded
-    endpoints = tuple(config.endpoints) if isinstance(config, Evaluation) else ()
-    for name in endpoints:
+    for name in config.remote_models or ():
         if name in ("base", *stages, *aliases):
             yield (
                 f"stages.{stage}.endpoints.{name}: {name} is also the base model's or a stage's name; give"
@@ -106,10 +105,9 @@ def _misnamed(stage: str, config: StageConfig, expanded: Expanded) -> Iterator[s
             yield f"{where}: {unknown(name, valid, 'stage')}; {needed} is needed here"
         elif name != "base" and "/" not in name and not os.path.exists(name):
             valid = ["base", *(other for other, found in stages.items() if found.stage in kinds), *aliases]
-            remote = (
-                ", an endpoint" if isinstance(config, Evaluation) and not place.startswith("judges") else ""
-            )
-            valid += endpoints if remote else ()
+            may_be_remote = config.remote_models is not None and not place.startswith("judges")
+            remote = ", an endpoint" if may_be_remote else ""
+            valid += (config.remote_models or ()) if may_be_remote else ()
             yield (
                 f"{where}: {unknown(name, valid, 'name')}; name base, a stage{remote}, a folder or a Hub id"
                 " (owner/model)"

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from rlhf_core.config import Drift, Evaluation, IterativeFeedback, Recipe, Source, StageConfig
+from rlhf_core.config import Drift, IterativeFeedback, Recipe, Source, StageConfig
 from rlhf_core.config.data import Rows
+from rlhf_core.config.gates import Asked
 from rlhf_core.data.questions import load_questions
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
@@ -95,37 +96,32 @@ class Inboxes:
         return end
 
     @cached_property
-    def _asked(self) -> list[Evaluation]:
-        """The evaluations whose questions are in files."""
-        evaluations = (config for config in self._recipe.stages.values() if isinstance(config, Evaluation))
-        return [config for config in evaluations if not is_remote(config.questions.path)]
-
-    @cached_property
     def _key(self) -> str:
-        return (
-            digest([self._digests.of(Path(config.questions.path)) for config in self._asked])
-            if self._asked
-            else ""
-        )
+        asked = _asked_from_files(self._recipe)
+        return digest([self._digests.of(Path(each.source.path)) for each in asked]) if asked else ""
 
 
 def evaluation_texts(recipe: Recipe) -> list[str]:
     """Returns the texts of the evaluation questions that a recipe keeps in files. Skips unreadable files,
     which the check of the evaluation reports."""
     texts = []
-    for config in recipe.stages.values():
-        if isinstance(config, Evaluation) and not is_remote(config.questions.path):
-            try:
-                questions = load_questions(config.questions, config.max_questions, recipe.seed)
-            except (OSError, ValueError):
-                continue
-            texts += [
-                str(message["content"])
-                for question in questions
-                for message in question.messages
-                if message["role"] == "user"
-            ]
+    for asked in _asked_from_files(recipe):
+        try:
+            questions = load_questions(*asked, recipe.seed)
+        except (OSError, ValueError):
+            continue
+        texts += [
+            str(message["content"])
+            for question in questions
+            for message in question.messages
+            if message["role"] == "user"
+        ]
     return texts
+
+
+def _asked_from_files(recipe: Recipe) -> list[Asked]:
+    found = [config.asks for config in recipe.stages.values()]
+    return [asked for asked in found if asked is not None and not is_remote(asked.source.path)]
 
 
 def inboxes_of(recipe: Recipe) -> list[Path]:

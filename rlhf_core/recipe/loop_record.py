@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 
 from rlhf_core.config import KINDS, Evaluation, Publication, Recipe
 from rlhf_core.config.gates import Verdict
+from rlhf_core.config.kinds import has_metric
 from rlhf_core.hub.revisions import Pins
 from rlhf_core.recipe.gate_checks import gates_of, holding
 from rlhf_core.recipe.inboxes import ends_of, pinned_ends, rows_awaited
@@ -455,7 +456,7 @@ def _adopted(planned: Plan, loop: str, number: int) -> Round:
     earlier = used[: used.index(title)]
     metric = f"win_rate/{title}"
     before = f"win_rate/{earlier[-1]}" if earlier else ""
-    results = [RunDir(node.run_dir).result() for node in planned.nodes if isinstance(node.config, Evaluation)]
+    results = [RunDir(node.run_dir).result() for node in planned.nodes if has_metric(node.config, metric)]
     judged = next((result.metrics for result in results if result and metric in result.metrics), {})
     stages = stages_of_round(planned, loop, number)
     when = datetime.fromtimestamp(ended, UTC)

@@ -12,10 +12,7 @@ from pydantic import BaseModel
 
 from rlhf_core.config import (
     AlignmentTax,
-    Calibration,
-    Drift,
     Evaluation,
-    Judge,
     Recipe,
     RewardEvaluation,
     RewardJudge,
@@ -62,29 +59,12 @@ def references(config: StageConfig) -> Iterator[ConfigReference]:
         value = getattr(config, field)
         values = value if isinstance(value, tuple) else (value,)  # None is no name
         for i, item in enumerate(values):
-            if isinstance(item, str) and not (isinstance(config, Evaluation) and item in config.endpoints):
+            if isinstance(item, str) and item not in (config.remote_models or ()):
                 yield ConfigReference(field, item, kinds)
             elif isinstance(item, ModelReward):
                 yield ConfigReference(field if len(values) == 1 else f"{field}.{i}", item.model, kinds)
-    if isinstance(config, Evaluation):
-        for model, parent in (config.parents or {}).items():
-            if parent not in config.endpoints:
-                yield ConfigReference(f"parents.{model}", parent, named("policy"))
-        for i, name in enumerate(config.reward_evaluation.models if config.reward_evaluation else ()):
-            yield ConfigReference(f"reward_evaluation.models.{i}", name, named("reward"))
-        for i, judge in enumerate(config.judges):
-            yield from _judge_model(f"judges.{i}", judge)
-    if isinstance(config, Calibration):
-        yield from _judge_model("judge", config.judge)
-    if isinstance(config, Drift) and config.anchors:
-        yield from _judge_model("anchors.judge", config.anchors.judge)
-
-
-def _judge_model(place: str, judge: Judge) -> Iterator[ConfigReference]:
-    if isinstance(judge, RewardJudge):
-        yield ConfigReference(f"{place}.reward", judge.reward, named("reward"))
-    elif isinstance(judge, VllmJudge):
-        yield ConfigReference(f"{place}.model", judge.model, named("policy"))
+    for place, name, makes in config.nested_names:
+        yield ConfigReference(place, name, named(makes))
 
 
 def beside(

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from prefect import get_run_logger
 
-from rlhf_core.config import Evaluation, Publication
+from rlhf_core.config import Publication
 from rlhf_core.config.gates import Verdict
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.gate_checks import gates_behind
@@ -89,6 +89,7 @@ def subjects(planned: Plan, verdict: Verdict) -> set[str]:
     named = verdict.gate.metric.partition("/")[2]
     if named in planned.aliases or named in {other.name for other in planned.nodes}:
         return {planned[named].name}
-    if isinstance(node.config, Evaluation):
-        return {planned[node.config.models[-1]].name} if node.config.models[-1] not in node.models else set()
+    final = node.config.final_model
+    if final is not None:
+        return {planned[final].name} if final not in node.models else set()
     return {node.name, *node.parents}

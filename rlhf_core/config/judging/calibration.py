@@ -10,7 +10,14 @@ from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Source, template_mistakes
 from rlhf_core.config.gates import Gated, Key
-from rlhf_core.config.judging.judges import Judge, OpenAIJudge, Remote, RewardJudge, VllmJudge
+from rlhf_core.config.judging.judges import (
+    Judge,
+    OpenAIJudge,
+    Remote,
+    RewardJudge,
+    VllmJudge,
+    names_of_judge,
+)
 from rlhf_core.config.process_groups import Groups
 from rlhf_core.records import NotInDigest, Positive, check
 from rlhf_core.system.files import digest
@@ -58,12 +65,11 @@ class Calibration(Gated):
     @property
     def local_judge(self) -> str | None:
         """The name of the model of a local judge; None for a judge behind an endpoint."""
-        match self.judge:
-            case RewardJudge():
-                return self.judge.reward
-            case VllmJudge():
-                return self.judge.model
-        return None
+        return next((name for _, name, _ in self.nested_names), None)
+
+    @property
+    def nested_names(self) -> Sequence[tuple[str, str, str]]:
+        return names_of_judge("judge", self.judge)
 
     @property
     def turns(self) -> Sequence[Groups]:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rlhf_core.config.data import Data, Source, Text
 from rlhf_core.config.gates import Gated, Key
-from rlhf_core.config.judging.judges import ChatJudge, Judge, Remote, VllmJudge
+from rlhf_core.config.judging.judges import ChatJudge, Judge, Remote, VllmJudge, names_of_judge
 from rlhf_core.config.process_groups import Groups
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, check
 
@@ -78,6 +78,10 @@ class Drift(Gated):
     def texts(self) -> Sequence[Text]:
         sides = (("prompts", self.prompts), ("past_prompts", self.past_prompts))
         return [Text(name, data, "prompt", "prompt_max_len", self.prompt_max_len) for name, data in sides]
+
+    @property
+    def nested_names(self) -> Sequence[tuple[str, str, str]]:
+        return names_of_judge("anchors.judge", self.anchors.judge) if self.anchors else ()
 
     @property
     def turns(self) -> Sequence[Groups]:

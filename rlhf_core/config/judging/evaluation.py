@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rlhf_core.config.data import Data, Source, Text, template_mistakes
 from rlhf_core.config.engines import only_in_ppo, without_pipeline
-from rlhf_core.config.gates import Gated, Key
+from rlhf_core.config.gates import Asked, Gated, Key
 from rlhf_core.config.judging.judges import (
     ChatJudge,
     Endpoint,
@@ -18,6 +19,7 @@ from rlhf_core.config.judging.judges import (
     RewardJudge,
     RuleJudge,
     VllmJudge,
+    names_of_judge,
 )
 from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.loop_kinds import SamplingFields
@@ -138,6 +140,33 @@ class Evaluation(Gated, SamplingFields):
                 f"the proxy {self.proxy} is also the judge that decides, and would agree with itself: put"
                 " another judge first"
             )
+
+    @property
+    def nested_names(self) -> Sequence[tuple[str, str, str]]:
+        rewards = self.reward_evaluation.models if self.reward_evaluation else ()
+        parents = (self.parents or {}).items()
+        judged = (names_of_judge(f"judges.{i}", judge) for i, judge in enumerate(self.judges))
+        return [
+            *((f"parents.{model}", name, "policy") for model, name in parents if name not in self.endpoints),
+            *((f"reward_evaluation.models.{i}", name, "reward") for i, name in enumerate(rewards)),
+            *chain.from_iterable(judged),
+        ]
+
+    @property
+    def remote_models(self) -> Collection[str]:
+        return self.endpoints
+
+    @property
+    def asks(self) -> Asked:
+        return Asked(self.questions, self.max_questions)
+
+    @property
+    def judges_of_answers(self) -> Sequence[Judge]:
+        return self.judges
+
+    @property
+    def final_model(self) -> str:
+        return self.models[-1]
 
     @property
     def asked(self) -> Data:

@@ -113,6 +113,16 @@ class VllmJudge(ChatJudge, Served):
 Judge = Annotated[RuleJudge | RewardJudge | OpenAIJudge | VllmJudge, Field(discriminator="kind")]
 
 
+def names_of_judge(place: str, judge: Judge) -> list[tuple[str, str, str]]:
+    """Returns the model of the judge at `place` as an entry of `nested_names`; none unless it is local."""
+    match judge:
+        case RewardJudge():
+            return [(f"{place}.reward", judge.reward, "reward")]
+        case VllmJudge():
+            return [(f"{place}.model", judge.model, "policy")]
+    return []
+
+
 class Endpoint(Remote):
     """A model that answers questions behind an OpenAI-compatible endpoint."""
 
