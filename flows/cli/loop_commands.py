@@ -16,7 +16,6 @@ from rich.console import Console
 from flows.cli.operate.dashboard import TOKEN, show_address
 from flows.cli.show import Override, RecipePlace, Whole, table_of
 from rlhf_core.cluster.rank_environment import free_port
-from rlhf_core.config import IterativeFeedback
 from rlhf_core.recipe.inboxes import inboxes_of
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.loop_record import LOCK, LoopState, folder_of, loop_of, loop_state
@@ -248,7 +247,7 @@ def next_of(found: LoopState, running: bool) -> str:
         stopped = f"Round {found.number} is stopped by a gate ({(found.held or found.failed)[0].summary})"
         if found.renewed or found.turned_down:
             return f"{stopped}: the next run leaves it out and begins another one."
-        fed = found.held and isinstance(found.plan.recipe.stages[found.record.loop], IterativeFeedback)
+        fed = found.held and found.plan.recipe.stages[found.record.loop].new_rows_needed
         return (
             f"{stopped}: {'send more feedback, for another round, or ' if fed else ''}change the recipe, its"
             " data or the gate."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rlhf_core.config import IterativeFeedback, Recipe
+from rlhf_core.config import Recipe
 from rlhf_core.recipe.inboxes import ends_of, new_rows
 from rlhf_core.recipe.loop_record import LOCK, folder_of, loop_of, read
 from rlhf_core.system.files import is_locked
@@ -28,12 +28,13 @@ class InboxWatch:
         self.loop = loop_of(recipe)
         self._clock = clock
         config = recipe.stages[self.loop]
-        if not isinstance(config, IterativeFeedback):
+        if config.new_rows_needed is None:
             raise ValueError(
                 f"recipe {recipe.name}: its loop {self.loop} takes no feedback: use a loop of kind"
                 " iterative_feedback"
             )
         self._config = config
+        self._wanted = config.new_rows_needed
         self._tried: dict[str, int] | None = None  # the newest rows at the last start
         self._rounds = -1
         self._pause = 0.0
@@ -59,7 +60,7 @@ class InboxWatch:
             record.begun.taken if record.begun else {},
         ]
         seen = {place: max(part.get(place, 0) for part in parts) for part in parts for place in part}
-        return new_rows(self._config, seen) >= self._config.min_new_rows
+        return new_rows(self._config, seen) >= self._wanted
 
     def started(self) -> None:
         """Records that a run was started. Starts that finish no round are a minute apart, then two, and so
@@ -78,4 +79,4 @@ class InboxWatch:
 
 def takes_feedback(recipe: Recipe) -> bool:
     """Returns whether the recipe has a loop on feedback."""
-    return any(isinstance(config, IterativeFeedback) for config in recipe.stages.values())
+    return any(config.new_rows_needed for config in recipe.stages.values())

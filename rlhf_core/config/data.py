@@ -89,10 +89,11 @@ class Data(Config):
 
 class Text(NamedTuple):
     """A data set of a stage: its config field, what its rows must hold (None: the stage checks them itself),
-    and its token limit."""
+    and its token limit. `to_newest`: of an inbox, it has all rows that the newest round of any loop has."""
 
     field: str
     data: Data
     rows: Rows | None
     limit_field: str
     limit: int
+    to_newest: bool = False

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field
 
 from rlhf_core.config.data import Source, Text
 from rlhf_core.config.process_groups import Groups
+from rlhf_core.config.rewards import Environment
 from rlhf_core.records import Config, Frozen, NotInDigest, check
 
 OnFail = Literal["stop", "warn", "branch"]
@@ -213,3 +214,50 @@ class Gated(Config):
     def final_model(self) -> str | None:
         """The model that a metric is about which names none; None: each model that the stage uses."""
         return None
+
+    @property
+    def answering(self) -> Sequence[tuple[str, str]]:
+        """The models that answer on the engines of the group `sampler`: field and name."""
+        return ()
+
+    @property
+    def talks_to(self) -> Environment | None:
+        """The environment that the stage's model talks to."""
+        return None
+
+    @property
+    def exports(self) -> Sequence[str]:
+        """The further models that the stage makes; other stages name them STAGE.EXPORT."""
+        return ()
+
+    @property
+    def variants(self) -> Mapping[str, Self]:
+        """The configs of a swept stage's variants by name suffix; none without a sweep."""
+        return {}
+
+    @property
+    def new_rows_needed(self) -> int | None:
+        """The new rows of inboxes that begin a round of a loop on feedback; None: it is no such loop."""
+        return None
+
+    @property
+    def made_for(self) -> str | None:
+        """The post-processor that the stage's answers have gone through; None if it makes no such data."""
+        return None
+
+    def tokenizer_model(self, start: str) -> str | None:
+        """Returns the name of the model whose tokenizer the stage uses. `start`: the kind's field of it."""
+        return getattr(self, start, None)
+
+    def loads(self, place: str) -> bool:
+        """Returns whether the stage loads the model named at this place of its config in PyTorch."""
+        return False
+
+    def lengths(self, start: str) -> Mapping[tuple[str, str], tuple[int, str]]:
+        """Returns the most tokens that models get: by place (empty, or of a field) and name, with the fields
+        that set them. `start`: name of the start model."""
+        return {}
+
+    def rows_made(self, prompts: int) -> int:
+        """Returns the most rows that the stage makes for others to train on, if it has this many prompts."""
+        return 0

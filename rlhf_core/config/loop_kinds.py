@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -39,6 +39,11 @@ class SamplingFields(Config):
         8, description="documents of one scoring pass on one rank"
     )
     engine: EngineConfig = Field(EngineConfig(), description="the engines that answer")
+
+    @property
+    def most_tokens(self) -> tuple[int, str]:
+        """The tokens of the longest prompt and answer together, and the fields that set them."""
+        return self.prompt_max_len + self.generate_max_len, "prompt_max_len + generate_max_len"
 
 
 class Rewarded(Gated, SamplingFields):
@@ -93,6 +98,9 @@ class Rewarded(Gated, SamplingFields):
     def turns(self) -> Sequence[Groups]:
         return [{"sampler": self.engine}]
 
+    def lengths(self, start: str) -> Mapping[tuple[str, str], tuple[int, str]]:
+        return {("", start): self.most_tokens}
+
     @property
     def texts(self) -> Sequence[Text]:
         return [Text("prompts", self.prompts, "prompt", "prompt_max_len", self.prompt_max_len)]
@@ -127,6 +135,10 @@ class Rounds(Rewarded):
             " with its reward"
         ),
     )
+
+    @property
+    def answering(self) -> Sequence[tuple[str, str]]:
+        return [("policy", self.policy)]
 
     @check
     def _check_engines(self) -> Iterator[str]:
@@ -169,6 +181,15 @@ class Preferences(Rounds):
     )
     first_prompt: int = Field(0, ge=0, description="prompts skipped (a round takes its own slice)")
     num_prompts: Positive | None = Field(None, description="prompts used; default all")
+
+    @property
+    def made_for(self) -> PostProcessor:
+        return self.post_processor
+
+    def rows_made(self, prompts: int) -> int:
+        used = min(self.num_prompts or prompts, prompts)
+        is_one_each = self.post_processor in ("dpo", "rejection_sampling")
+        return used if is_one_each else used * self.n_samples_per_prompt
 
 
 class Loop(Trainable, Routed):
@@ -253,6 +274,10 @@ class IterativeFeedback(Loop, PreferenceLoss, UnpairedLoss):
                 self.max_len,
             )
         ]
+
+    @property
+    def new_rows_needed(self) -> int:
+        return self.min_new_rows
 
     @check
     def _check_feedback(self) -> Iterator[str]:

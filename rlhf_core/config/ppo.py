@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from rlhf_core.config.data import Data, Text
 from rlhf_core.config.loop_kinds import Rewarded
 from rlhf_core.config.process_groups import Groups, Wanted, check_together
-from rlhf_core.config.rewards import EnvironmentReward, NoReward, ShortEnvironment
+from rlhf_core.config.rewards import Environment, EnvironmentReward, NoReward, ShortEnvironment
 from rlhf_core.config.training.optimised import Optimised, Routed, adapter_mistakes
 from rlhf_core.records import NotInDigest, Off, Positive, Ranks, Rate, Share, check
 
@@ -346,6 +346,18 @@ class PPO(Optimised, Rewarded, Routed):
             else [Text("eval_prompts", self.eval_prompts, "prompt", "prompt_max_len", self.prompt_max_len)]
         )
         return [*super().texts, *own]
+
+    @property
+    def answering(self) -> Sequence[tuple[str, str]]:
+        return [("actor", self.actor)]
+
+    @property
+    def talks_to(self) -> Environment | None:
+        return self.environment
+
+    @property
+    def exports(self) -> Sequence[str]:
+        return [f"iteration{number}" for number in self.export_at]
 
     @property
     def has_critic(self) -> bool:

@@ -19,13 +19,9 @@ from typing import NamedTuple
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import (
     KINDS,
-    PPO,
     AlignmentTax,
-    Calibration,
     Data,
     EngineConfig,
-    Evaluation,
-    Preferences,
     Publication,
     Ranks,
     Recipe,
@@ -48,7 +44,7 @@ from rlhf_core.preflight.model_checks import (
 )
 from rlhf_core.preflight.question_checks import question_problems, selecting_questions, shared_questions
 from rlhf_core.preflight.reward_functions import code_problems, trial_problems
-from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, prompt_problem, rows_made
+from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, prompt_problem
 from rlhf_core.preflight.sequences import sequence_problems
 from rlhf_core.preflight.template_length import MeasuredTemplate
 from rlhf_core.preflight.weight_checks import weight_problem
@@ -165,7 +161,7 @@ def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     todo = [node for node in nodes if not node.done]
     frames = frames_of(plan, todo, partial(tokenizer_of, plan), ())
     warned = []
-    made: dict[str, int] = {}  # most rows that each preferences stage makes
+    made: dict[str, int] = {}  # most rows that each stage makes
     for node in todo:
         for text in node.config.texts:
             frame = frames.get((tokenizer_of(plan, node) or "", text.data.template))
@@ -174,8 +170,7 @@ def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             found = rendered(frame, text)
             told = [*found.warned, batch_warning(node.config, text.field, found.items) if found.items else ""]
             warned += [f"stages.{node.name}.{text.field}: {sentence}" for sentence in told if sentence]
-            if isinstance(node.config, Preferences) and found.items:
-                made[node.name] = rows_made(node.config, found.items)
+            made[node.name] = max(made.get(node.name, 0), node.config.rows_made(found.items or 0))
         for field in ("pairs", "answers"):
             count = made.get(node.stages.get(getattr(node.config, field, None) or "", ""))
             if count and (sentence := made_rows_warning(node.config, count)):
@@ -315,7 +310,7 @@ def _quantisation_problem(node: Node, gpus: float) -> list[str]:
 
 def _sandbox_problem(node: Node) -> list[str]:
     """Returns a sentence if programs of the environment `tools` cannot be sandboxed."""
-    environment = node.config.environment if isinstance(node.config, PPO) else None
+    environment = node.config.talks_to
     if environment is None or environment.own or environment.sandbox == "none" or available():
         return []
     if environment.path != "tools" or "python" not in (environment.options.get("tools") or ("python",)):
@@ -345,17 +340,7 @@ def needs(config: StageConfig) -> Needs:
 def tokenizer_of(plan: Plan, node: Node) -> str | None:
     """Returns the folder or Hub id that a stage's chain of models starts from, whose tokenizer the stage
     uses. None: the stage has no such model, as when all are remote."""
-    data_set = node.config.dataset if isinstance(node.config, Publication) else None
-    name = data_set or getattr(node.config, KINDS[node.kind].start, None)
-    if isinstance(node.config, Calibration):
-        name = node.config.local_judge
-    if isinstance(node.config, Evaluation):
-        ours = (
-            model
-            for model in (node.config.baseline, *node.config.models)
-            if model not in node.config.endpoints
-        )
-        name = next(ours, None)
+    name = node.config.tokenizer_model(KINDS[node.kind].start)
     return None if name is None else _start_of(plan, node, name)
 
 

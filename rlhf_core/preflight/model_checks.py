@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import KINDS, PPO, Evaluation, Optimised, StageConfig
+from rlhf_core.config import KINDS, PPO, StageConfig
 from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import (
@@ -99,13 +99,7 @@ def _several_labels(folder: Path) -> bool:
 def _loads(config: StageConfig, reference: ConfigReference) -> bool:
     """Returns whether the stage loads the model in PyTorch. If not, only vLLM answers with it, or its files
     are published."""
-    if reference.kinds == REWARD or isinstance(config, Optimised):
-        return True
-    return (
-        isinstance(config, Evaluation)
-        and config.proxy is not None
-        and reference.place.partition(".")[0] in ("models", "baseline")
-    )
+    return reference.kinds == REWARD or config.loads(reference.place)
 
 
 def _has_language_model(config: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_core.config import PPO, Data, Rewarded
+from rlhf_core.config import Data, Rewarded
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.rows.columns import prompt_of
 from rlhf_core.data.rows.mixture import checked_rows
@@ -29,13 +29,13 @@ _known: dict[tuple[FunctionReward, int], str] = {}
 def code_problems(node: Node) -> list[str]:
     """Returns what is wrong with the files of a stage's reward functions and environment, each with its place
     in the recipe. Parses the files and runs nothing."""
-    config = node.config
     where = f"stages.{node.name}"
     problems = [
         _file_problem(f"{where}.reward", "function", source.file, source.function_name)
         for source in _functions(node)
     ]
-    if isinstance(config, PPO) and (environment := config.environment) is not None and environment.own:
+    environment = node.config.talks_to
+    if environment is not None and environment.own:
         problems.append(
             _file_problem(f"{where}.environment", "class", environment.file, environment.class_name)
         )

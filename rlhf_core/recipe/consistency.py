@@ -11,7 +11,6 @@ from rlhf_core.config import (
     Calibration,
     Drift,
     Evaluation,
-    Preferences,
     Publication,
     Recipe,
     Select,
@@ -89,10 +88,9 @@ def _misnamed(stage: str, config: StageConfig, expanded: Expanded) -> Iterator[s
             found = stages[target]
             if found.stage not in kinds:
                 yield f"{where}: {name} is of kind {found.stage}, but {needed} is needed here; name one"
-            elif made and isinstance(found, Preferences) and found.post_processor not in made:
+            elif made and found.made_for is not None and found.made_for not in made:
                 yield (
-                    f"{where}: {name} has post_processor {found.post_processor!r}; set it to"
-                    f" {' or '.join(made)}"
+                    f"{where}: {name} has post_processor {found.made_for!r}; set it to {' or '.join(made)}"
                 )
         elif name in variants:
             models = variants[name]

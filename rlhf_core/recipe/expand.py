@@ -22,13 +22,11 @@ from pydantic import BaseModel
 from rlhf_core.config import (
     DPO,
     KTO,
-    PPO,
     SFT,
     Evaluation,
     Gate,
     IterativeFeedback,
     Loop,
-    Optimised,
     Preferences,
     Publication,
     Recipe,
@@ -37,7 +35,6 @@ from rlhf_core.config import (
     StageConfig,
 )
 from rlhf_core.config.kinds import KINDS, has_metric
-from rlhf_core.config.sweep import variants
 from rlhf_core.recipe.sentences import unknown
 
 
@@ -88,14 +85,11 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
     rounds: dict[str, tuple[str, ...]] = {}
     swept: dict[str, tuple[str, ...]] = {}
     for name, config in recipe.stages.items():
-        if isinstance(config, Optimised) and config.sweep and not isinstance(config, Loop):
-            found = {
-                f"{name}.{suffix}": variant for suffix, variant in variants(config, config.sweep).items()
-            }
+        found = {f"{name}.{suffix}": variant for suffix, variant in config.variants.items()}
+        if found:
             swept[name] = tuple(found)
             stages |= found
-            exported = config.export_at if isinstance(config, PPO) else ()
-            aliases |= {f"{variant}.iteration{n}": variant for variant in found for n in exported}
+            aliases |= {f"{variant}.{export}": variant for variant in found for export in config.exports}
             continue
         if not isinstance(config, Loop):
             stages[name] = (
@@ -103,9 +97,7 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
                 if isinstance(config, Publication)
                 else config
             )
-            aliases |= (
-                {f"{name}.iteration{n}": name for n in config.export_at} if isinstance(config, PPO) else {}
-            )
+            aliases |= {f"{name}.{export}": name for export in config.exports}
             continue
         left_out = [title for k in range(config.rounds) if (title := f"{name}.round{k + 1}") in refused]
         titles = _rounds_used(name, config.rounds, refused)

@@ -28,7 +28,6 @@ from rlhf_core.config import (
 from rlhf_core.config.data import Rows
 from rlhf_core.config.judging.judges import ChatJudge, RewardJudge
 from rlhf_core.config.rewards import NoReward
-from rlhf_core.config.sweep import variants
 from rlhf_core.config.training.optimised import Optimised, Trainable
 from rlhf_core.config.training.preference import DirectAlignment
 from rlhf_core.hub.ids import is_remote
@@ -156,7 +155,7 @@ RULES = (
         lambda _: False,
         "in stages with eval_data, which the rounds of a loop do not have",
     ),
-    Rule(Trainable, "eval_steps", lambda c: isinstance(c, Loop) or c.eval_data is not None, "with eval_data"),
+    Rule(Trainable, "eval_steps", lambda c: getattr(c, "eval_data", True) is not None, "with eval_data"),
     Rule(SFT, "template", lambda c: c.data is None, "with answers (data has a template of its own)"),
     Rule(
         SFT,
@@ -213,9 +212,7 @@ def idle_fields(recipe: Recipe) -> list[str]:
     effect in any variant."""
     told = list(_idle("", recipe))
     for name, config in recipe.stages.items():
-        found: list[StageConfig] = [config]
-        if isinstance(config, Optimised) and config.sweep:
-            found = list(variants(config, config.sweep).values())
+        found = list(config.variants.values()) or [config]
         by_variant = [list(_idle_in_stage(f"stages.{name}", variant)) for variant in found]
         told += [sentence for sentence in by_variant[0] if all(sentence in others for others in by_variant)]
     return told

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from rlhf_core.config import Drift, IterativeFeedback, Recipe, Source, StageConfig
-from rlhf_core.config.data import Rows
+from rlhf_core.config import Recipe, Source, StageConfig
+from rlhf_core.config.data import Rows, Text
 from rlhf_core.config.gates import Asked
 from rlhf_core.data.questions import load_questions
 from rlhf_core.feedback.inbox import Inbox
@@ -53,20 +53,19 @@ class Inboxes:
         for text in config.texts:
             for source in text.data.sources:
                 if source.is_inbox:
-                    present = isinstance(config, Drift) and text.field == "prompts"
-                    files[source] = self._file(name, source, text.rows, text.field, present)
+                    files[source] = self._file(name, source, text)
         return replaced(config, files) if files else config
 
-    def _file(self, name: str, source: Source, rows: Rows | None, field: str, present: bool) -> Source:
+    def _file(self, name: str, source: Source, text: Text) -> Source:
+        rows = text.rows
         if rows is None or rows not in VIEWS:
-            raise ValueError(
-                f"stages.{name}.{field}: {source.path} is an inbox, which has no rows for it: name a file"
-            )
+            where = f"stages.{name}.{text.field}"
+            raise ValueError(f"{where}: {source.path} is an inbox, which has no rows for it: name a file")
         inbox = Inbox(Path(source.path))
         if not inbox.exists:
             return source
         after, until = self._range(name, inbox)
-        if present:
+        if text.to_newest:
             until = max((ends[inbox.id] for ends in self._taken.values() if inbox.id in ends), default=until)
         if until is None:
             path = file_of(inbox, rows, after, inbox.end(), self._key)
@@ -159,7 +158,7 @@ def rows_awaited(recipe: Recipe, loop: str, number: int, taken: Taken) -> str:
     if not named:
         return ""
     before = taken.get(f"{loop}.round{number - 1}", {})
-    wanted = config.min_new_rows if isinstance(config, IterativeFeedback) else 1
+    wanted = config.new_rows_needed or 1
     questions = cache(lambda: Questions(evaluation_texts(recipe)))
     new = sum(
         usable(inbox, rows, before.get(inbox.id, 0), questions, wanted)
@@ -188,7 +187,7 @@ def _named(config: StageConfig) -> list[tuple[Inbox, Rows]]:
     ]
 
 
-def new_rows(config: IterativeFeedback, after: Mapping[str, int]) -> int:
+def new_rows(config: StageConfig, after: Mapping[str, int]) -> int:
     """Returns how many rows for a loop's method its inboxes have after the row numbers in `after` (by the
     inbox's id)."""
     return sum(

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from rlhf_core.config import KINDS, PPO, Preferences, Recipe, StageConfig
+from rlhf_core.config import KINDS, Recipe, StageConfig
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.revisions import Pin, Pins, pinned_sources
 from rlhf_core.recipe.consistency import inconsistencies
@@ -238,9 +238,9 @@ def _place(recipe: Recipe, name: str, pins: Pins) -> str:
 
 def _output(node: Node, name: str) -> Path:
     """Returns the path of a stage's output: from its result if it is done, else the expected path."""
-    if isinstance(node.config, PPO) and name.startswith(f"{node.name}.iteration"):
-        return node.run_dir / EXPORTS / name.removeprefix(f"{node.name}.")
-    makes_answers = isinstance(node.config, Preferences) and node.config.post_processor != "dpo"
-    name = "answers" if makes_answers else KINDS[node.kind].output
+    for export in node.config.exports:
+        if name == f"{node.name}.{export}":
+            return node.run_dir / EXPORTS / export
+    name = KINDS[node.kind].output if node.config.made_for in (None, "dpo") else "answers"
     result = RunDir(node.run_dir).result()
     return node.run_dir / (result.outputs.get(name, name) if result else OUTPUT_PATHS.get(name, name))

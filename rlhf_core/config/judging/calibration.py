@@ -62,10 +62,16 @@ class Calibration(Gated):
     def _check_template(self) -> Iterator[str]:
         yield from template_mistakes(self.template)
 
-    @property
-    def local_judge(self) -> str | None:
-        """The name of the model of a local judge; None for a judge behind an endpoint."""
+    def tokenizer_model(self, start: str) -> str | None:
         return next((name for _, name, _ in self.nested_names), None)
+
+    def lengths(self, start: str) -> Mapping[tuple[str, str], tuple[int, str]]:
+        if isinstance(self.judge, VllmJudge) and self.judge.max_model_len:
+            return {(".judge", self.judge.model): (self.judge.max_model_len, "max_model_len")}
+        if isinstance(self.judge, RewardJudge):
+            both = self.prompt_max_len + self.generate_max_len, "prompt_max_len + generate_max_len"
+            return {("", self.judge.reward): both}
+        return {}
 
     @property
     def nested_names(self) -> Sequence[tuple[str, str, str]]:

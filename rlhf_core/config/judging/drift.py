@@ -76,8 +76,11 @@ class Drift(Gated):
 
     @property
     def texts(self) -> Sequence[Text]:
-        sides = (("prompts", self.prompts), ("past_prompts", self.past_prompts))
-        return [Text(name, data, "prompt", "prompt_max_len", self.prompt_max_len) for name, data in sides]
+        limit = "prompt_max_len", self.prompt_max_len
+        return [
+            Text("prompts", self.prompts, "prompt", *limit, to_newest=True),
+            Text("past_prompts", self.past_prompts, "prompt", *limit),
+        ]
 
     @property
     def nested_names(self) -> Sequence[tuple[str, str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -157,6 +157,25 @@ class Evaluation(Gated, SamplingFields):
         return self.endpoints
 
     @property
+    def answering(self) -> Sequence[tuple[str, str]]:
+        named = [("baseline", self.baseline), *(("models", model) for model in self.models)]
+        return [(field, name) for field, name in named if name not in self.endpoints]
+
+    def tokenizer_model(self, start: str) -> str | None:
+        return next((name for _, name in self.answering), None)
+
+    def loads(self, place: str) -> bool:
+        return self.proxy is not None and place.partition(".")[0] in ("models", "baseline")
+
+    def lengths(self, start: str) -> Mapping[tuple[str, str], tuple[int, str]]:
+        parents = [name for name in (self.parents or {}).values() if name not in self.endpoints]
+        return {
+            (f".judges.{i}", judge.model): (judge.max_model_len, "max_model_len")
+            for i, judge in enumerate(self.judges)
+            if isinstance(judge, VllmJudge) and judge.max_model_len
+        } | {("", name): self.most_tokens for name in (*(name for _, name in self.answering), *parents)}
+
+    @property
     def asks(self) -> Asked:
         return Asked(self.questions, self.max_questions)
 
@@ -274,3 +293,8 @@ class AlignmentTax(Gated, Served):
     @property
     def turns(self) -> Sequence[Groups]:
         return [{"sampler": self.engine}]
+
+    def lengths(self, start: str) -> Mapping[tuple[str, str], tuple[int, str]]:
+        if self.max_model_len is None:
+            return {}
+        return {("", name): (self.max_model_len, "max_model_len") for name in (self.baseline, *self.models)}

@@ -129,6 +129,9 @@ class Publication(Gated):
         if self.dataset and (self.evaluation or self.base_repo):
             yield "evaluation and base_repo are for models: leave them out of the publication of a dataset"
 
+    def tokenizer_model(self, start: str) -> str | None:
+        return self.dataset or self.model
+
     @property
     def needed_keys(self) -> Sequence[Key]:
         return (

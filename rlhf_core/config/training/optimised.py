@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -12,7 +12,7 @@ from rlhf_core.config.data import Rows, Text
 from rlhf_core.config.engines import EngineConfig
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.process_groups import Groups
-from rlhf_core.config.sweep import Value, sweep_mistakes
+from rlhf_core.config.sweep import Value, sweep_mistakes, variants
 from rlhf_core.config.training.zero_fields import ZeroFields
 from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Rate, Share, check
 
@@ -161,6 +161,13 @@ class Optimised(Gated, ZeroFields):
         """Returns the trained models whose optimiser (adam) or weights (param) are in host memory: roles for
         ppo, else `model`."""
         raise NotImplementedError
+
+    def loads(self, place: str) -> bool:
+        return True
+
+    @property
+    def variants(self) -> Mapping[str, Self]:
+        return variants(self, self.sweep) if self.sweep else {}
 
     @property
     def needs_deepspeed(self) -> bool:
@@ -322,6 +329,10 @@ class Trainable(Optimised):
     @property
     def turns(self) -> Sequence[Groups]:
         return [{"ranks": self.ranks}]
+
+    def lengths(self, start: str) -> Mapping[tuple[str, str], tuple[int, str]]:
+        # answers that other stages sampled fit the positions of their sampler
+        return {("", start): (self.max_len, "max_len")} if self.texts else {}
 
     @property
     def texts(self) -> Sequence[Text]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from rlhf_core.config import KINDS, PPO, EngineConfig, Evaluation, Optimised, Preferences
+from rlhf_core.config import KINDS, EngineConfig, Optimised
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import TESTED, text_config
 from rlhf_core.recipe.plan import Node
@@ -93,16 +93,12 @@ def _uses(node: Node) -> Iterator[tuple[str, str, str]]:
         )
         if getattr(config, "lora", None) is not None:
             yield start, getattr(config, start), "adapters"
-    if isinstance(config, PPO):
-        if config.critic is not None:
-            yield "critic", config.critic, "reward model"
-    if not isinstance(config, PPO | Preferences | Evaluation) or config.engine.kind != "vllm":
-        return
-    if isinstance(config, PPO | Preferences):
-        yield start, getattr(config, start), SAMPLING
-    else:
-        asked = [("baseline", config.baseline), *(("models", model) for model in config.models)]
-        yield from ((field, model, SAMPLING) for field, model in asked if model not in config.endpoints)
+    scored = KINDS[node.kind].scored
+    if scored not in ("", start) and getattr(config, scored) is not None:
+        yield scored, getattr(config, scored), "reward model"
+    sampler = config.turns[0].get("sampler")
+    if isinstance(sampler, EngineConfig) and sampler.kind == "vllm":
+        yield from ((field, name, SAMPLING) for field, name in config.answering)
 
 
 def _model_type(place: str) -> str:

@@ -32,13 +32,6 @@ def batch_warning(config: StageConfig, field: str, count: int) -> str:
     return ""
 
 
-def rows_made(config: Preferences, prompts: int) -> int:
-    """Returns the most rows that a preferences stage can write when its data has `prompts` prompts."""
-    used = min(config.num_prompts or prompts, prompts)
-    is_one_each = config.post_processor in ("dpo", "rejection_sampling")
-    return used if is_one_each else used * config.n_samples_per_prompt
-
-
 def made_rows_warning(config: StageConfig, count: int) -> str:
     """Like `batch_warning`, but for a stage that trains on at most `count` rows from a preferences stage."""
     if not isinstance(config, Trainable):

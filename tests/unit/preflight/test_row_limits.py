@@ -14,7 +14,7 @@ from rlhf_core.config import PPO, Data, Preferences
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.sources import sft_documents
 from rlhf_core.preflight.rows import sample, template_rows
-from rlhf_core.preflight.rows.batches import batch_warning, rows_made
+from rlhf_core.preflight.rows.batches import batch_warning
 from rlhf_core.preflight.rows.template_rows import Rendered, render_rows
 from tests.support.tiny_models import save_weights
 from tests.unit.preflight.test_check import TEMPLATE, save_tokenizer
@@ -183,8 +183,8 @@ def test_prompts_are_counted_against_the_iterations_and_against_those_asked_for(
         == "num_prompts=50, and the data has 20 prompts: all of them are used"
     )
     assert batch_warning(few, "prompts", 50) == ""
-    assert [rows_made(few, 20), rows_made(few, 80)] == [20, 50]
-    assert rows_made(few.model_copy(update={"post_processor": "kto"}), 20) == 80
+    assert [few.rows_made(20), few.rows_made(80)] == [20, 50]
+    assert few.model_copy(update={"post_processor": "kto"}).rows_made(20) == 80
 
 
 def test_rows_that_a_preferences_stage_makes_are_counted_against_batches(
