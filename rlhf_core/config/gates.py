@@ -216,6 +216,11 @@ class Gated(Config):
         return None
 
     @property
+    def published_model(self) -> str | None:
+        """The model that the stage publishes."""
+        return None
+
+    @property
     def answering(self) -> Sequence[tuple[str, str]]:
         """The models that answer on the engines of the group `sampler`: field and name."""
         return ()

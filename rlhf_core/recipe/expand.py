@@ -62,7 +62,7 @@ def expand(recipe: Recipe, refused: Collection[str] = ()) -> Expanded:
                 update={"of": models, "simplest": config.simplest or models[0]}
             )
     for name, config in list(expanded.stages.items()):
-        if isinstance(config, Publication) and config.model in refused:
+        if config.published_model in refused:
             del expanded.stages[name]
         if isinstance(config, Evaluation):
             expanded.stages[name] = _judging(name, _without(config, refused), expanded)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from rlhf_core.config import KINDS, Evaluation, Publication, Recipe
+from rlhf_core.config import KINDS, Evaluation, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.hub.revisions import Pins
@@ -429,12 +429,8 @@ def _check_there(recipe: Recipe, loop: str, kept: Mapping[str, str]) -> None:
 
 
 def _publishes(planned: Plan, name: str, loop: str, number: int) -> bool:
-    config = planned[name].config
-    return (
-        isinstance(config, Publication)
-        and name.endswith(f".round{number}")
-        and config.model == f"{loop}.round{number}"
-    )
+    title = f"{loop}.round{number}"
+    return name.endswith(f".round{number}") and planned[name].config.published_model == title
 
 
 def _failed(planned: Plan) -> tuple[Verdict, ...]:

@@ -60,9 +60,9 @@ def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
     ours = [node for node in planned.nodes if now is not None and node.run_dir.name == now.run]
     if now is None or not ours:
         return
-    config = ours[0].config
-    assert isinstance(config, Publication) and config.model is not None
-    model = planned[config.model].name
+    published = ours[0].config.published_model
+    assert published is not None
+    model = planned[published].name
     about = [
         verdict for verdict in failed if model in subjects(planned, verdict) or verdict.stage == ours[0].name
     ]

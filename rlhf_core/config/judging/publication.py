@@ -129,6 +129,10 @@ class Publication(Gated):
         if self.dataset and (self.evaluation or self.base_repo):
             yield "evaluation and base_repo are for models: leave them out of the publication of a dataset"
 
+    @property
+    def published_model(self) -> str | None:
+        return self.model
+
     def tokenizer_model(self, start: str) -> str | None:
         return self.dataset or self.model
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
-from rlhf_core.config import Publication
 from rlhf_core.hub.api import RETRIES, Retries, client_options, with_retries, write_refusal
 from rlhf_core.records import Frozen
 from rlhf_core.runs.lineage import stage_of
@@ -98,14 +97,14 @@ def _reign(run_dir: Path, why: str, by: str) -> Reign:
     run = RunDir(run_dir)
     result = run.result()
     request = run.request() if result else None
-    config = request.config if request else None
-    if result is None or request is None or not isinstance(config, Publication) or config.model is None:
+    model = request.config.published_model if request else None
+    if result is None or request is None or model is None:
         raise ValueError(f"{run_dir.name} is no finished publication of a model: give the name of one")
     receipt = read_json(run / RECEIPT) if "hub" in result.outputs else {}
-    made = stage_of(request.inputs[config.model])
+    made = stage_of(request.inputs[model])
     return Reign(
         run=run.path.name,
-        model=str(made[1]["name"]) if made else config.model,
+        model=str(made[1]["name"]) if made else model,
         repo_id=receipt.get("repo_id"),
         commit=receipt.get("commit"),
         at=datetime.now(UTC),
