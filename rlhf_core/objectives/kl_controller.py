@@ -1,5 +1,5 @@
-"""Holds and adapts the coefficient of PPO's KL penalty. rlhf_core/stages/ppo/train.py updates it after each
-iteration."""
+"""Holds and adapts the coefficient of PPO's KL penalty. rlhf_core/stages/ppo/iteration_loop.py updates it
+after each iteration."""
 
 from __future__ import annotations
 

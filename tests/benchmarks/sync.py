@@ -29,11 +29,11 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.measured.probe import WeightsDiffer
+from rlhf_core.stages.ppo.ppo_setup import model_paths
 from rlhf_core.stages.ppo.ppo_stage import start_processes
 from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.stages.ppo.start_fleet import start_fleet
-from rlhf_core.stages.ppo.train import model_paths
 
 
 def main() -> None:

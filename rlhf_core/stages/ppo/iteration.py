@@ -1,5 +1,5 @@
-"""Runs one PPO iteration: samples, scores, credits, optimises, sends the weights to vLLM. `train.py` contains
-the loop."""
+"""Runs one PPO iteration: samples, scores, credits, optimises, sends the weights to vLLM.
+`iteration_loop.py` contains the loop."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.stages.ppo import iteration_loop, ppo_setup, train
 from rlhf_core.stages.ppo import start_fleet as start
-from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.credit import credit, divergence
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.roles.actor import Actor
@@ -69,7 +69,7 @@ def credited(world: World, fields: Mapping[str, Any]) -> Any:
         {source.title: np.array([0.0, 12.0, 2.0, 2.0, 3.0, 5.0, -1.0, 4.0]) for source in config.reward}, {}
     )
     references = drawn(1) if config.has_reference else None
-    setup = train.setup_of(config, [prompt] * 8, PATHS, [0], 0)
+    setup = ppo_setup.setup_of(config, [prompt] * 8, PATHS, [0], 0)
     coef = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon).update(2.0, 64).coef
     found = credit(rollouts, Scores(drawn(0), references, drawn(2), known), coef, {}, config, setup.terms)
     return found, divergence(rollouts, drawn(0), references, found.usable, coef, config)
@@ -114,8 +114,8 @@ def iterated(world: World, fields: Mapping[str, Any]) -> Any:
     """An iteration against a fleet that records its calls."""
     config = ppo(world, fields)
     fleet = Fleet(lambda prompt, j: float(j * prompt * 0.1 if prompt % 2 else 0), sleeps=config.engine.sleep)
-    setup = train.setup_of(config, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
-    schedule = train.schedule_of(config, 0, 4, 0)
+    setup = ppo_setup.setup_of(config, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
+    schedule = ppo_setup.schedule_of(config, 0, 4, 0)
     done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, schedule)  # type: ignore[arg-type]
     return fleet.requested, fleet.said, fleet.trained, [name for name in done.metrics if "phase" not in name]
 
@@ -173,8 +173,10 @@ def looped(world: World, fields: Mapping[str, Any]) -> Any:
 
     doubles = {"start_fleet": started, "ppo_iteration": iteration, "validate": validated}
     for name, double in (doubles | {"answer_again": answered, "answer_as": answered}).items():
-        world.patch.setattr(train, name, double)
-    world.patch.setattr(train, "start_collector", lambda *given: said.append(given[1].config.max_staleness))
+        world.patch.setattr(train if hasattr(train, name) else iteration_loop, name, double)
+    world.patch.setattr(
+        iteration_loop, "start_collector", lambda *given: said.append(given[1].config.max_staleness)
+    )
     world.patch.setattr(train, "start_asking", lambda *_: said.append("asks") if config.continuous else None)
     shutil.rmtree(world.folder / "run", ignore_errors=True)
     run = RunDir(world.folder / "run")

@@ -20,7 +20,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, sft_documents
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.ppo import train
+from rlhf_core.stages.ppo import ppo_setup, train
 from tests.unit.fields.change import Change, World
 from tests.unit.fields.ppo_probes import PATHS, ppo
 from tests.unit.fields.training_changes import ROWS, trained
@@ -199,7 +199,7 @@ def summed(world: World, fields: Mapping[str, Any]) -> Any:
         **{f"reward:{source.title}": world.place(source.model) for source in config.reward_models},
     }
     return (
-        train.setup_of(config, [], paths, [0], 0).terms,
+        ppo_setup.setup_of(config, [], paths, [0], 0).terms,
         config.groups,
         [paths[name] for name in config.groups if ":" in name],
     )

@@ -14,7 +14,8 @@ import pytest
 from rlhf_core.config import PPO, Data
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
-from rlhf_core.stages.ppo import train
+from rlhf_core.stages.ppo import iteration_loop, train
+from rlhf_core.stages.ppo.iteration import Carried
 from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.sampling import validation
 from rlhf_core.stages.ppo.sampling.validation import HIGH, LOW, REWARD
@@ -88,7 +89,7 @@ def ppo(
     roles = Roles(unwritten)
     done = []
 
-    def iteration(fleet: Roles, setup: object, carried: train.Carried, *rest: object) -> tuple[Any, ...]:
+    def iteration(fleet: Roles, setup: object, carried: Carried, *rest: object) -> tuple[Any, ...]:
         if roles.weights + 1 == killed_at:
             if unwritten is None:
                 wait_until_complete()
@@ -106,7 +107,7 @@ def ppo(
             "eval/response/length": 1.0,
         }
         for name, double in (usual | dict(doubles)).items():
-            patch.setattr(train, name, double)
+            patch.setattr(train if hasattr(train, name) else iteration_loop, name, double)
         prompts = Data.model_validate({"sources": str(material / "prompts.jsonl"), "max_samples": 40})
         sizes = {
             "rollout_batch_size": 8,

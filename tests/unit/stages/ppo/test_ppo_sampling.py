@@ -21,11 +21,12 @@ from rlhf_core.rewards.combine import Running, Term
 from rlhf_core.rewards.reward_contract import RewardsFailed
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
+from rlhf_core.stages.ppo.iteration_loop import iteration_state, restore
 from rlhf_core.stages.ppo.measured.probe import Probe
+from rlhf_core.stages.ppo.ppo_setup import schedule_of, setup_of
 from rlhf_core.stages.ppo.roles.trained import Steps, Update
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled, Setup, sample, with_signal
-from rlhf_core.stages.ppo.train import iteration_state, restore, schedule_of, setup_of
 
 N = 2
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(10)]

@@ -17,10 +17,10 @@ from rlhf_core.rewards.reward_contract import RewardsFailed
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.measured.probe import Probe
+from rlhf_core.stages.ppo.ppo_setup import schedule_of, setup_of
 from rlhf_core.stages.ppo.roles.trained import Steps
 from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, StoredRollouts
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Setup, sample
-from rlhf_core.stages.ppo.train import schedule_of, setup_of
 
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(7)]
 ORDER = PromptOrder(PROMPTS, 7, seed=1)

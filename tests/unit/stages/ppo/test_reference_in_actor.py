@@ -13,9 +13,9 @@ from rlhf_core.config import Lora
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.ppo_setup import model_paths
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel
 from rlhf_core.stages.ppo.roles.trained import Update
-from rlhf_core.stages.ppo.train import model_paths
 from tests.support.fleet_config import fleet_config, no_sources
 from tests.unit.stages.ppo.test_fleet import Role
 from tests.unit.stages.ppo.test_ppo_tricks import (

@@ -1,0 +1,322 @@
+"""Runs PPO's iterations in a loop: validates, logs, exports, and saves resume states. `iteration.py` runs a
+single one."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PPO
+from rlhf_core.forecast.zero_stage import layout_of
+from rlhf_core.objectives.kl_controller import KLController
+from rlhf_core.rewards.clients import Rewards
+from rlhf_core.rewards.combine import Running
+from rlhf_core.runs import resume_state
+from rlhf_core.runs.metrics_log import Tracker
+from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, RunDir
+from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
+from rlhf_core.stages.ppo.ppo_setup import schedule_of
+from rlhf_core.stages.ppo.rollout_records import Rollout, shown
+from rlhf_core.stages.ppo.sampling.collector import Collector, answering
+from rlhf_core.stages.ppo.sampling.sampled_answers import Setup
+from rlhf_core.stages.ppo.sampling.stored import read_ahead, read_collected, write_ahead, write_collected
+from rlhf_core.stages.ppo.sampling.validation import (
+    BEST,
+    HIGH,
+    LOW,
+    REWARD,
+    Best,
+    Validation,
+    answer_again,
+    answer_as,
+    keep_best,
+    validate,
+    write_rollouts,
+)
+from rlhf_core.system.files import sync_to_disk
+from rlhf_core.training.engine import at
+
+KEPT_ROLLOUTS = 8  # of each logged iteration
+SHOWN = (
+    "reward/mean",
+    "kl/mean",
+    "policy/first_ratio",
+    "response/length",
+    "phase/generate",
+    "phase/score",
+    "phase/train",
+)
+
+
+class IterationLoop:
+    """Runs the iterations of a stage, and holds what changes from one to the next: KL controller, carried
+    state, best iteration, and the resume state that is being written.
+
+    `held_out`: the prompts of validations, None without. Call `begin`, then `run_iterations`.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        setup: Setup,
+        held_out: Validation | None,
+        run: RunDir,
+        iterations: int,
+        seed: int,
+    ):
+        config = setup.config
+        self.best: Best | None = None
+        self._fleet = fleet
+        self._setup = setup
+        self._config = config
+        self._held_out = held_out
+        self._run = run
+        self._iterations = iterations
+        self._seed = seed
+        self._first = 0
+        self._kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
+        self._carried = Carried(0, {})
+        self._named: tuple[int, ...] = ()  # best iterations of the last two states
+        self._commit: resume_state.StateCommit | None = None
+        self._collector: Collector | None = None
+
+    def begin(self, resume: resume_state.Resume | None) -> None:
+        """Compares engines and trainer, loads the resume state, validates the starting model, and starts to
+        collect answers, each if there is such."""
+        fleet = self._fleet
+        found = fleet.probe(
+            self._setup.probe, synced=False
+        )  # before the first transfer; raises EngineDiffers
+        print(
+            f"log-probs of engines and trainer differ by up to {found.gap:.2g} of {found.bound:.2g} allowed",
+            flush=True,
+        )
+        if resume:
+            self._load(resume)
+        elif self._config.engine.adapters == "alone":
+            fleet.sync_weights()  # all answers come from engines with adapters; no effect yet
+        if self._held_out and not resume:
+            shutil.rmtree(self._run / BEST, ignore_errors=True)  # from an attempt without a resume state
+            _, self.best = validated(fleet, self._held_out, self._run, 0, None)
+        if self._config.continuous:
+            state = resume.folder if resume else None
+            self._collector = start_collector(fleet, self._setup, self._iterations, self._first, state)
+
+    def run_iterations(self) -> int:
+        """Runs the iterations that are left, or until `stop_when` ends them, and waits for the last resume
+        state. Returns the number of the last iteration."""
+        config = self._config
+        tracker = Tracker(self._run, self._iterations, self._first)
+        print(
+            f"iteration {self._first + 1} of {self._iterations} begins: its answers are sampled first",
+            flush=True,
+        )
+        parameters = 0 if config.lora else self._fleet.trained_parameters()
+        cadence = resume_state.Cadence(config.save_steps, config.save_minutes, self._run.path, parameters)
+        done = self._first
+        while done < self._iterations:
+            done += 1
+            metrics, rollouts, rewards = self._iterate(done)
+            if self._held_out and self._validates(done):
+                metrics |= self._validate(self._held_out, done)
+            if done % config.logging_steps == 0 or done == self._iterations or REWARD in metrics:
+                tracker.log(done, metrics, show=SHOWN)
+                write_rollouts(
+                    self._run / ROLLOUTS / f"iteration{done}.jsonl",
+                    islice(shown(rollouts, rewards, self._fleet.decode), KEPT_ROLLOUTS),
+                )
+            # before saving the state: a run that resumes after this iteration does not export again
+            if done in config.export_at:
+                export(self._fleet, self._run / EXPORTS / f"iteration{done}")
+            if self._stops():
+                print(
+                    f"stopped after iteration {done}: {config.stop_when} validations without a higher mean"
+                    " reward",
+                    flush=True,
+                )
+                break
+            if done < self._iterations and cadence.due(done):
+                self._save(done, cadence)
+        finish_saving(self._fleet, self._commit)
+        tracker.close()
+        if self._collector:
+            self._collector.stop()  # after `stop_when` there are answers on which nothing will train
+        return done
+
+    def _load(self, resume: resume_state.Resume) -> None:
+        """Continues after a resume state."""
+        fleet = self._fleet
+        self._first = resume.step
+        fleet.load_state(resume.folder)
+        fleet.sync_weights(updates_before(self._config, self._first))
+        fleet.probe(self._setup.probe)
+        self._kl, carried = restore(self._kl, resume.loop)
+        ahead = read_ahead(resume.folder, self._setup.order, self._setup.sampling.n)
+        self._carried = carried._replace(ahead=ahead)
+        if resume.loop.get("best"):
+            self.best = Best(*resume.loop["best"])
+            self._named = (self.best.iteration,)
+        print(f"resumed after iteration {self._first} of {self._iterations}", flush=True)
+
+    def _iterate(self, number: int) -> tuple[dict[str, float], Sequence[Rollout], Rewards]:
+        """Runs one iteration, the first being 1. Returns its metrics, rollouts and rewards."""
+        step = number - 1
+        last = number == self._iterations
+        schedule = schedule_of(self._config, step, self._iterations, self._seed)
+        with at(f"iteration {number} of {self._iterations}"):
+            metrics, mean_kl, self._carried, rollouts, rewards = ppo_iteration(
+                self._fleet, self._setup, self._carried, self._kl.coef, schedule, last, self._collector
+            )
+        self._kl = adapted(self._kl, self._config, step, mean_kl)
+        return metrics, rollouts, rewards
+
+    def _validates(self, done: int) -> bool:
+        """Returns whether the actor is validated after this iteration."""
+        due = done % self._config.eval_steps == 0 and done > self._config.freezing_actor_steps
+        return due or done == self._iterations
+
+    def _validate(self, held_out: Validation, done: int) -> dict[str, float]:
+        """Validates the actor, and keeps the exports of the best iteration and of those that states name."""
+        metrics, self.best = validated(self._fleet, held_out, self._run, done, self.best)
+        keep_best(self._run, {self.best.iteration, *self._named})
+        return metrics
+
+    def _stops(self) -> bool:
+        """Returns whether `stop_when` ends the run."""
+        limit = self._config.stop_when
+        return self.best is not None and limit is not None and self.best.since >= limit
+
+    def _save(self, done: int, cadence: resume_state.Cadence) -> None:
+        """Writes a resume state, once the last one is complete."""
+        fleet = self._fleet
+        state = iteration_state(self._kl, self._carried) | {
+            "layout": layout_of(self._config) | {"zero_stage": fleet.zero_stage},
+            "best": self.best,
+        }
+        finish_saving(fleet, self._commit)
+        write = partial(save_state, fleet, self._carried, self._collector)
+        self._commit = resume_state.save(
+            self._run, done, self._config.keep_checkpoints, state, write, fleet.state_files()
+        )
+        cadence.saved()
+        if self.best:
+            self._named = (*self._named[-1:], self.best.iteration)
+            keep_best(self._run, self._named)
+
+
+def validated(
+    fleet: Fleet, held_out: Validation, run: RunDir, iteration: int, best: Best | None
+) -> tuple[dict[str, float], Best]:
+    """Validates the actor after an iteration, and exports it if it is the best so far. Returns metrics and
+    the best iteration."""
+    start = time.monotonic()
+    metrics = validate(fleet, held_out, run, iteration)
+    best = Best(iteration, metrics) if best is None else best.after(iteration, metrics)
+    if best.iteration == iteration:
+        export(fleet, run / BEST / f"iteration{iteration}")
+        if fleet.adapters_alone:  # engines that get only adapters cannot load it later
+            best = best._replace(answered_again=answer_again(fleet, held_out, run))
+    interval = f" ({metrics[LOW]:.4g} to {metrics[HIGH]:.4g})" if LOW in metrics else ""
+    print(f"iteration {iteration}: mean reward {metrics[REWARD]:.4g}{interval} on eval_prompts", flush=True)
+    fleet.forget_seconds()
+    return metrics | {"phase/validate": time.monotonic() - start}, best
+
+
+def chosen(fleet: Fleet, held_out: Validation, run: RunDir, best: Best, last: int) -> dict[str, float]:
+    """Returns the metrics of the best iteration: those of its answers with fresh seeds as `eval/...`, and
+    those it was chosen by as `selection/reward/...`, which are biased upwards because they are the largest of
+    all validations. `last`: the iteration whose weights the engines have."""
+    if best.answered_again is not None:
+        metrics = best.answered_again
+    elif best.iteration == last:
+        metrics = answer_again(fleet, held_out, run)
+    else:
+        metrics = answer_as(fleet, held_out, run, run / BEST / f"iteration{best.iteration}")
+    selection = {
+        f"selection/{name.removeprefix('eval/')}": best.metrics[name]
+        for name in (REWARD, LOW, HIGH)
+        if name in best.metrics
+    }
+    return metrics | selection | {"eval/best_iteration": float(best.iteration)}
+
+
+def save_state(fleet: Fleet, carried: Carried, collector: Collector | None, folder: Path) -> None:
+    """Writes the roles' part of a resume state, and the answers that were sampled ahead."""
+    fleet.save_state(folder)
+    if collector is not None:
+        write_collected(folder, collector.state())
+    if carried.ahead is not None:
+        write_ahead(folder, carried.ahead)
+
+
+def finish_saving(fleet: Fleet, commit: resume_state.StateCommit | None) -> None:
+    """Waits until the last state is complete. Raises the error if saving failed."""
+    if commit:
+        fleet.finish_saving()
+        commit.wait()
+
+
+def updates_before(config: PPO, iteration: int) -> int:
+    """Returns how often the actor was updated before an iteration."""
+    return max(0, iteration - config.freezing_actor_steps)
+
+
+def adapted(kl: KLController, config: PPO, iteration: int, mean_kl: float) -> KLController:
+    """Returns the KL controller after an iteration. Before the actor's first update it is unchanged, because
+    training has not caused the KL."""
+    if not updates_before(config, iteration):
+        return kl
+    return kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
+
+
+def start_collector(fleet: Fleet, setup: Setup, iterations: int, first: int, state: Path | None) -> Collector:
+    """Starts to collect answers for the iterations from `first` on. `state`: the folder of a resume state."""
+    assert fleet.background is not None and fleet.engines is not None
+    known = read_collected(state, setup.order) if state else None
+    updates = updates_before(setup.config, first)
+    answer = answering(fleet, setup.sampling)
+    staleness = setup.config.max_staleness
+    return Collector(
+        fleet.background,
+        answer,
+        setup.order,
+        staleness,
+        iterations,
+        first,
+        updates,
+        known,
+        fleet.engines.died,
+    )
+
+
+def export(fleet: Fleet, folder: Path) -> None:
+    """Writes the actor as a model and syncs it to disk, because a resume state relies on it. Replaces
+    leftovers of an interrupted attempt."""
+    shutil.rmtree(folder, ignore_errors=True)
+    fleet.export_actor(folder)
+    sync_to_disk(folder)
+
+
+def iteration_state(kl: KLController, carried: Carried) -> dict[str, Any]:
+    """Returns KL coefficient, prompt position and running reward statistics as a JSON object for the resume
+    state."""
+    return {
+        "kl_coef": kl.coef,
+        "position": carried.position,
+        "statistics": {name: list(r) for name, r in carried.statistics.items()},
+    }
+
+
+def restore(kl: KLController, loop: Mapping[str, Any]) -> tuple[KLController, Carried]:
+    """Returns KL controller, prompt position and running reward statistics from a stored
+    `iteration_state`."""
+    return replace(kl, coef=loop["kl_coef"]), Carried(
+        loop["position"], {name: Running(*values) for name, values in loop["statistics"].items()}
+    )

@@ -1,0 +1,71 @@
+"""Derives from the recipe what PPO's iterations need: paths of the models, values that are fixed for all
+iterations, and each iteration's batches and learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from rlhf_core.config import PPO
+from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.rewards.combine import term_of
+from rlhf_core.rollout.engine_contract import Sampling
+from rlhf_core.stages.ppo.iteration import IterationSchedule
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Setup
+from rlhf_core.training.engine import learning_rate
+
+PROBE_DOCUMENTS = 4
+PROBE_TOKENS = 128
+
+
+def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
+    """Returns the path of each role's model. By default the critic starts from the first reward model, and
+    the reference is the actor's starting model."""
+    names = {"actor": config.actor} | (
+        {"reference": config.reference or config.actor} if "reference" in config.groups else {}
+    )
+    names |= {f"reward:{source.title}": source.model for source in config.reward_models}
+    if config.has_critic:
+        names["critic"] = config.critic or config.reward_models[0].model
+    return {role: inputs[name] for role, name in names.items()}
+
+
+def setup_of(
+    config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], stop_token_ids: Sequence[int], seed: int
+) -> Setup:
+    """Returns the values that are fixed for all iterations."""
+    n = config.n_samples_per_prompt
+    normalize: Literal["none", "stored"] = "stored" if config.normalize_reward else "none"
+    terms = [term_of(source, paths.get(f"reward:{source.title}"), normalize) for source in config.reward]
+    probe = [
+        Document(p.tokens[-PROBE_TOKENS:], [True] * len(p.tokens[-PROBE_TOKENS:]))
+        for p in prompts[:PROBE_DOCUMENTS]
+    ]
+    return Setup(
+        config=config,
+        order=PromptOrder(prompts, config.rollout_batch_size, seed),
+        sampling=Sampling.of(config, n, stop_token_ids),
+        terms=terms,
+        probe=probe,
+        allowed_failures=int(config.max_failed_rewards * config.rollout_batch_size * n),
+    )
+
+
+def schedule_of(config: PPO, step: int, iterations: int, seed: int) -> IterationSchedule:
+    """Returns batches and learning rates of one iteration. The actor does not train in the first
+    `freezing_actor_steps` iterations."""
+    per_epoch = config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size
+    per_iteration = per_epoch * config.max_epochs
+    frozen = config.freezing_actor_steps
+
+    def rates(peak: float, first: int) -> list[float]:
+        total = (iterations - first) * per_iteration
+        now = (step - first) * per_iteration
+        return [
+            learning_rate(now + k, total, peak, config.warmup_ratio, config.min_lr_ratio)
+            for k in range(per_iteration)
+        ]
+
+    by_role = {"critic": rates(config.critic_learning_rate, 0)} if config.has_critic else {}
+    by_role |= {"actor": rates(config.actor_learning_rate, frozen)} if step >= frozen else {}
+    return IterationSchedule(per_epoch, config.max_epochs, by_role, f"{seed}-{step}")
