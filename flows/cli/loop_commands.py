@@ -6,22 +6,19 @@ import os
 import re
 import shlex
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
-from uuid import UUID
 
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from flows.cli.operate.dashboard import TOKEN, show_address
 from flows.cli.show import Override, RecipePlace, Whole, table_of
 from rlhf_core.cluster.rank_environment import free_port
-from rlhf_core.recipe.inboxes import inboxes_of
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.loop_record import LOCK, LoopState, folder_of, loop_of, loop_state
 from rlhf_core.system.files import is_locked
 from rlhf_core.system.machine import MachineLacks
-from rlhf_core.system.pages.secret_file import kept_secret
 
 loop_app = App(
     name="loop", help="A recipe's loop (iterative_dpo, iterative, iterative_feedback), one round at a time."
@@ -81,54 +78,32 @@ def serve(
             takes a free one; default: none.
         starts_an_hour: the most runs of a deployment that such requests start in an hour.
     """
-    for number in (port, feedback_port, dashboard_port, trigger_port or 0):
-        if not 0 <= number <= 65535:
-            raise ValueError(f"there is no port {number}: give 1 to 65535, or 0 for a free one")
-    if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
-        raise ValueError(
-            f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas"
-        )
+    check_addresses((port, feedback_port, dashboard_port, trigger_port or 0), allow_host)
     console = Console(soft_wrap=True)
     console.print("importing Prefect and reading the recipes", highlight=False)
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    from flows.serving.deployments import deploy, feedback_name, pause_others, prepare, served
+    from flows.cli import serve_steps
+    from flows.serving.deployments import prepare, served
     from flows.serving.schedules import schedule_of
-    from flows.serving.services import AUTH, FEEDBACK_TOKEN, TRIGGER_TOKEN, Services, only_one
+    from flows.serving.services import AUTH, Services, only_one
     from flows.serving.supervise import supervise
-    from flows.triggers.inbox_watch import InboxWatch, takes_feedback
-    from flows.triggers.runs import FeedbackTrigger
 
-    ends = {
-        key: value for key, value in (("max_rounds", max_rounds), ("min_gain", min_gain)) if value is not None
-    }
+    limits = {"max_rounds": max_rounds, "min_gain": min_gain}
+    ends = {name: value for name, value in limits.items() if value is not None}
     recipes = served(
         [text for text in given if "=" not in text], [text for text in given if "=" in text], ends
     )
     if not recipes:
         raise ValueError("give the recipes to serve: alignflow serve RECIPE...")
     when = schedule_of(every, cron, timezone) if schedule else None
-    watches = {
-        one.recipe.name: InboxWatch(one.recipe)
-        for one in recipes
-        if on_feedback and takes_feedback(one.recipe)
-    }
-    if on_feedback and not watches:
-        raise ValueError(
-            "--on-feedback: no recipe has a loop of kind iterative_feedback: leave it out, or serve a recipe"
-            " with one"
-        )
+    watches = serve_steps.watches_of(recipes) if on_feedback else {}
     if starts_an_hour < 1:
         raise ValueError(f"--starts-an-hour {starts_an_hour}: give 1 or more")
     with only_one(home.absolute()):
-        try:
-            port = port or free_port(host)
-        except OSError as error:
-            raise MachineLacks(
-                f"nothing can be served on {host} ({error.strerror}): give another --host"
-            ) from None
-        services = Services(home.absolute(), host, port, [name for name in allow_host.split(",") if name])
+        hosts = [name for name in allow_host.split(",") if name]
+        services = Services(home.absolute(), host, port or free_port_on(host), hosts)
         ours = temporary_settings({PREFECT_API_URL: services.api, PREFECT_API_AUTH_STRING: services.auth})
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         # a shell ignores SIGINT for background commands
@@ -138,37 +113,14 @@ def serve(
             services.start_server()
             with ours, get_client(sync_client=True) as client:
                 prepare(client)
-                triggered = []
-                identities = list[UUID]()
-                for one in recipes:
-                    made = deploy(services.api, one, when, ends, one.recipe.name in watches)
-                    triggered += [name for name in made if name.endswith(f"/{one.recipe.name}")]
-                    services.record({identity: one.parameters for identity in made.values()})
-                    identities += made.values()
-                    for name in made:
-                        console.print(f"deployment {name}", markup=False, highlight=False)
-                for name in pause_others(client, identities):
-                    console.print(
-                        f"deployment {name} of an earlier serve: its schedule is paused",
-                        markup=False,
-                        highlight=False,
-                    )
+                started_by_request = serve_steps.deploy_all(
+                    console, client, services, recipes, when, ends, watches
+                )
                 services.start_worker()
-                inboxes = list(dict.fromkeys(folder for one in recipes for folder in inboxes_of(one.recipe)))
-                if inboxes:
-                    told = services.start_feedback(
-                        [text for text in given if "=" not in text], inboxes, feedback_port
-                    )
-                    console.print(
-                        f"feedback: POST {told}/NAME (token: {services.home / FEEDBACK_TOKEN})",
-                        markup=False,
-                        highlight=False,
-                    )
+                serve_steps.start_feedback(console, services, recipes, feedback_port)
                 if trigger_port is not None:
-                    told = services.start_triggers(triggered, trigger_port, starts_an_hour)
-                    place = services.home / TRIGGER_TOKEN
-                    console.print(
-                        f"triggers: POST {told}/FLOW/NAME (token: {place})", markup=False, highlight=False
+                    serve_steps.start_triggers(
+                        console, services, started_by_request, trigger_port, starts_an_hour
                     )
                 timing = f"every {every:g} s" if every is not None else f"'{cron}' {timezone}"
                 timing = (timing if when else "none") + (" and on new feedback" if watches else "")
@@ -178,22 +130,34 @@ def serve(
                     highlight=False,
                 )
                 show_auth(console, services.api, services.auth, services.home / AUTH)
-                token = kept_secret(services.home / TOKEN)
-                for nth, artifacts in enumerate(
-                    dict.fromkeys(Path(one.recipe.artifacts).absolute() for one in recipes)
-                ):
-                    address = services.start_dashboard(artifacts, 0 if nth else dashboard_port)
-                    show_address(console, artifacts, address, token, services.home / TOKEN)
-                triggers = [
-                    FeedbackTrigger(client, f"loop/{feedback_name(name)}", watch)
-                    for name, watch in watches.items()
-                ]
-                supervise(console, client, services, triggers)
+                serve_steps.start_dashboards(console, services, recipes, dashboard_port)
+                supervise(console, client, services, serve_steps.triggers_of(client, watches))
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the shutdown
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             console.print("ending the worker, its runs and the server", markup=False)
             services.stop()
+
+
+def check_addresses(ports: Iterable[int], allow_host: str) -> None:
+    """Raises ValueError for a number that is no port, and for a wrong --allow-host."""
+    for number in ports:
+        if not 0 <= number <= 65535:
+            raise ValueError(f"there is no port {number}: give 1 to 65535, or 0 for a free one")
+    if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
+        raise ValueError(
+            f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas"
+        )
+
+
+def free_port_on(host: str) -> int:
+    """Returns a free port. Raises MachineLacks when this machine does not have the address."""
+    try:
+        return free_port(host)
+    except OSError as error:
+        raise MachineLacks(
+            f"nothing can be served on {host} ({error.strerror}): give another --host"
+        ) from None
 
 
 def show_auth(console: Console, api: str, auth: str, file: Path) -> None:
