@@ -12,10 +12,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import KTO, Data, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
@@ -30,6 +32,7 @@ from rlhf_core.objectives.collate import sent
 from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.stages.reference_logprobs import (
+    Model,
     answer_logprobs_and_balance,
     dealt_logprobs,
     reference_logprobs,
@@ -87,28 +90,11 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     require_same_vocabulary(source, [reference], request.trust_remote_code)
     pad = tokenizer.pad_token_id
-    micro = config.micro_train_batch_size
-
-    def load(data: Data | None) -> Loaded[Labelled]:
-        """Loads the answers of a file mixture; without one, those of a preferences stage."""
-        own = data or Data(
-            sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template
-        )
-        renderer = Renderer(tokenizer, own.template, verbatim=data is None)
-        return labelled_answers(own, renderer, config.max_len, request.seed, run / STATE)
-
-    data = load(config.data)
-    held_out = load(config.eval_data) if config.eval_data else None
-    everything = joined(data.items, held_out.items) if held_out else data.items
-    documents = mapped(everything, lambda item: item.document)
-    count = len(data.items)
-    mismatches = all_mismatches(
-        count, len(everything) - count, config.train_batch_size, config.max_epochs, request.seed
+    data = load_answers(request, config, tokenizer, config.data, run / STATE)
+    held_out = (
+        load_answers(request, config, tokenizer, config.eval_data, run / STATE) if config.eval_data else None
     )
-
-    def mismatched(pair: Mismatch) -> Document:
-        return mismatch(documents[pair[0]], documents[pair[1]], config.max_len)
-
+    answers = KtoAnswers(config, data.items, held_out.items if held_out else [], request.seed)
     tell_load(source)
     trained = trained_policy(
         source,
@@ -121,41 +107,118 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     )
     engine = make_engine(trained, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
-    passes = Passes(micro, config.micro_train_tokens, apart=bool(trained.document_leak))
+    passes = Passes(
+        config.micro_train_batch_size, config.micro_train_tokens, apart=bool(trained.document_leak)
+    )
     if engine.rank == 0:
         write_data_report(
             run, request.name, data=data.report, eval_data=held_out.report if held_out else None
         )
-    refs = reference_logprobs(
-        engine,
-        run,
-        lambda: (
-            open_frozen(reference, config, request.trust_remote_code, engine.device)
-            if config.reference
-            else engine
-        ),
-        reference,
-        joined(passes.in_order(documents, len), passes.in_order(mapped(mismatches, mismatched), len)),
-        passes,
-        pad,
-        mean=False,
-    )
-    items = Lazy(count, lambda index: KtoAnswer(index, everything[index], refs[index]))
-    held_out_items = [
-        KtoAnswer(index, everything[index], refs[index]) for index in range(count, len(everything))
-    ]
 
-    def step_of(items: Sequence[KtoAnswer]) -> Step:
+    def open_reference() -> Model:
+        if config.reference:
+            return open_frozen(reference, config, request.trust_remote_code, engine.device)
+        return engine
+
+    refs = reference_logprobs(
+        engine, run, open_reference, reference, answers.micro_batches(passes), passes, pad, mean=False
+    )
+    losses = KtoLosses(config, engine, answers, refs, passes, pad)
+    held_out_items = answers.held_out(refs)
+    task = Task(
+        answers.training(refs),
+        lambda items: passes._replace(ranks=replicas(engine)).split(items, length),
+        losses.step_of,
+        losses.loss,
+        (lambda _: losses.evaluate(held_out_items)) if held_out_items else None,
+        show=("loss", "accuracy", "margin", "kl"),
+        text=lambda item: tokenizer.decode(item.answer.document.tokens),
+    )
+    metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
+    metrics["data/desirable"] = float(sum(item.desirable for item in data.items))
+    return finish_training(engine, request, run, source, config.lora, metrics)
+
+
+def load_answers(
+    request: StageRequest, config: KTO, tokenizer: PreTrainedTokenizerBase, data: Data | None, folder: Path
+) -> Loaded[Labelled]:
+    """Loads the answers of a file mixture. Without one (no `data`), loads those of a preferences stage."""
+    own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
+    renderer = Renderer(tokenizer, own.template, verbatim=data is None)
+    return labelled_answers(own, renderer, config.max_len, request.seed, folder)
+
+
+class KtoAnswers:
+    """The answers to train on, followed by the held-out ones, and the mismatched pairs of both."""
+
+    def __init__(self, config: KTO, training: Sequence[Labelled], held_out: Sequence[Labelled], seed: int):
+        self._all = joined(training, held_out) if held_out else training
+        self._count = len(training)
+        self._documents = mapped(self._all, lambda item: item.document)
+        self._max_len = config.max_len
+        self._mismatches = all_mismatches(
+            len(training), len(held_out), config.train_batch_size, config.max_epochs, seed
+        )
+
+    def mismatched(self, pair: Mismatch) -> Document:
+        """Returns the document of a mismatched pair."""
+        return mismatch(self._documents[pair[0]], self._documents[pair[1]], self._max_len)
+
+    def micro_batches(self, passes: Passes) -> Sequence[Sequence[Document]]:
+        """Returns the documents of all answers, then those of all mismatched pairs, by forward pass."""
+        return joined(
+            passes.in_order(self._documents, len),
+            passes.in_order(mapped(self._mismatches, self.mismatched), len),
+        )
+
+    def place_of(self, pair: Mismatch) -> int:
+        """Returns the place of a mismatched pair in the order of `micro_batches`."""
+        return len(self._all) + self._mismatches.index(pair)
+
+    def training(self, refs: Sequence[float]) -> Sequence[KtoAnswer]:
+        """Returns the answers to train on. `refs`: log-probs in the order of `micro_batches`."""
+        return Lazy(self._count, lambda index: KtoAnswer(index, self._all[index], refs[index]))
+
+    def held_out(self, refs: Sequence[float]) -> list[KtoAnswer]:
+        """Returns the held-out answers. `refs`: log-probs in the order of `micro_batches`."""
+        return [
+            KtoAnswer(index, self._all[index], refs[index]) for index in range(self._count, len(self._all))
+        ]
+
+
+class KtoLosses:
+    """Computes losses of micro-batches, and before them what a whole step needs. `refs`: the reference's
+    log-probs in the order of `answers.micro_batches`."""
+
+    def __init__(
+        self,
+        config: KTO,
+        engine: Engine,
+        answers: KtoAnswers,
+        refs: Sequence[float],
+        passes: Passes,
+        pad_token_id: int,
+    ):
+        self._config = config
+        self._engine = engine
+        self._answers = answers
+        self._refs = refs
+        self._passes = passes
+        self._pad = pad_token_id
+
+    def step_of(self, items: Sequence[KtoAnswer]) -> Step:
+        """Returns the values of an optimiser step. Computes log-probs of its mismatched pairs on all
+        ranks."""
         pairs = mismatches_of([item.place for item in items])
         logprobs = dealt_logprobs(
-            engine,
-            engine,
-            passes.in_order([mismatched(pair) for pair in pairs], len),
-            passes,
-            pad,
+            self._engine,
+            self._engine,
+            self._passes.in_order([self._answers.mismatched(pair) for pair in pairs], len),
+            self._passes,
+            self._pad,
             mean=False,
         )
-        gap = sum(logprobs.tolist()) - sum(refs[len(everything) + mismatches.index(pair)] for pair in pairs)
+        gap = sum(logprobs.tolist()) - sum(self._refs[self._answers.place_of(pair)] for pair in pairs)
         desirable = sum(item.answer.desirable for item in items)
         return Step(
             float(len(items)),
@@ -164,9 +227,13 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
             max(0.0, gap / max(1, len(pairs))),
         )
 
-    def loss(engine: Engine, items: list[KtoAnswer], step: Step) -> Loss:
+    def loss(self, engine: Engine, items: list[KtoAnswer], step: Step) -> Loss:
+        """Returns the loss of a micro-batch."""
+        config = self._config
         documents = [item.answer.document for item in items]
-        logprobs, balance = answer_logprobs_and_balance(engine, documents, pad, False, engine.device, passes)
+        logprobs, balance = answer_logprobs_and_balance(
+            engine, documents, self._pad, False, engine.device, self._passes
+        )
         ref = sent(torch.tensor([item.ref for item in items]), engine.device)
         desirable = sent(torch.tensor([item.answer.desirable for item in items]), engine.device)
         result = kto_loss(
@@ -188,24 +255,14 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
             shown["rewards/undesirable"] = torch.where(desirable, 0, rewards).sum() / step.undesirable
         return Loss(result.loss, result.metrics | shown)
 
-    def evaluate(engine: Engine) -> dict[str, float]:
-        step = step_of(held_out_items)
+    def evaluate(self, items: Sequence[KtoAnswer]) -> dict[str, float]:
+        """Returns the metrics of held-out answers, which count as one step."""
+        step = self.step_of(items)
         return held_out_metrics(
-            engine, passes.in_order(held_out_items, length), lambda part: loss(engine, part, step)
+            self._engine,
+            self._passes.in_order(items, length),
+            lambda part: self.loss(self._engine, part, step),
         )
-
-    task = Task(
-        items,
-        lambda items: passes._replace(ranks=replicas(engine)).split(items, length),
-        step_of,
-        loss,
-        evaluate if held_out_items else None,
-        show=("loss", "accuracy", "margin", "kl"),
-        text=lambda item: tokenizer.decode(item.answer.document.tokens),
-    )
-    metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
-    metrics["data/desirable"] = float(sum(item.desirable for item in data.items))
-    return finish_training(engine, request, run, source, config.lora, metrics)
 
 
 def mismatches_of(indices: Sequence[int]) -> list[Mismatch]:
