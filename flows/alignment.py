@@ -21,7 +21,7 @@ from prefect.utilities.names import generate_slug
 
 from evaluation.report.summary import Status
 from flows.running import OneByOne, Threads, prepare_next
-from flows.schedule import machine_here, schedule_of
+from flows.schedule import Schedule, machine_here, schedule_of
 from rlhf_core.config import KINDS, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.revisions import forget
@@ -151,25 +151,108 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
 def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
     """Runs the stages that need no decision by a person, and returns the gates that wait for one."""
     schedule = schedule_of(planned, nodes, machine_here())
-    failures: list[Exception] = []  # after one, no stage starts
-    failed_gates: list[Verdict] = []  # gates whose dependent stages do not start
-    waiting: list[Verdict] = []  # approvals, whose dependent stages do not start yet
-    begun: set[str] = set()
-    passed: set[str] = set()  # stages whose dependents may start
+    with reported(planned) as statuses:
+        stages = OpenStages(planned, nodes, schedule, statuses)
+        stages.pass_ancestors()
+        stages.run_each()
+        stages.act_on_gates()
+        stages.raise_failures()
+    return stages.waiting
 
-    def goes_on() -> bool:
-        return not failures and not any(verdict.gate.on_fail == "stop" for verdict in failed_gates)
 
-    def pass_gates(node: Node) -> None:
+class OpenStages:
+    """Stages that need no decision by a person, while they run. `statuses`: those that the run's report
+    shows; `waiting`: approvals, whose dependent stages do not start yet."""
+
+    def __init__(
+        self, planned: Plan, nodes: tuple[Node, ...], schedule: Schedule, statuses: dict[str, Status]
+    ):
+        self.waiting: list[Verdict] = []
+        self._planned = planned
+        self._nodes = nodes
+        self._schedule = schedule
+        self._statuses = statuses
+        self._failures: list[Exception] = []  # after one, no stage starts
+        self._failed_gates: list[Verdict] = []  # gates whose dependent stages do not start
+        self._begun: set[str] = set()
+        self._passed: set[str] = set()  # stages whose dependents may start
+
+    def pass_ancestors(self) -> None:
+        """Checks the gates of the stages' ancestors, which were finished in an earlier run and still
+        apply."""
+        for ancestor in self._planned.ancestors(self._nodes):
+            if self._goes_on():
+                self._pass_gates(ancestor)
+
+    def run_each(self) -> None:
+        """Runs each stage when it may start, until none is left that may. Keeps the exceptions of stages."""
+        stages = (
+            Threads(partial(self._work, run_stage.submit))
+            if self._schedule.peak > 1
+            else OneByOne(partial(self._work, run_stage))
+        )
+        try:
+            with stages:
+                while True:
+                    self._begin(stages)
+                    if not stages.starts:
+                        break
+                    if self._schedule.peak == 1 and self._goes_on():
+                        prepare_next(self._nodes, self._begun)
+                    name, result = stages.ended()
+                    try:
+                        self._end(self._planned[name], result)
+                    except Exception as error:
+                        self._failures.append(error)
+        except BaseException:  # a signal: `_end` re-raises the exceptions of stages
+            self._statuses |= {name: interrupted(self._planned[name]) for name in stages.starts}
+            raise
+        finally:
+            prepared.end()
+
+    def act_on_gates(self) -> None:
+        """Rolls back a champion that a failed gate is about, and asks for the approvals."""
+        roll_back(self._planned, self._failed_gates)
+        if self.waiting and not self._failures and self._goes_on():
+            ask_about(self._planned, self.waiting)  # even if a failed branch ends the run
+
+    def raise_failures(self) -> None:
+        """Raises what failed: an exception of a stage, GateFailed, or SeveralFailed for more than one."""
+        failures = list(self._failures)
+        if self._failed_gates:
+            order = [node.name for node in self._planned.nodes]
+            verdicts = sorted(self._failed_gates, key=lambda verdict: order.index(verdict.stage))
+            failures.append(GateFailed(verdicts))
+        if failures:
+            raise failures[0] if len(failures) == 1 else SeveralFailed(failures)
+
+    def _goes_on(self) -> bool:
+        stops = any(verdict.gate.on_fail == "stop" for verdict in self._failed_gates)
+        return not self._failures and not stops
+
+    def _pass_gates(self, node: Node) -> None:
         verdicts = check_gates(node)
-        notify_gates(planned.recipe, verdicts)
-        failed_gates.extend(holding(verdicts))
+        notify_gates(self._planned.recipe, verdicts)
+        self._failed_gates.extend(holding(verdicts))
         open_gates = [verdict for verdict in verdicts if verdict.waits]
-        waiting.extend(open_gates)
-        if not holding(verdicts) and not open_gates and passed.issuperset(node.parents):
-            passed.add(node.name)
+        self.waiting.extend(open_gates)
+        if not holding(verdicts) and not open_gates and self._passed.issuperset(node.parents):
+            self._passed.add(node.name)
 
-    def end(node: Node, result: Callable[[], Status]) -> None:
+    def _begin(self, stages: Threads | OneByOne) -> None:
+        """Begins the stages that may start now."""
+        if not self._goes_on():
+            return
+        for start in self._schedule.starts(self._passed, stages.starts, self._begun):
+            self._begun.add(start.name)
+            stages.begin(self._planned[start.name], start, self._schedule.variables(start))
+
+    def _work(self, call: Callable[..., Any], node: Node) -> Any:
+        return call(request_of(self._planned, node), node.run_dir, store_of(self._planned.recipe))
+
+    def _end(self, node: Node, result: Callable[[], Status]) -> None:
+        """Takes over the result of a stage, and checks its gates. Raises what ended it."""
+        statuses = self._statuses
         try:
             statuses[node.name] = result()
         except BaseException as error:
@@ -178,54 +261,9 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
                 statuses[node.name] = "failed" if isinstance(error, Exception) else interrupted(node)
             raise
         if statuses[node.name] == "done":
-            notify_stage(planned.recipe, node)
-        promote_published(planned, node)
-        pass_gates(node)
-
-    def work(call: Callable[..., Any], node: Node) -> Any:
-        return call(request_of(planned, node), node.run_dir, store_of(planned.recipe))
-
-    with reported(planned) as statuses:
-        for ancestor in planned.ancestors(nodes):  # finished in an earlier run; their gates still apply
-            if goes_on():
-                pass_gates(ancestor)
-        stages = (
-            Threads(partial(work, run_stage.submit))
-            if schedule.peak > 1
-            else OneByOne(partial(work, run_stage))
-        )
-        try:
-            with stages:
-                while True:
-                    for start in schedule.starts(passed, stages.starts, begun) if goes_on() else ():
-                        begun.add(start.name)
-                        stages.begin(planned[start.name], start, schedule.variables(start))
-                    if not stages.starts:
-                        break
-                    if schedule.peak == 1 and goes_on():
-                        prepare_next(nodes, begun)
-                    name, result = stages.ended()
-                    try:
-                        end(planned[name], result)
-                    except Exception as error:
-                        failures.append(error)
-        except BaseException:  # a signal: `end` re-raises the exceptions of stages
-            statuses |= {name: interrupted(planned[name]) for name in stages.starts}
-            raise
-        finally:
-            prepared.end()
-        order = [node.name for node in planned.nodes]
-        roll_back(planned, failed_gates)
-        if waiting and not failures and goes_on():
-            ask_about(planned, waiting)  # even if a failed branch ends the run
-        failures += (
-            [GateFailed(sorted(failed_gates, key=lambda verdict: order.index(verdict.stage)))]
-            if failed_gates
-            else []
-        )
-        if failures:
-            raise failures[0] if len(failures) == 1 else SeveralFailed(failures)
-    return waiting
+            notify_stage(self._planned.recipe, node)
+        promote_published(self._planned, node)
+        self._pass_gates(node)
 
 
 def interrupted(node: Node) -> Status:
