@@ -3,8 +3,9 @@ loads all models concurrently."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
@@ -56,71 +57,17 @@ def start_fleet(
     says `auto`. `own_tokens`: the entries of reward models with another tokenizer, by title. `asking`: the
     objects that request single answers from engines.
     """
-    rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
-
-    def model(role: str) -> ModelSpec:
-        return ModelSpec(
-            path=paths[role],
-            dtype=config.dtype,
-            pad_token_id=tokenizer.pad_token_id,
-            micro_batch_size=config.micro_rollout_batch_size,
-            trust_remote_code=trust_remote_code,
-            micro_tokens=config.micro_rollout_tokens,
-            sharing=config.sharing_of(role),
-        )
-
-    def reward_model(title: str) -> ModelSpec:
-        spec = model(f"reward:{title}")
-        return spec._replace(pad_token_id=own_tokens[title].pad_token_id) if title in own_tokens else spec
-
     # before loading anything, because it may raise
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)
-    read_only = {"offload": config.ref_reward_offload, "shard": config.ref_reward_shard}
-    # so that the KL begins at 0
-    as_the_actor = config.replays_routing and paths.get("reference") == paths["actor"]
-    loading: list[Pending[RankReady]] = [
-        groups["sampler"].build(
-            SamplerRole,
-            model=paths["actor"],
-            seed=seed,
-            max_model_len=config.longest,
-            dtype=config.dtype,
-            config=config.engine,
-            trust_remote_code=trust_remote_code,
-            can_sleep=config.engine.sleep,
-            routing_replay=config.replays_routing,
-            adapter_rank=(
-                config.lora.rank if config.lora is not None and config.engine.adapters == "alone" else 0
-            ),
-        ),
-        *(group.build(Reward, model=reward_model(title), **read_only) for title, group in rewards.items()),
-    ]
-    if "reference" in groups:
-        loading.append(
-            groups["reference"].build(
-                ReferenceModel,
-                model=model("reference"),
-                temperature=config.temperature,
-                routing_replay=as_the_actor,
-                **read_only,
-            )
-        )
-    if config.reference_in_actor:
-        print("the reference is the actor without its adapters; reference_ranks are unused", flush=True)
     decided = config.model_copy(update={"zero_stage": chosen.stage})
-    loading.append(groups["actor"].build(Actor, model=model("actor"), config=decided, seed=seed))
-    if "critic" in groups:
-        loading.append(groups["critic"].build(Critic, model=model("critic"), config=decided, seed=seed))
-    for pending in loading:
-        print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
-        ranks = pending.wait(config.timeout)
-        imports = max(up.imports for up in ranks)  # 0 if they are part of the loading
-        took = (
-            f"imports {imports:.0f} s, " if imports else ""
-        ) + f"loading {max(up.loading for up in ranks):.0f} s"
-        print(
-            f"{pending.role} is up, process {', '.join(str(up.process) for up in ranks)}: {took}", flush=True
-        )
+    spec = partial(spec_of, config, paths, tokenizer.pad_token_id, trust_remote_code, own_tokens)
+    loading = [
+        start_sampler(groups["sampler"], config, paths["actor"], seed, trust_remote_code),
+        *start_read_only(groups, config, paths, spec),
+        *start_trained(groups, decided, spec, seed),
+    ]
+    wait_until_loaded(loading, paths, config.timeout)
+    rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
     others = other_nodes()
     clients = [
         client_of(source, others)
@@ -142,6 +89,96 @@ def start_fleet(
     if fleet.sleeps:  # the engines are awake, and loading left memory that the models do not use
         fleet.release_memory()
     return fleet
+
+
+def spec_of(
+    config: PPO,
+    paths: Mapping[str, str],
+    pad_token_id: int,
+    trust_remote_code: bool,
+    own_tokens: Mapping[str, OwnTokens],
+    role: str,
+) -> ModelSpec:
+    """Returns what the processes of a role need to load its model. `pad_token_id`: of the actor."""
+    own = own_tokens.get(role.removeprefix("reward:")) if role.startswith("reward:") else None
+    return ModelSpec(
+        path=paths[role],
+        dtype=config.dtype,
+        pad_token_id=own.pad_token_id if own is not None else pad_token_id,
+        micro_batch_size=config.micro_rollout_batch_size,
+        trust_remote_code=trust_remote_code,
+        micro_tokens=config.micro_rollout_tokens,
+        sharing=config.sharing_of(role),
+    )
+
+
+def start_sampler(
+    group: WorkerGroup, config: PPO, model: str, seed: int, trust_remote_code: bool
+) -> Pending[RankReady]:
+    """Starts to load the actor's model into the engines."""
+    lora = config.lora if config.engine.adapters == "alone" else None
+    return group.build(
+        SamplerRole,
+        model=model,
+        seed=seed,
+        max_model_len=config.longest,
+        dtype=config.dtype,
+        config=config.engine,
+        trust_remote_code=trust_remote_code,
+        can_sleep=config.engine.sleep,
+        routing_replay=config.replays_routing,
+        adapter_rank=lora.rank if lora is not None else 0,
+    )
+
+
+def start_read_only(
+    groups: Mapping[str, WorkerGroup], config: PPO, paths: Mapping[str, str], spec: Callable[[str], ModelSpec]
+) -> list[Pending[RankReady]]:
+    """Starts to load reward models and the reference."""
+    where = {"offload": config.ref_reward_offload, "shard": config.ref_reward_shard}
+    roles = [f"reward:{source.title}" for source in config.reward_models]
+    loading = [groups[role].build(Reward, model=spec(role), **where) for role in roles]
+    if "reference" in groups:
+        # so that the KL begins at 0
+        as_the_actor = config.replays_routing and paths.get("reference") == paths["actor"]
+        loading.append(
+            groups["reference"].build(
+                ReferenceModel,
+                model=spec("reference"),
+                temperature=config.temperature,
+                routing_replay=as_the_actor,
+                **where,
+            )
+        )
+    if config.reference_in_actor:
+        print("the reference is the actor without its adapters; reference_ranks are unused", flush=True)
+    return loading
+
+
+def start_trained(
+    groups: Mapping[str, WorkerGroup], config: PPO, spec: Callable[[str], ModelSpec], seed: int
+) -> list[Pending[RankReady]]:
+    """Starts to load actor and critic. `config`: with their ZeRO stage."""
+    loading = [groups["actor"].build(Actor, model=spec("actor"), config=config, seed=seed)]
+    if "critic" in groups:
+        loading.append(groups["critic"].build(Critic, model=spec("critic"), config=config, seed=seed))
+    return loading
+
+
+def wait_until_loaded(
+    loading: Sequence[Pending[RankReady]], paths: Mapping[str, str], timeout: float
+) -> None:
+    """Waits for each role's ranks, and prints how long they took."""
+    for pending in loading:
+        print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
+        ranks = pending.wait(timeout)
+        imports = max(up.imports for up in ranks)  # 0 if they are part of the loading
+        took = (
+            f"imports {imports:.0f} s, " if imports else ""
+        ) + f"loading {max(up.loading for up in ranks):.0f} s"
+        print(
+            f"{pending.role} is up, process {', '.join(str(up.process) for up in ranks)}: {took}", flush=True
+        )
 
 
 def zero_stage_of(
