@@ -12,7 +12,7 @@ from flows.cli.app import main
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.forecast.hardware import GPUS, LINK, gather_seconds, nodes_of, on_nodes
-from rlhf_core.forecast.placements import options_on
+from rlhf_core.forecast.placement_options import options_on
 from rlhf_core.forecast.seconds import Sending, beside, phases, phases_as_range, sending
 from rlhf_core.hub.model_config import size_of_config
 from tests.benchmarks.published import LLAMA, ROLES, SHAPES, recipe

@@ -1,0 +1,179 @@
+"""Lists placements of a PPO stage on a number of GPUs to try, as fields of the recipe. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.config import PPO
+from rlhf_core.config.rewards import ModelReward
+from rlhf_core.forecast.hardware import Gpu, nodes_of
+from rlhf_core.forecast.memory import engine_needs
+from rlhf_core.hub.model_config import Size
+
+MOST_OF_ENGINE = 0.45  # of a GPU shared with models
+RANKS = ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks")
+SWITCHES = (
+    "colocate_all",
+    "colocate_actor_ref",
+    "colocate_critic_reward",
+    "ref_reward_offload",
+    "ref_reward_shard",
+    "adam_offload",
+    "param_offload",
+    "zero_hpz",
+)
+
+
+def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[str, Any]]:
+    """Returns the fields for each placement, by its name. `size`: of the actor."""
+    on = PlacementOptions(config, count, size, gpu)
+    options = on.all_together() | on.in_halves() | on.weights_on_host()
+    least = 1 if config.deepspeed else 0  # DeepSpeed's options do not apply to plain torch
+    return {
+        name: fields | {"zero_stage": max(least, fields["zero_stage"])} for name, fields in options.items()
+    }
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """The options for a stage on `count` GPUs, each as the fields that produce it. `size`: of the actor."""
+
+    config: PPO
+    count: int
+    size: Size
+    gpu: Gpu
+
+    def all_together(self) -> dict[str, dict[str, Any]]:
+        """Returns options with all roles on all GPUs."""
+        together = self._together()
+        most = self._most_sharded()
+        shards = f", ZeRO-{most}" if self.count > 1 else ""  # one GPU has nothing to shard
+        zero_stage = most if shards else 0
+        offloaded = self._offloaded()
+        on_host = {"ref_reward_offload": True, "adam_offload": offloaded, "zero_stage": most if shards else 2}
+        options = {
+            "all together": together | {"zero_stage": 2 if shards else 0},
+            f"all together{shards}, reference and reward offloaded": (
+                together | {"zero_stage": zero_stage, "ref_reward_offload": True}
+            ),
+            "all together, Adam offloaded too": together | on_host,
+        }
+        if shards and self.config.read_only:
+            in_shares = together | {"ref_reward_shard": True, "zero_stage": most}
+            options |= {
+                f"all together{shards}, reference and reward sharded": in_shares,
+                "all together, reference and reward sharded, Adam offloaded": (
+                    in_shares | {"adam_offload": offloaded}
+                ),
+            }
+        if shards and most == 3 and nodes_of(self.count, self.gpu) > 1:
+            options["all together, all offloaded, a copy of the weights on each node (zero_hpz)"] = (
+                together | on_host | {"zero_hpz": True}
+            )
+        return options
+
+    def in_halves(self) -> dict[str, dict[str, Any]]:
+        """Returns options with the actor on one half of the GPUs, and the other models and vLLM on the rest;
+        none if there are too few GPUs."""
+        config = self.config
+        actor = self.count // 2
+        each = max(1, self.count // 4)
+        # without a critic, reward models do not share GPUs
+        judging = each * (1 if config.has_critic else len(config.reward_models))
+        left = self.count - actor - judging
+        if left < 1 or self.count < 3:
+            return {}
+        most = self._most_sharded()
+        split = {
+            **self._apart(),
+            **dict.fromkeys(("actor_ranks", "reference_ranks"), self._ranks(actor)),
+            **dict.fromkeys(
+                [field for field in self._roles() if field in ("critic_ranks", "reward_ranks")],
+                self._ranks(each),
+            ),
+            "colocate_actor_ref": True,
+            "colocate_critic_reward": config.has_critic and bool(config.reward_models),
+            "zero_stage": most if actor > 1 else 0,
+            "engine": self._engines(left, alone=True),
+        }
+        judges = ["critic"] * config.has_critic + ["reward"] * bool(config.reward_models)
+        others = f"{' and '.join(judges)} on {judging}, " if judges else ""
+        options = {f"actor and reference on {actor}, {others}vLLM on {left}": split}
+        if min(actor, each) > 1 and config.read_only:
+            options[f"the same, reference and reward sharded ({actor} + {each} + {left})"] = split | {
+                "ref_reward_shard": True
+            }
+        if config.has_critic:
+            offload = {"adam_offload": ["critic"], "zero_stage": most if actor > 1 else 2}
+            options[f"the same, the critic's Adam offloaded ({actor} + {each} + {left})"] = split | offload
+        return options
+
+    def weights_on_host(self) -> dict[str, dict[str, Any]]:
+        """Returns the option with the trained weights in the host's memory, if they can be sharded."""
+        if self._most_sharded() < 3:
+            return {}
+        shares = self.count > 1 and self.config.read_only
+        frozen = {"ref_reward_shard": True} if shares else {"ref_reward_offload": True}
+        offloaded = self._offloaded()
+        on_host = {"adam_offload": offloaded, "param_offload": offloaded, "zero_stage": 3}
+        return {"all together, weights and Adam offloaded": self._together() | frozen | on_host}
+
+    def _most_sharded(self) -> int:
+        """Returns the highest ZeRO stage: 4-bit weights are not sharded."""
+        lora = self.config.lora
+        return 2 if lora is not None and lora.quantize != "none" else 3
+
+    def _offloaded(self) -> list[str]:
+        return ["actor", "critic"] if self.config.has_critic else ["actor"]
+
+    def _roles(self) -> list[str]:
+        return [field for field in RANKS if self.config.has_critic or field != "critic_ranks"]
+
+    def _apart(self) -> dict[str, Any]:
+        """Returns fields under which no roles share GPUs and nothing is offloaded."""
+        apart: dict[str, Any] = dict.fromkeys(SWITCHES, False)
+        if any(source.ranks for source in self.config.reward_models):
+            rewards = [
+                source.model_copy(update={"ranks": None}) if isinstance(source, ModelReward) else source
+                for source in self.config.reward
+            ]
+            apart["reward"] = [source.model_dump() for source in rewards]
+        return apart
+
+    def _together(self) -> dict[str, Any]:
+        """Returns fields under which all roles share all GPUs."""
+        return {
+            **self._apart(),
+            **dict.fromkeys(self._roles(), self._ranks(self.count)),
+            "colocate_all": True,
+            "engine": self._engines(self.count, alone=False),
+        }
+
+    def _ranks(self, number: int) -> dict[str, Any]:
+        """Returns ranks on so many GPUs, on whole nodes if they are more than one node has."""
+        per_node = self.gpu.per_node
+        nodes = number // per_node if number > per_node and number % per_node == 0 else 1
+        return {
+            "num_nodes": nodes,
+            "num_ranks_per_node": number // nodes,
+            "cpus": self.config.actor_ranks.cpus,
+            "gpus": 1.0,
+        }
+
+    def _engines(self, gpus: int, alone: bool) -> dict[str, Any]:
+        """Returns as many engines as fit on `gpus`. Each uses the recipe's number of GPUs if it divides
+        them, or more GPUs of a node if its weights would take more than `MOST_OF_ENGINE` of each, or beyond
+        a node, pipeline stages. Engines are alone on their GPUs, or beside models."""
+        engine = self.config.engine
+        over = engine.tensor_parallel_size if gpus % engine.tensor_parallel_size == 0 else 1
+        most = (0.9 if alone else MOST_OF_ENGINE) * self.gpu.memory
+        stages = 1
+        while engine_needs(self.size, over * stages) > most and gpus % (2 * over * stages) == 0:
+            over, stages = (2 * over, 1) if 2 * over <= self.gpu.per_node else (over, 2 * stages)
+        sizes = {
+            "num_engines": gpus // over // stages,
+            "tensor_parallel_size": over,
+            "pipeline_parallel_size": stages,
+        }
+        return engine.model_dump() | sizes | {"gpus": 1.0, "sleep": not alone}
