@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean, pstdev
 from typing import cast
+
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import Preferences
 from rlhf_core.config.rewards import ModelReward
@@ -25,7 +27,8 @@ from rlhf_core.data.documents import Document, Prompt, compact, stored_suffix
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.rewards.batch import reward_batch, terms_of
-from rlhf_core.rewards.own_tokens import writers
+from rlhf_core.rewards.combine import Combined
+from rlhf_core.rewards.own_tokens import OwnTokens, writers
 from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.rewards.reward_trial import try_rewards
 from rlhf_core.rollout.engine_contract import SampledAnswer
@@ -50,63 +53,20 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     policy = request.inputs[config.policy]
     require_positions(policy, stored_config(policy), config.prompt_max_len + config.generate_max_len)
     tokenizer = load_tokenizer(policy, request.trust_remote_code)
-    reward_models = {
-        source.title: request.inputs[source.model]
-        for source in config.reward
-        if isinstance(source, ModelReward)
-    }
-    own_tokens = writers(policy, reward_models, request.trust_remote_code)
+    own_tokens = own_tokens_of(request, config, policy)
     renderer = Renderer(tokenizer, config.prompts.template)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     write_data_report(run, request.name, prompts=data.report)
     prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
     try_rewards(config.reward, prompts[0], renderer)
-    suffix = stored_suffix(policy)
-    conditioned = Renderer(tokenizer, config.prompts.template, suffix)
-    prompt_tokens = [
-        conditioned.prompt_within(prompt.messages, config.prompt_max_len)[0] if suffix else prompt.tokens
-        for prompt in prompts
-    ]
+    prompt_tokens = conditioned(config, policy, tokenizer, prompts)
     answers = answers_of_round(config, policy, prompt_tokens, renderer.stop_token_ids, request, run)
     texts = [
         [tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in group] for group in answers
     ]
 
     print("scoring the answers", flush=True)
-    documents = [
-        _document(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group
-    ]
-    samples = [
-        Sample(
-            prompt.messages,
-            text,
-            prompt.row,
-            answer.finished,
-            str(tokenizer.decode(_document(prompt, answer).tokens)),
-        )
-        for prompt, group, said in zip(prompts, answers, texts, strict=True)
-        for answer, text in zip(group, said, strict=True)
-    ]
-    micro = config.micro_rollout_batch_size
-    limit = config.max_failed_rewards
-    trust = request.trust_remote_code
-    scores_of = None
-    if config.engine.num_engines > 1:
-        from rlhf_core.stages.preferences.score_answers import scores_on_ranks  # Ray's import takes seconds
-
-        scores_of = partial(scores_on_ranks, config, trust_remote_code=trust)
-    combined = reward_batch(
-        config.reward,
-        request.inputs,
-        documents,
-        samples,
-        limit,
-        micro,
-        trust,
-        config.dtype,
-        scores_of,
-        own_tokens,
-    )
+    combined = rewards_of(request, config, tokenizer, prompts, answers, texts, own_tokens)
     scores = combined.rewards.where(combined.scored, math.nan).view(len(prompts), -1).tolist()
 
     finished = [[answer.finished for answer in group] for group in answers]
@@ -129,12 +89,20 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         **{f"dropped/{why}": float(count) for why, count in made.dropped.items()},
         **combined.metrics,
         **reward_metrics(scores),
-        "response/length": sum(len(a.tokens) for group in answers for a in group) / len(documents),
-        "response/truncated": sum(not a.finished for group in answers for a in group) / len(documents),
-        "prompt/truncated": sum(prompt.truncated for prompt in prompts) / len(prompts),
+        **length_metrics(prompts, answers),
     }
     write_text(run / "metrics.jsonl", json.dumps({"step": 1, **metrics}) + "\n")
     return Outcome(metrics | data.report.metrics("data"), {output: file, "data_report": JSON})
+
+
+def own_tokens_of(request: StageRequest, config: Preferences, policy: str) -> dict[str, OwnTokens]:
+    """Returns the entries of reward models with another tokenizer than the policy's, by title."""
+    reward_models = {
+        source.title: request.inputs[source.model]
+        for source in config.reward
+        if isinstance(source, ModelReward)
+    }
+    return writers(policy, reward_models, request.trust_remote_code)
 
 
 def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, seed: int) -> list[Prompt]:
@@ -143,6 +111,60 @@ def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, see
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     return [prompts[order[(first + i) % len(order)]] for i in range(min(count or len(order), len(order)))]
+
+
+def conditioned(
+    config: Preferences, policy: str, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> list[list[int]]:
+    """Returns the tokens of the prompts, for the best reward if the policy has rewards in its prompts."""
+    suffix = stored_suffix(policy)
+    if not suffix:
+        return [prompt.tokens for prompt in prompts]
+    renderer = Renderer(tokenizer, config.prompts.template, suffix)
+    return [renderer.prompt_within(prompt.messages, config.prompt_max_len)[0] for prompt in prompts]
+
+
+def rewards_of(
+    request: StageRequest,
+    config: Preferences,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[SampledAnswer]],
+    texts: Sequence[Sequence[str]],
+    own_tokens: Mapping[str, OwnTokens],
+) -> Combined:
+    """Returns the weighted sums of the rewards of all answers, prompt by prompt."""
+    documents = [
+        _document(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group
+    ]
+    samples = [
+        Sample(
+            prompt.messages,
+            text,
+            prompt.row,
+            answer.finished,
+            str(tokenizer.decode(_document(prompt, answer).tokens)),
+        )
+        for prompt, group, said in zip(prompts, answers, texts, strict=True)
+        for answer, text in zip(group, said, strict=True)
+    ]
+    scores_of = None
+    if config.engine.num_engines > 1:
+        from rlhf_core.stages.preferences.score_answers import scores_on_ranks  # Ray's import takes seconds
+
+        scores_of = partial(scores_on_ranks, config, trust_remote_code=request.trust_remote_code)
+    return reward_batch(
+        config.reward,
+        request.inputs,
+        documents,
+        samples,
+        config.max_failed_rewards,
+        config.micro_rollout_batch_size,
+        request.trust_remote_code,
+        config.dtype,
+        scores_of,
+        own_tokens,
+    )
 
 
 def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -157,6 +179,16 @@ def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
         "reward/best": fmean(map(max, groups)),
         "reward/worst": fmean(map(min, groups)),
         "reward/failed": float(sum(map(len, scores)) - len(flat)),
+    }
+
+
+def length_metrics(prompts: Sequence[Prompt], answers: Sequence[Sequence[SampledAnswer]]) -> dict[str, float]:
+    """Returns the mean number of an answer's tokens, and the shares of truncated answers and prompts."""
+    given = [answer for group in answers for answer in group]
+    return {
+        "response/length": sum(len(answer.tokens) for answer in given) / len(given),
+        "response/truncated": sum(not answer.finished for answer in given) / len(given),
+        "prompt/truncated": sum(prompt.truncated for prompt in prompts) / len(prompts),
     }
 
 
