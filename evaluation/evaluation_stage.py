@@ -65,23 +65,65 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     config = request.config
     assert isinstance(config, configs.Evaluation), f"evaluation got the config of a {config.stage} stage"
     questions = load_questions(config.questions, config.max_questions, request.seed)
-    rule = next(
-        (
-            KnownAnswerJudge("rule", judge.answer_key)
-            for judge in config.judges
-            if isinstance(judge, configs.RuleJudge)
-        ),
-        None,
-    )
-    if rule is not None:
-        for question in questions:
-            rule.known(question)  # raises before any model answers
-
+    rule = rule_of(config, questions)
     answers, answering = answer_all(request, config, run, questions)
+    texts = {model: [answer.text for answer in given] for model, given in answers.items()}
+    judgments, use = judge_all(request, config, run, questions, texts)
+    about = about_answers(answers, questions, rule)
+    styles = {
+        (model, answer.uid): style_of(answer.metadata) for model, given in answers.items() for answer in given
+    }
+    made = make_reports(judgments, config.baseline, styles, about, use, config.bootstrap_rounds, request.seed)
+    reports = [report.model_copy(update={"answering": answering}) for report in made]
+    metrics = {"questions": float(len(questions))}
+    if config.proxy:
+        judged = judgments[reports[0].judge]
+        found = over_optimisation_of(request, config, questions, texts, judged, reports[0])
+        write_text(run / REPORT / over_optimisation.FILE, found.model_dump_json(indent=2))
+        metrics |= over_optimisation.metrics(found)
+    if config.reward_evaluation:
+        reward_models = evaluate_reward_models(request, config, config.reward_evaluation)
+        write_text(run / REPORT / reward_accuracy.REWARD_MODELS, reward_models.model_dump_json(indent=2))
+        metrics |= reward_accuracy.metrics(reward_models)
+    write_reports(run, reports)
+    metrics |= report_metrics(reports[0])
+    for report in reports:
+        metrics |= judging_metrics(report)
+    metrics |= answering_metrics(answering)
+    metrics |= {
+        f"prompt_truncated/{model}": fmean(a.prompt_truncated for a in given)
+        for model, given in answers.items()
+    }
+    tracker = Tracker(run, total_steps=1)
+    tracker.log(1, metrics)
+    tracker.close()
+    print_win_rates(reports[0])
+    return Outcome(metrics, {"report": REPORT})
+
+
+def rule_of(config: configs.Evaluation, questions: Sequence[Question]) -> KnownAnswerJudge | None:
+    """Returns the first rule judge. Raises ValueError, before any model answers, when a question has no known
+    answer for it."""
+    keys = [judge.answer_key for judge in config.judges if isinstance(judge, configs.RuleJudge)]
+    if not keys:
+        return None
+    rule = KnownAnswerJudge("rule", keys[0])
+    for question in questions:
+        rule.known(question)
+    return rule
+
+
+def judge_all(
+    request: StageRequest,
+    config: configs.Evaluation,
+    run: RunDir,
+    questions: Sequence[Question],
+    texts: Mapping[str, Sequence[str]],
+) -> tuple[dict[str, list[Judgment]], dict[str, Judging]]:
+    """Returns the verdicts of each judge and its requests and costs, by its name. Writes the verdicts to
+    `report/judgments/`."""
     judgments: dict[str, list[Judgment]] = {}
     use: dict[str, Judging] = {}
-    metrics: dict[str, float] = {"questions": float(len(questions))}
-    texts = {model: [answer.text for answer in given] for model, given in answers.items()}
     for name, judge_config in judge_names(config.judges).items():
         with ExitStack() as stack:
             judge = make_judge(name, judge_config, request, config, run, stack)
@@ -98,53 +140,41 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         write_text(path, judgment_lines(judgments[name]))
         use[name] = judging(judgments[name], judge, judge_config)
         del judge  # frees a reward model's memory before the next judge is loaded
+    return judgments, use
 
-    styles = {
-        (model, answer.uid): style_of(answer.metadata) for model, given in answers.items() for answer in given
-    }
-    about = {
-        "right": (
-            {model: fmean(map(rule.right, questions, given)) for model, given in texts.items()}
-            if rule
-            else {}
-        ),
+
+def about_answers(
+    answers: Mapping[str, Sequence[ModelAnswer]],
+    questions: Sequence[Question],
+    rule: KnownAnswerJudge | None,
+) -> dict[str, dict[str, float]]:
+    """Returns what reports say of each model's answers: share of right ones if there is a `rule`, mean number
+    of tokens, share of truncated ones."""
+    right = {}
+    if rule:
+        for model, given in answers.items():
+            right[model] = fmean(map(rule.right, questions, (answer.text for answer in given)))
+    return {
+        "right": right,
         "mean_tokens": {model: fmean(answer.tokens for answer in given) for model, given in answers.items()},
         "truncated": {
             model: fmean(answer.answer_truncated for answer in given) for model, given in answers.items()
         },
     }
-    made = make_reports(judgments, config.baseline, styles, about, use, config.bootstrap_rounds, request.seed)
-    reports = [report.model_copy(update={"answering": answering}) for report in made]
-    if config.proxy:
-        found = over_optimisation_of(
-            request, config, questions, texts, judgments[reports[0].judge], reports[0]
-        )
-        write_text(run / REPORT / over_optimisation.FILE, found.model_dump_json(indent=2))
-        metrics |= over_optimisation.metrics(found)
-    if config.reward_evaluation:
-        reward_models = evaluate_reward_models(request, config, config.reward_evaluation)
-        write_text(run / REPORT / reward_accuracy.REWARD_MODELS, reward_models.model_dump_json(indent=2))
-        metrics |= reward_accuracy.metrics(reward_models)
-    write_text(
-        run / REPORT / "second_opinions.json",
-        json.dumps([r.model_dump(mode="json") for r in reports[1:]], indent=2),
-    )
+
+
+def write_reports(run: RunDir, reports: Sequence[EvalReport]) -> None:
+    """Writes the first judge's report and those of the others."""
+    others = [report.model_dump(mode="json") for report in reports[1:]]
+    write_text(run / REPORT / "second_opinions.json", json.dumps(others, indent=2))
     write_text(run / REPORT / "eval.json", reports[0].model_dump_json(indent=2))
-    metrics |= report_metrics(reports[0])
-    for report in reports:
-        metrics |= judging_metrics(report)
-    metrics |= answering_metrics(answering)
-    metrics |= {
-        f"prompt_truncated/{model}": fmean(a.prompt_truncated for a in given)
-        for model, given in answers.items()
-    }
-    tracker = Tracker(run, total_steps=1)
-    tracker.log(1, metrics)
-    tracker.close()
-    for rate in (*reports[0].win_rates, *reports[0].against_parent):
+
+
+def print_win_rates(report: EvalReport) -> None:
+    """Prints each model's win rate against the baseline and its parent."""
+    for rate in (*report.win_rates, *report.against_parent):
         share = f"win rate {rate.win_rate:.3f} [{rate.ci_low:.3f}, {rate.ci_high:.3f}] with ties as half"
         print(f"{rate.model} against {rate.baseline}: {rate.counted}, {share}, by {rate.judge}", flush=True)
-    return Outcome(metrics, {"report": REPORT})
 
 
 def sides(config: configs.Evaluation) -> list[tuple[str, str]]:
