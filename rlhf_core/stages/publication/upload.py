@@ -11,7 +11,7 @@ xet it splits a folder into several commits, and a reader could then see new wei
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
@@ -105,49 +105,16 @@ def upload(
     if published is None:
         raise ValueError(f"{folder} was not published by alignflow: there is nothing to upload")
 
-    def call_hub(what: str, call: Callable[[], T]) -> T:
-        return with_retries(what, repo_id, call, retries, write_refusal)
-
-    call_hub(
-        "create the repository",
-        lambda: api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type),
-    )
-    there = (
-        call_hub("read the repository", lambda: api.repo_info(repo_id, repo_type=repo_type))
-        if private or gated
-        else None
-    )
-    if private and there and not there.private:
-        raise ValueError(
-            f"the repository {repo_id} is public: make it private, or set private: false to publish for"
-            " everyone"
-        )
-    if gated and there and not there.gated:
-        call_hub(
-            "set who may read it", lambda: api.update_repo_settings(repo_id, gated=gated, repo_type=repo_type)
-        )
-    refs = call_hub("read branches and tags", lambda: api.list_repo_refs(repo_id, repo_type=repo_type))
+    hub = HubRepository(api, repo_id, repo_type, retries)
+    hub.create(private, gated)
+    refs = hub.call("read branches and tags", lambda: api.list_repo_refs(repo_id, repo_type=repo_type))
     tags = {ref.name: ref.target_commit for ref in refs.tags}
     if tag in tags:
         commit = tags[tag]
     else:
         heads = {ref.name: ref.target_commit for ref in refs.branches}
-        if branch != MAIN and branch not in heads:
-            call_hub(
-                "make the branch",
-                lambda: api.create_branch(repo_id, branch=branch, exist_ok=True, repo_type=repo_type),
-            )
-            heads[branch] = call_hub(
-                "read the branch",
-                lambda: str(api.repo_info(repo_id, revision=branch, repo_type=repo_type).sha),
-            )
-        head = heads.get(branch)
-        # reads every file: once for all attempts
-        adds = [CommitOperationAdd(path, file) for path, file in _files(folder).items()]
-        commit = call_hub(
-            "send the files", lambda: _commit(api, adds, repo_id, branch, head, f"Publish {tag}", repo_type)
-        )
-    different = call_hub(
+        commit = hub.send(folder, branch, heads, f"Publish {tag}")
+    different = hub.call(
         "read the files back", lambda: _differences(api, folder, published, repo_id, commit, repo_type)
     )
     if different and tag in tags:
@@ -161,16 +128,72 @@ def upload(
             " again"
         )
     if tag not in tags:
-        call_hub(
+        hub.call(
             "set the tag",
             lambda: api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True, repo_type=repo_type),
         )
-    return HubCommit(
-        repo_id,
-        commit,
-        tag,
-        f"{api.endpoint}/{'datasets/' if repo_type == 'dataset' else ''}{repo_id}/tree/{tag}",
-    )
+    kind = "datasets/" if repo_type == "dataset" else ""
+    return HubCommit(repo_id, commit, tag, f"{api.endpoint}/{kind}{repo_id}/tree/{tag}")
+
+
+class HubRepository:
+    """A repository of the Hub that an upload writes to. Repeats requests that fail for a while."""
+
+    def __init__(self, api: HfApi, repo_id: str, repo_type: str, retries: Retries):
+        self._api = api
+        self._repo_id = repo_id
+        self._repo_type = repo_type
+        self._retries = retries
+
+    def call(self, what: str, request: Callable[[], T]) -> T:
+        """Returns the result of a request. `what`: its purpose, for messages."""
+        return with_retries(what, self._repo_id, request, self._retries, write_refusal)
+
+    def create(self, private: bool, gated: Gated | None) -> None:
+        """Creates the repository if there is none, and changes it to `gated`. Raises ValueError when it is
+        public although `private`."""
+        api = self._api
+        repo_id = self._repo_id
+        repo_type = self._repo_type
+        self.call(
+            "create the repository",
+            lambda: api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type),
+        )
+        if not private and not gated:
+            return
+        there = self.call("read the repository", lambda: api.repo_info(repo_id, repo_type=repo_type))
+        if private and not there.private:
+            raise ValueError(
+                f"the repository {repo_id} is public: make it private, or set private: false to publish for"
+                " everyone"
+            )
+        if gated and not there.gated:
+            self.call(
+                "set who may read it",
+                lambda: api.update_repo_settings(repo_id, gated=gated, repo_type=repo_type),
+            )
+
+    def send(self, folder: Path, branch: str, heads: Mapping[str, str], message: str) -> str:
+        """Sends a folder's files in one commit on a branch, which is created if needed. `heads`: the commits
+        of the branches. Returns the new commit."""
+        api = self._api
+        repo_id = self._repo_id
+        repo_type = self._repo_type
+        head = heads.get(branch)
+        if branch != MAIN and branch not in heads:
+            self.call(
+                "make the branch",
+                lambda: api.create_branch(repo_id, branch=branch, exist_ok=True, repo_type=repo_type),
+            )
+            head = self.call(
+                "read the branch",
+                lambda: str(api.repo_info(repo_id, revision=branch, repo_type=repo_type).sha),
+            )
+        # reads every file: once for all attempts
+        adds = [CommitOperationAdd(path, file) for path, file in _files(folder).items()]
+        return self.call(
+            "send the files", lambda: _commit(api, adds, repo_id, branch, head, message, repo_type)
+        )
 
 
 def _commit(
