@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ from rlhf_core.system.redaction import plain
 
 if TYPE_CHECKING:  # scipy is imported by these, and most commands do not need it
     from evaluation.labelling.agreement import Agreement
+    from evaluation.labelling.assignment import Rules
+    from evaluation.labelling.items import DrawnPairs
     from evaluation.scores.arena_hard import IntervalEstimate
 
 
@@ -64,35 +67,50 @@ def label(
         show_agreement(console, measured(read_label_file(agreement)))
         return OK
     pair = tuple(name for name in models.split(",") if name)
-    wrong = {
-        "give what to label: alignflow label SOURCE --out labels.jsonl": source is None,
-        "give --out, the file that labels are appended to": out is None,
-        f"--sample {sample} --per-item {per_item}: give 1 or more of each": sample < 1 or per_item < 1,
-        f"--repeat {repeat}: give a share from 0 to 1": not 0 <= repeat <= 1,
-        f"--models {models}: give two different models, with a comma": len(set(pair)) != 2 and models != "",
-        f"there is no port {port}: give 1 to 65535, or 0 for a free one": not 0 <= port <= 65535,
-    }
     names = host_names(host, allow_host)
+    refuse(
+        {
+            "give what to label: alignflow label SOURCE --out labels.jsonl": source is None,
+            "give --out, the file that labels are appended to": out is None,
+            f"--sample {sample} --per-item {per_item}: give 1 or more of each": sample < 1 or per_item < 1,
+            f"--repeat {repeat}: give a share from 0 to 1": not 0 <= repeat <= 1,
+            f"--models {models}: give two different models, with a comma": len(set(pair)) != 2
+            and models != "",
+            f"there is no port {port}: give 1 to 65535, or 0 for a free one": not 0 <= port <= 65535,
+        }
+    )
+    assert source is not None and out is not None
+    from evaluation.labelling.assignment import Rules
+    from evaluation.labelling.items import draw
+
+    drawn = draw(source, sample, seed, artifacts, pair)
+    serve_pairs(drawn, out, Rules(per_item, repeat, seed), home, host, port, names)
+    return OK
+
+
+def refuse(wrong: Mapping[str, bool]) -> None:
+    """Raises ValueError with the sentences that are so."""
     faults = [sentence for sentence, is_so in wrong.items() if is_so]
     if faults:
         raise ValueError("\n".join(faults))
-    assert source is not None and out is not None
+
+
+def serve_pairs(
+    drawn: DrawnPairs, out: Path, rules: Rules, home: Path, host: str, port: int, names: Sequence[str]
+) -> None:
+    """Serves the page on which pairs are compared, until Ctrl-C. `names`: of this machine."""
     import uvicorn
 
-    from evaluation.labelling.assignment import Assignment, Rules
-    from evaluation.labelling.items import draw
+    from evaluation.labelling.assignment import Assignment
     from evaluation.labelling.label_store import opened
     from evaluation.labelling.labelling_app import application
     from flows.serving.services import EVERYWHERE, listen
     from rlhf_core.system.pages.page_server import Protected
 
-    drawn = draw(source, sample, seed, artifacts, pair)
     with listen(host, port) as listener, opened(out) as file:
         place = home.absolute() / "label-token"
         token = kept_secret(place)
-        assignment = Assignment(
-            drawn.pairs, file, Rules(per_item, repeat, seed), kept_secret(home / "label-secret")
-        )
+        assignment = Assignment(drawn.pairs, file, rules, kept_secret(home / "label-secret"))
         shown = socket.gethostname() if host == EVERYWHERE else host
         address = f"http://{shown}:{listener.getsockname()[1]}"
         same = f", {drawn.same} with equal answers left out" if drawn.same else ""
@@ -107,7 +125,6 @@ def label(
         # a shell ignores SIGINT for background commands
         signal.signal(signal.SIGINT, signal.default_int_handler)
         uvicorn.Server(config).run([listener])
-    return OK
 
 
 def show_addresses(console: Console, address: str, token: str, file: Path) -> None:
