@@ -83,7 +83,6 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     require_same_vocabulary(source, [reference], request.trust_remote_code)
     pad = tokenizer.pad_token_id
-    micro = config.micro_train_batch_size
     mean = config.loss in MEAN_LOGPROBS
     data = load_pairs(request, config, tokenizer, config.data, run / STATE)
     held_out = (
@@ -103,18 +102,21 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     engine = make_engine(trained, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     share = can_share(trained.model, engine.device) and not trained.balanced
-    passes = Passes(micro, config.micro_train_tokens, share=share, apart=bool(trained.document_leak))
+    passes = Passes(
+        config.micro_train_batch_size,
+        config.micro_train_tokens,
+        share=share,
+        apart=bool(trained.document_leak),
+    )
     if engine.rank == 0:
         write_data_report(
             run, request.name, data=data.report, eval_data=held_out.report if held_out else None
         )
 
     def open_reference() -> Model:
-        return (
-            open_frozen(reference, config, request.trust_remote_code, engine.device)
-            if config.reference
-            else engine
-        )
+        if config.reference:
+            return open_frozen(reference, config, request.trust_remote_code, engine.device)
+        return engine
 
     # Another reference model's attention may not support shared prompts.
     length = len if config.reference and not passes.apart else passes.row_tokens
@@ -127,8 +129,38 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     items = with_reference(data.items, refs, 0)
     held_out_items = with_reference(held_out_pairs, refs, 2 * len(data.items))
 
-    def loss(engine: Engine, items: list[PairWithReference], denominator: Denominator) -> Loss:
-        logprobs = pair_logprobs(engine, [item.pair for item in items], pad, mean, passes)
+    losses = PairLosses(config, passes, pad)
+    held_out_passes = Parts(held_out_items, held_out_parts.starts)
+
+    def micro_batches(items: Sequence[PairWithReference]) -> list[list[PairWithReference]]:
+        return passes._replace(ranks=replicas(engine)).split(items, lambda item: passes.row_tokens(item.pair))
+
+    task = Task(
+        items,
+        micro_batches,
+        count,
+        losses.loss,
+        (lambda engine: losses.evaluate(engine, held_out_items, held_out_passes)) if held_out_items else None,
+        show=("loss", "accuracy", "margin"),
+        text=lambda item: tokenizer.decode(item.pair.chosen.tokens),
+    )
+    metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
+    return finish_training(engine, request, run, source, config.lora, metrics)
+
+
+class PairLosses:
+    """Computes losses of pairs. `passes`: how a micro-batch is laid out."""
+
+    def __init__(self, config: DPO, passes: Passes, pad_token_id: int):
+        self._config = config
+        self._passes = passes
+        self._pad = pad_token_id
+
+    def loss(self, engine: Engine, items: list[PairWithReference], denominator: Denominator) -> Loss:
+        """Returns the loss of a micro-batch."""
+        config = self._config
+        mean = config.loss in MEAN_LOGPROBS
+        logprobs = pair_logprobs(engine, [item.pair for item in items], self._pad, mean, self._passes)
         chosen, rejected = logprobs.responses
         ref_chosen, ref_rejected = sent(torch.tensor([item[1:] for item in items]), engine.device).unbind(1)
         result = preference_loss(config, chosen, rejected, ref_chosen, ref_rejected, denominator.pairs)
@@ -138,26 +170,15 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         nll = sft_loss(logprobs.tokens, logprobs.chosen_mask, denominator.chosen_tokens)
         return Loss(result.loss + config.nll_coef * nll.loss, result.metrics | {"nll": nll.metrics["loss"]})
 
-    def evaluate(engine: Engine) -> dict[str, float]:
-        whole = count(held_out_items)
-        return held_out_metrics(
-            engine, Parts(held_out_items, held_out_parts.starts), lambda items: loss(engine, items, whole)
-        )
-
-    def micro_batches(items: Sequence[PairWithReference]) -> list[list[PairWithReference]]:
-        return passes._replace(ranks=replicas(engine)).split(items, lambda item: passes.row_tokens(item.pair))
-
-    task = Task(
-        items,
-        micro_batches,
-        count,
-        loss,
-        evaluate if held_out_items else None,
-        show=("loss", "accuracy", "margin"),
-        text=lambda item: tokenizer.decode(item.pair.chosen.tokens),
-    )
-    metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
-    return finish_training(engine, request, run, source, config.lora, metrics)
+    def evaluate(
+        self,
+        engine: Engine,
+        items: Sequence[PairWithReference],
+        micro_batches: Sequence[list[PairWithReference]],
+    ) -> dict[str, float]:
+        """Returns the metrics of held-out pairs."""
+        whole = count(items)
+        return held_out_metrics(engine, micro_batches, lambda part: self.loss(engine, part, whole))
 
 
 def count(items: Sequence[PairWithReference]) -> Denominator:
