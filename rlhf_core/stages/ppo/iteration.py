@@ -13,7 +13,7 @@ from typing import NamedTuple
 from rlhf_core.config import PPO
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, with_answers
-from rlhf_core.stages.ppo.credit import Divergence, credit, divergence
+from rlhf_core.stages.ppo.credit import Credited, Divergence, credit, divergence
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.roles.trained import Update
@@ -73,11 +73,7 @@ def ppo_iteration(
     phases = dict[str, float]()
     start = time.monotonic()
     with _phase(phases, "generate"):
-        sampled = (
-            taken(fleet, collector)
-            if collector
-            else carried.ahead or sample(fleet, setup, carried.position, carried.statistics)
-        )
+        sampled = sampled_of(fleet, setup, carried, collector)
         rollouts = sampled.rollouts
     pending = start_sample(fleet, setup, sampled.position) if config.max_staleness == 1 and not last else None
     if fleet.sleeps:
@@ -99,15 +95,7 @@ def ppo_iteration(
             )
 
     with _phase(phases, "train"):
-        batches = minibatches(credited.usable, schedule)
-        updates = {
-            # with fewer answers there are fewer batches
-            role: [
-                Update(batch, rate, kl_coef, credited.value_clip)
-                for batch, rate in zip(batches, rates, strict=False)
-            ]
-            for role, rates in schedule.rates.items()
-        }
+        updates = updates_of(credited, schedule, kl_coef)
         steps, logprobs = fleet.train(credited.experience, updates, measure, scores.stored)
     diverged = measured[0] if measured else divergence_of(rollouts, scores, logprobs, kl_coef, config)
     if fleet.sleeps:
@@ -130,9 +118,7 @@ def ppo_iteration(
             metrics["sync/probe_gap"], metrics["sync/probe_bound"] = fleet.probe(setup.probe)
     if collector:
         collector.next_iteration()
-    metrics |= episode_metrics(rollouts)
-    metrics["prompt/truncated"] = sum(r.prompt.truncated for r in rollouts) / len(rollouts)
-    metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
+    metrics |= episode_metrics(rollouts) | size_metrics(rollouts)
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
     metrics |= fleet.iteration_metrics(rollouts, list(updates), schedule.max_epochs, time.monotonic() - start)
     return Iteration(
@@ -172,11 +158,31 @@ def divergence_of(
     return divergence([rollouts[i] for i in chosen], known, references, range(len(chosen)), kl_coef, config)
 
 
+def sampled_of(fleet: Fleet, setup: Setup, carried: Carried, collector: Collector | None) -> Sampled:
+    """Returns an iteration's answers: those of the collector, those sampled ahead, or new ones."""
+    if collector:
+        return taken(fleet, collector)
+    return carried.ahead or sample(fleet, setup, carried.position, carried.statistics)
+
+
 def taken(fleet: Fleet, collector: Collector) -> Sampled:
     """Takes an iteration's answers from the collector, and restarts engines that die meanwhile."""
     while (sampled := collector.take()) is None:
         fleet.revive()
     return sampled
+
+
+def updates_of(credited: Credited, schedule: IterationSchedule, kl_coef: float) -> dict[str, list[Update]]:
+    """Returns each role's optimiser steps."""
+    batches = minibatches(credited.usable, schedule)
+    return {
+        # with fewer answers there are fewer batches
+        role: [
+            Update(batch, rate, kl_coef, credited.value_clip)
+            for batch, rate in zip(batches, rates, strict=False)
+        ]
+        for role, rates in schedule.rates.items()
+    }
 
 
 def minibatches(usable: Sequence[int], schedule: IterationSchedule) -> list[list[int]]:
@@ -210,4 +216,12 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         f"environment/{name}": sum(getattr(o, name) for o in own) / len(own)
         for name in ("turns", "attempts", "seconds")
         if own
+    }
+
+
+def size_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Returns the share of truncated prompts, and the number of all tokens."""
+    return {
+        "prompt/truncated": sum(rollout.prompt.truncated for rollout in rollouts) / len(rollouts),
+        "tokens": float(sum(len(rollout.document.tokens) for rollout in rollouts)),
     }
