@@ -94,15 +94,9 @@ def credit(
     cut = truncated(rollouts)
 
     mask = response & combined.scored[:, None]
-    kl = nothing
-    coef = 0.0
-    if config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs:
-        coef = kl_coef
-        if of_answers:
-            kl = _kl_of_answers(scores.logprobs, scores.ref_logprobs, masks, config.kl_estimator)[:, None]
-        else:
-            estimates = kl_estimate(_pad(scores.logprobs), _pad(scores.ref_logprobs), config.kl_estimator)
-            kl = torch.where(mask, estimates, 0)
+    penalised = config.kl_in == "reward" and bool(scores.logprobs and scores.ref_logprobs)
+    kl = kl_of(scores, masks, mask, config) if penalised else nothing
+    coef = kl_coef if penalised else 0.0
     after = None if scores.end_values is None else torch.from_numpy(scores.end_values)
     (advantages, returns), usable = estimate(
         rewards, kl, coef, values, mask, combined.scored, config, early, after
@@ -127,19 +121,46 @@ def credit(
         metrics["value/explained_variance"] = float(
             explained_variance(values, returns, mask & usable[:, None]).nan_to_num(0.0, neginf=0.0)
         )
-    none = (None,) * len(rollouts)  # fields that no loss reads are not sent
-    sampler = none if config.sampler_is == "off" else [rollout.sampler_logprobs for rollout in rollouts]
     advantage = advantages[:, 0].tolist() if of_answers else _cut(advantages, masks)
-    given = (sampler, advantage, _cut(returns, masks) if config.has_critic else none)
-    scored = (
-        rows or none
-        for rows in (scores.logprobs, scores.ref_logprobs if config.kl_in == "loss" else None, scores.values)
-    )
-    experience = [
-        Experience(rollout.document, old, of_sampler, ref, v, a, value)
-        for rollout, old, ref, v, of_sampler, a, value in zip(rollouts, *scored, *given, strict=True)
-    ]
+    known_returns = _cut(returns, masks) if config.has_critic else None
+    experience = experience_of(rollouts, scores, advantage, known_returns, config)
     return Credited(experience, usable.nonzero().flatten().tolist(), metrics, value_clip)
+
+
+def kl_of(scores: Scores, masks: Sequence[np.ndarray], mask: Tensor, config: PPO) -> Tensor:
+    """Returns estimates of the KL to the reference, (B, T): 0 outside of `mask`, or one number per answer
+    where advantages are of whole answers."""
+    assert scores.logprobs is not None and scores.ref_logprobs is not None
+    if config.advantage_estimator in GROUPED:
+        return _kl_of_answers(scores.logprobs, scores.ref_logprobs, masks, config.kl_estimator)[:, None]
+    estimates = kl_estimate(_pad(scores.logprobs), _pad(scores.ref_logprobs), config.kl_estimator)
+    return torch.where(mask, estimates, 0)
+
+
+def experience_of(
+    rollouts: Sequence[Rollout],
+    scores: Scores,
+    advantages: Sequence[np.ndarray | float],
+    returns: Sequence[np.ndarray] | None,
+    config: PPO,
+) -> list[Experience]:
+    """Returns what training reads of each rollout. Fields that no loss reads are None, and are not sent."""
+    none = (None,) * len(rollouts)
+    sampler = none if config.sampler_is == "off" else [rollout.sampler_logprobs for rollout in rollouts]
+    references = scores.ref_logprobs if config.kl_in == "loss" else None
+    return [
+        Experience(rollout.document, old, of_sampler, ref, v, a, value)
+        for rollout, old, ref, v, of_sampler, a, value in zip(
+            rollouts,
+            scores.logprobs or none,
+            references or none,
+            scores.values or none,
+            sampler,
+            advantages,
+            returns or none,
+            strict=True,
+        )
+    ]
 
 
 def divergence(
