@@ -112,16 +112,21 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         tracker.close()
     if not trained:
         raise RuntimeError(f"none of the {total} steps had a gradient: nothing was trained")
-    # A metric is averaged over the steps that report it.
+    return (
+        weighted_means(recent) | evaluation | {"steps": float(total), "skipped_steps": float(skipped.count)}
+    )
+
+
+def weighted_means(steps: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Returns the mean of each metric over the steps that report it, weighted by their items."""
     values = {
-        name: [(count, m[name]) for count, m in recent if name in m]
-        for name in dict.fromkeys(n for _, m in recent for n in m)
+        name: [(count, metrics[name]) for count, metrics in steps if name in metrics]
+        for name in dict.fromkeys(name for _, metrics in steps for name in metrics)
     }
-    means = {
+    return {
         name: sum(count * value for count, value in found) / sum(count for count, _ in found)
         for name, found in values.items()
     }
-    return means | evaluation | {"steps": float(total), "skipped_steps": float(skipped.count)}
 
 
 def take_step(
