@@ -27,6 +27,7 @@ from rlhf_core.config import (
     Recipe,
     StageConfig,
 )
+from rlhf_core.config.data import Text
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task
 from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows.columns import Kind
@@ -84,13 +85,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     """Returns the problems of the inputs: missing files, unsuitable data, incomplete models, limits below the
     template's own length."""
     todo = [node for node in nodes if not node.done]
-    broken: dict[str, str] = {}
-    for node in todo:
-        for name, place in node.models.items():
-            where = "base_model" if name == "base" else f"stages.{node.name}: {name}"
-            broken |= model_problem(where, place) or weight_problem(
-                where, place, plan.recipe.trust_remote_code
-            )
+    broken = broken_models(plan, todo)
     unfit: dict[tuple[str, str], str] = {}
     for node in todo:
         unfit |= {fault: told for fault, told in unfit_models(node).items() if fault not in unfit}
@@ -126,19 +121,8 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         problems += sampling_problems(node, partial(_start_of, plan, node))
         problems += sequence_problems(node, partial(_start_of, plan, node))
         for text in node.config.texts:
-            where = f"stages.{node.name}.{text.field}"
-            problems += (
-                [f"{where}{problem}" for problem in unfit_rows(text.data, text.rows)] if text.rows else []
-            )
             frame = frames.get((start or "", text.data.template))
-            if isinstance(frame, str):
-                problems.append(f"{where}: {frame}")
-            elif frame is not None:
-                problems += _refused(
-                    f"stages.{node.name}.{text.limit_field}", check_limit, text.limit, frame.length
-                )
-                refused = rendered(frame, text).refused
-                problems += [f"{where}: {refused}"] if refused else []
+            problems += text_problems(node, text, frame, unfit_rows)
         of_prompts = f"stages.{node.name}.prompts:"
         if not any(problem.startswith(of_prompts) for problem in problems):
             problems += [told for told in (prompt_problem(node, plan.recipe.seed),) if told]
@@ -151,6 +135,38 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
                 )
     problems += [*shared_questions(plan), *selecting_questions(plan)] if todo else []
     return list(dict.fromkeys(problems))
+
+
+def broken_models(plan: Plan, nodes: Sequence[Node]) -> dict[str, str]:
+    """Returns a sentence for each model that is missing or incomplete, by its place."""
+    broken: dict[str, str] = {}
+    for node in nodes:
+        for name, place in node.models.items():
+            where = "base_model" if name == "base" else f"stages.{node.name}: {name}"
+            broken |= model_problem(where, place) or weight_problem(
+                where, place, plan.recipe.trust_remote_code
+            )
+    return broken
+
+
+def text_problems(
+    node: Node,
+    text: Text,
+    frame: MeasuredTemplate | str | None,
+    unfit_rows: Callable[[Data, Kind], list[str]],
+) -> list[str]:
+    """Returns the problems of a stage's data: its rows, its template, and its token limit. `frame`: the
+    measured template, or why it could not be measured."""
+    where = f"stages.{node.name}.{text.field}"
+    problems = [f"{where}{problem}" for problem in unfit_rows(text.data, text.rows)] if text.rows else []
+    if isinstance(frame, str):
+        problems.append(f"{where}: {frame}")
+    elif frame is not None:
+        limit = f"stages.{node.name}.{text.limit_field}"
+        problems += _refused(limit, check_limit, text.limit, frame.length)
+        refused = rendered(frame, text).refused
+        problems += [f"{where}: {refused}"] if refused else []
+    return problems
 
 
 def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
