@@ -84,7 +84,7 @@ def serve(
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    from flows.cli import serve_steps
+    from flows.cli.operate import serve_steps
     from flows.serving.deployments import prepare, served
     from flows.serving.schedules import schedule_of
     from flows.serving.services import AUTH, Services, only_one

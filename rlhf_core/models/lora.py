@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from rlhf_core.config import Lora
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.hub.snapshots import cached, pinned_base
-from rlhf_core.models.shards import Shards
-from rlhf_core.models.unbiased_rounding import Survival, round_unbiased
+from rlhf_core.models.weights.shards import Shards
+from rlhf_core.models.weights.unbiased_rounding import Survival, round_unbiased
 
 ADAPTER = "default"  # peft's name of the one adapter
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

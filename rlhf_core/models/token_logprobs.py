@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from rlhf_core.models.whole_weights import is_cut
+from rlhf_core.models.weights.whole_weights import is_cut
 
 Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from rlhf_core.config import Optimised
 from rlhf_core.models.policy import Policy, Scorer
-from rlhf_core.models.shards import Shards
+from rlhf_core.models.weights.shards import Shards
 from rlhf_core.training.engine import AdamW, Engine, TorchEngine
 
 

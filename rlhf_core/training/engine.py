@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.models.whole_weights import whole_shape
+from rlhf_core.models.weights.whole_weights import whole_shape
 from rlhf_core.training.state_files import KINDS, WeightPart, read_parts, stored_steps
 from rlhf_core.training.state_writer import StateWriter
 

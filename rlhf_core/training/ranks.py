@@ -43,8 +43,8 @@ from rlhf_core.models.kernels.sequence_ranks import sequence_ranks
 from rlhf_core.models.load_model import load_policy, recompute
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.sequence_split import split_sequences
-from rlhf_core.models.shards import Shards
-from rlhf_core.models.unbiased_rounding import Survival
+from rlhf_core.models.weights.shards import Shards
+from rlhf_core.models.weights.unbiased_rounding import Survival
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.system import progress

@@ -18,7 +18,7 @@ import torch
 
 from rlhf_core.config import Trainable
 from rlhf_core.config.training.optimised import FEW_STEPS
-from rlhf_core.models.whole_weights import whole_size
+from rlhf_core.models.weights.whole_weights import whole_size
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker

@@ -23,7 +23,7 @@ from rlhf_core.objectives.losses import orpo_loss
 from rlhf_core.objectives.sampler_weights import importance_weights
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.ppo.credit import estimate
+from rlhf_core.stages.ppo.rewards.credit import estimate
 from tests.agreement import material
 from tests.agreement.material import CLIP_HIGH, CLIP_LOW, MAX_LENGTH
 

@@ -28,11 +28,11 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
 from rlhf_core.rollout.engine_contract import SampledAnswer, answer_of
 from rlhf_core.stages.ppo.by_reference import StoredColumn, by_reference, joined
-from rlhf_core.stages.ppo.credit import credit, divergence
 from rlhf_core.stages.ppo.iteration import IterationSchedule, minibatches
+from rlhf_core.stages.ppo.rewards.credit import credit, divergence
+from rlhf_core.stages.ppo.rewards.texts import decoder, samples
 from rlhf_core.stages.ppo.rollout_records import Experience, Scores, StoredRollouts
 from rlhf_core.stages.ppo.sampling.sampled_answers import rollout
-from rlhf_core.stages.ppo.texts import decoder, samples
 
 SECONDS: dict[str, float] = {}
 # while models score, and while they train

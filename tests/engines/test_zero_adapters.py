@@ -18,7 +18,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config import SFT, Ranks
-from rlhf_core.models import shards
+from rlhf_core.models.weights import shards
 from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.lora import lora_layers, without_adapters
 from rlhf_core.training.zero import zero_engine

@@ -22,7 +22,7 @@ PROGRAM = """
 import json, logging, sys
 logging.disable(logging.WARNING)
 from rlhf_core.data.documents import Document
-from rlhf_core.models import shards
+from rlhf_core.models.weights import shards
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 
@@ -45,7 +45,7 @@ TOGETHER = """
 import json, logging, os, sys
 logging.disable(logging.WARNING)
 from rlhf_core.data.documents import Document
-from rlhf_core.models import shards
+from rlhf_core.models.weights import shards
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.training.zero import zero_shards

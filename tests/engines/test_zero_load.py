@@ -45,7 +45,8 @@ import json, logging, sys
 from pathlib import Path
 logging.disable(logging.WARNING)
 from rlhf_core.config import Lora
-from rlhf_core.models import shards, weight_reader
+from rlhf_core.models.weights import shards
+from rlhf_core.models.weights import weight_reader
 from rlhf_core.models.load_model import trained_policy, trained_scorer
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.ranks import export

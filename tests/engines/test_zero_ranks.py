@@ -19,7 +19,7 @@ from pathlib import Path
 logging.disable(logging.WARNING)
 import torch
 from rlhf_core.config import SFT
-from rlhf_core.models import shards
+from rlhf_core.models.weights import shards
 from rlhf_core.models.load_model import trained_policy
 from rlhf_core.training.ranks import export, make_engine, shards_of
 

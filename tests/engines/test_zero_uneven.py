@@ -16,7 +16,7 @@ import json, logging, os, sys
 logging.disable(logging.WARNING)
 import torch
 from rlhf_core.config import SFT
-from rlhf_core.models import shards
+from rlhf_core.models.weights import shards
 from rlhf_core.models.load_model import trained_policy
 from rlhf_core.training.ranks import make_engine, shards_of
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_core.config import EngineConfig
 from rlhf_core.rewards.clients import Clients
-from rlhf_core.stages.ppo.reward_sources import RewardSources
+from rlhf_core.stages.ppo.rewards.reward_sources import RewardSources
 
 
 def no_sources(config: Any) -> RewardSources:

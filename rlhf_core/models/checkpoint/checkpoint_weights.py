@@ -20,8 +20,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.models.checkpoint.weight_files import meta
 from rlhf_core.models.lora import ADAPTER, adapts, lora_layers, merged_weight
-from rlhf_core.models.unbiased_rounding import Survival
-from rlhf_core.models.whole_weights import whole_shape, whole_size
+from rlhf_core.models.weights.unbiased_rounding import Survival
+from rlhf_core.models.weights.whole_weights import whole_shape, whole_size
 from rlhf_core.system import progress
 
 # approximate size of a group of gathered weights; groups hold whole layers, since an export may merge a

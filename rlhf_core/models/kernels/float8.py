@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from rlhf_core.models.whole_weights import whole_shape
+from rlhf_core.models.weights.whole_weights import whole_shape
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max

@@ -31,12 +31,12 @@ from rlhf_core.runs.resume_state import rank_file
 from rlhf_core.stages.ppo.by_reference import by_reference
 from rlhf_core.stages.ppo.measured.probe import MARGIN, NOISE_FREE, Probe, check_gap, gaps_of
 from rlhf_core.stages.ppo.measured.roofline import RooflineInputs, floors
-from rlhf_core.stages.ppo.reward_sources import RewardSources
+from rlhf_core.stages.ppo.rewards.reward_sources import RewardSources
+from rlhf_core.stages.ppo.rewards.texts import Lengths
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ModelRole, ReferenceModel
 from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores, StoredRollouts
-from rlhf_core.stages.ppo.texts import Lengths
 
 R = TypeVar("R")
 LOOK_SECONDS = 1.0  # between two looks for dead engines

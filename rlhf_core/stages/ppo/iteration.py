@@ -13,8 +13,8 @@ from typing import NamedTuple
 from rlhf_core.config import PPO
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, with_answers
-from rlhf_core.stages.ppo.credit import Credited, Divergence, credit, divergence
 from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.rewards.credit import Credited, Divergence, credit, divergence
 from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.rollout_records import Rollout, Scores

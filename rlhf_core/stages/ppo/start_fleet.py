@@ -32,12 +32,12 @@ from rlhf_core.rewards.clients import Clients, client_of
 from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.stages.ppo.fleet import Asking, Fleet
-from rlhf_core.stages.ppo.reward_sources import RewardSources
+from rlhf_core.stages.ppo.rewards.reward_sources import RewardSources
+from rlhf_core.stages.ppo.rewards.texts import decoder, lengths_of
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.trained import Critic
-from rlhf_core.stages.ppo.texts import decoder, lengths_of
 
 
 def start_fleet(

@@ -8,7 +8,7 @@ from rlhf_core.config import Optimised, Ranks
 from rlhf_core.config.training.zero_fields import ZERO
 from rlhf_core.forecast.memory import copies
 from rlhf_core.models.policy import Policy, Scorer
-from rlhf_core.models.shards import Shards
+from rlhf_core.models.weights.shards import Shards
 from rlhf_core.training.engine import AdamW, Engine
 from rlhf_core.training.zero.zero_engine import ZeroEngine
 from rlhf_core.training.zero.zero_options import options_of

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlhf_core.cluster.rank_environment import PATIENCE
 from rlhf_core.forecast.memory import KEPT
 from rlhf_core.models.kernels.feed_forward import is_split
-from rlhf_core.models.whole_weights import whole_size
+from rlhf_core.models.weights.whole_weights import whole_size
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite
 from rlhf_core.training.process_group import backend, join_ranks

@@ -1,5 +1,5 @@
-"""Cuts a model over the ranks of a ZeRO-3 group while it is loaded (`models/shards.py`), with DeepSpeed's own
-partitions, and runs a model that is not trained."""
+"""Cuts a model over the ranks of a ZeRO-3 group while it is loaded (`models/weights/shards.py`), with
+DeepSpeed's own partitions, and runs a model that is not trained."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo import iteration_loop, ppo_setup, train
 from rlhf_core.stages.ppo import start_fleet as start
-from rlhf_core.stages.ppo.credit import credit, divergence
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
+from rlhf_core.stages.ppo.rewards.credit import credit, divergence
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.trained import Critic, Update

@@ -15,7 +15,7 @@ from rlhf_core.config.metrics.shared_metrics import SURVIVES
 from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
 from rlhf_core.models.load_model import load_policy, trained_policy
 from rlhf_core.models.lora import ADAPTER_WEIGHTS, lora_layers, merged_weight
-from rlhf_core.models.unbiased_rounding import Survival, round_unbiased
+from rlhf_core.models.weights.unbiased_rounding import Survival, round_unbiased
 from rlhf_core.runs.run_dir import Outcome
 from tests.unit.models.test_lora import config_of, run
 

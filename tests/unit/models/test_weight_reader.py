@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlhf_core.models import weight_reader
-from rlhf_core.models.shards import require_data
-from rlhf_core.models.weight_reader import Buffers, WeightFile, head_of_its_own
+from rlhf_core.models.weights import weight_reader
+from rlhf_core.models.weights.shards import require_data
+from rlhf_core.models.weights.weight_reader import Buffers, WeightFile, head_of_its_own
 
 WEIGHTS = {
     "large": torch.arange(60.0).reshape(6, 10),

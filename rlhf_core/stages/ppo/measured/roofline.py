@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.forecast.seconds import busiest
 from rlhf_core.hub.model_config import num_experts
-from rlhf_core.models.whole_weights import whole_size
+from rlhf_core.models.weights.whole_weights import whole_size
 from rlhf_core.stages.ppo.rollout_records import Rollout
 
 MATMUL = 8192

@@ -18,7 +18,7 @@ from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.lora import require_linear, without_adapters
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
-from rlhf_core.models.unbiased_rounding import Survival
+from rlhf_core.models.weights.unbiased_rounding import Survival
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
 from rlhf_core.objectives.losses import Loss, with_balance
 from rlhf_core.objectives.sampler_weights import kept_tokens, sampler_weights

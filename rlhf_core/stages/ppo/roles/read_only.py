@@ -17,7 +17,7 @@ from rlhf_core.models.kernels.sequence_ranks import ALONE, sequence_ranks
 from rlhf_core.models.load_model import load_policy, load_scorer
 from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
 from rlhf_core.models.sequence_split import split_sequences
-from rlhf_core.models.shards import Shards
+from rlhf_core.models.weights.shards import Shards
 from rlhf_core.objectives.collate import Batch
 from rlhf_core.rollout.weight_transfer import gpu_uuid
 from rlhf_core.stages.ppo.measured.roofline import ModelShape, shape_of

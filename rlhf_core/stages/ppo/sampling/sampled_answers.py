@@ -30,8 +30,8 @@ from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Running, Term, combine, with_answers
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.rewards.shaped_rewards import shaped_rewards
 from rlhf_core.stages.ppo.rollout_records import Own, Rollout, Scores
-from rlhf_core.stages.ppo.shaped_rewards import shaped_rewards
 from rlhf_core.training.train_loop import order_of_epoch
 
 MORE = 1.2

@@ -17,7 +17,7 @@ from rlhf_core.objectives.losses import value_loss
 from rlhf_core.objectives.sampler_weights import sampler_weights
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
-from rlhf_core.stages.ppo.credit import credit, divergence
+from rlhf_core.stages.ppo.rewards.credit import credit, divergence
 from rlhf_core.stages.ppo.roles.role_passes import on_tokens
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
 

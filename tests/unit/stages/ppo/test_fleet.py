@@ -18,7 +18,7 @@ from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.measured.probe import EngineDiffers, WeightsDiffer
 from rlhf_core.stages.ppo.measured.roofline import Ceilings, ModelShape, RooflineInputs
-from rlhf_core.stages.ppo.reward_sources import without_failed
+from rlhf_core.stages.ppo.rewards.reward_sources import without_failed
 from rlhf_core.stages.ppo.roles.trained import Steps, Trained, Update
 from rlhf_core.stages.ppo.rollout_records import Experience, Own, Rollout
 from tests.support.fleet_config import fleet_config, no_sources

@@ -23,10 +23,10 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.reward_scoring import STATISTICS
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.stages.ppo.credit import Credited, credit
 from rlhf_core.stages.ppo.iteration import actor_metrics, step_means
 from rlhf_core.stages.ppo.iteration_loop import adapted
 from rlhf_core.stages.ppo.ppo_setup import model_paths, schedule_of, setup_of
+from rlhf_core.stages.ppo.rewards.credit import Credited, credit
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, on_tokens

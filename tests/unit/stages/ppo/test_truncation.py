@@ -18,12 +18,12 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
 from rlhf_core.stages.ppo import fleet
-from rlhf_core.stages.ppo.credit import Credited, credit
 from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.rewards.credit import Credited, credit
+from rlhf_core.stages.ppo.rewards.texts import samples, with_own_ends
 from rlhf_core.stages.ppo.roles.trained import Critic
 from rlhf_core.stages.ppo.rollout_records import Own, Rollout, Scores, restored, stored
 from rlhf_core.stages.ppo.sampling.sampled_answers import join_scores
-from rlhf_core.stages.ppo.texts import samples, with_own_ends
 from tests.support.fleet_config import fleet_config, no_sources
 from tests.unit.stages.ppo.test_ppo_tricks import critic, models, plain_engine, ppo  # noqa: F401 - fixtures
 

@@ -36,9 +36,9 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term, combine
 from rlhf_core.rewards.reward_contract import Steps
 from rlhf_core.rewards.steps import on_tokens
+from rlhf_core.stages.ppo.rewards.shaped_rewards import shaped_rewards, truncated
+from rlhf_core.stages.ppo.rewards.texts import Lengths
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
-from rlhf_core.stages.ppo.shaped_rewards import shaped_rewards, truncated
-from rlhf_core.stages.ppo.texts import Lengths
 
 
 class Credited(NamedTuple):

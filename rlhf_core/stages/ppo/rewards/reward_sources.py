@@ -14,9 +14,9 @@ from rlhf_core.config import PPO
 from rlhf_core.config.rewards import EnvironmentReward, NoReward
 from rlhf_core.rewards.clients import Clients, Rewards, collect
 from rlhf_core.rewards.own_tokens import OwnTokens
+from rlhf_core.stages.ppo.rewards.texts import Decode, samples, with_own_ends
 from rlhf_core.stages.ppo.roles.read_only import Reward
 from rlhf_core.stages.ppo.rollout_records import Rollout
-from rlhf_core.stages.ppo.texts import Decode, samples, with_own_ends
 
 
 @dataclass(frozen=True)

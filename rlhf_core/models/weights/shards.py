@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import modeling_utils
 
-from rlhf_core.models.weight_reader import Buffers, WeightFile
+from rlhf_core.models.weights.weight_reader import Buffers, WeightFile
 from rlhf_core.system import progress
 from rlhf_core.system.machine import give_back_freed_memory
 

@@ -1,0 +1,1 @@
+"""Reads, cuts, rounds and describes the weights of models."""

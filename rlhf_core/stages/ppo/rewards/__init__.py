@@ -1,0 +1,1 @@
+"""From rewards of an answer's sources to the advantages of its tokens."""
