@@ -77,7 +77,8 @@ def demo(*, folder: Path = Path("."), plain: bool = False) -> int:
     _make_folder(folder)
     os.chdir(folder)  # artifacts go there
     with working("making the demo's model and data", plain):
-        _make_material(shipped / "demo" / "make_material.py")
+        made = _make_material(shipped / "demo" / "make_material.py")
+    print(made, end="", flush=True)  # not beside the spinner, on its line
     recipe = Path("demo/tiny-cpu.yaml")  # next to the material: paths in a recipe are relative to its file
     write_text(
         recipe, (shipped / "recipes" / "tiny-cpu.yaml").read_text().replace("../../demo/material", "material")
@@ -99,15 +100,20 @@ def _make_folder(folder: Path) -> None:
         raise ValueError(f"{folder} cannot be made ({error.strerror}): name another folder") from None
 
 
-def _make_material(script: Path) -> None:
-    """Creates the demo's base model and data if they are missing. Raises ValueError when the folder holds
-    something else."""
+def _make_material(script: Path) -> str:
+    """Creates the demo's base model and data if they are missing, and returns what the script prints. Raises
+    ValueError when the folder holds something else."""
     command = [sys.executable, "-P", str(script), "--out", MATERIAL]
     with subprocess.Popen(
-        command, env=child_environment(), stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+        command,
+        env=child_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
-            told = _errors_of(process)
+            printed, told = _outputs_of(process)
         except BaseException:
             process.kill()
             raise
@@ -115,17 +121,18 @@ def _make_material(script: Path) -> None:
         raise ValueError(told.strip().splitlines()[-1])
     if process.returncode:
         raise RuntimeError(f"the demo's material could not be made:\n{told.strip()[-3000:]}")
+    return printed
 
 
-def _errors_of(process: subprocess.Popen[str]) -> str:
-    """Waits for a process and returns what it wrote to stderr. Unless the process ends at once, imports the
-    flow meanwhile, which takes seconds."""
+def _outputs_of(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Waits for a process and returns what it wrote to stdout and stderr. Unless the process ends at once,
+    imports the flow meanwhile, which takes seconds."""
     try:
-        return process.communicate(timeout=AT_ONCE_SECONDS)[1]
+        return process.communicate(timeout=AT_ONCE_SECONDS)
     except subprocess.TimeoutExpired:
         import flows.alignment  # noqa: F401
 
-        return process.communicate()[1]
+        return process.communicate()
 
 
 def init(
