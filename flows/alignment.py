@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,6 @@ from tasks.temporary_server import OwnServerFlow
 
 MAX_RECIPE_NAME = 36  # characters of a run's name taken by the recipe; the name has at most 64
 
-# The plan that the command line has already built and checked, so that a flow does neither again.
-checked_plan: ContextVar[Plan | None] = ContextVar("checked_plan", default=None)
-
 
 def run_name() -> str:
     """Returns the name of a flow run: the requested name, otherwise the name of its recipe (or the recipe's
@@ -61,9 +57,6 @@ def run_name() -> str:
 
 
 def _recipe_name() -> str:
-    planned = checked_plan.get()
-    if planned is not None:
-        return planned.recipe.name
     recipe = runtime.flow_run.parameters.get("recipe")
     if isinstance(recipe, dict):
         return str(recipe.get("name"))
@@ -91,7 +84,7 @@ def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: boo
     if latest:
         refresh_hub_revisions(loaded)
     with provided(variables(loaded)):
-        planned = plan_of(loaded)
+        planned = plan(loaded)
         run_all(planned, planned.nodes)
 
 
@@ -101,18 +94,22 @@ def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> N
     loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
     require_type("name", name, str)
     with provided(variables(loaded)):
-        planned = plan_of(loaded)
+        planned = plan(loaded)
         nodes = planned.stages_of(name)
         fetch_parents(planned, nodes)
         require_parents(planned, nodes)
         run_all(planned, nodes)
 
 
-def plan_of(recipe: Recipe) -> Plan:
-    """Returns the command line's plan if it is for this recipe; otherwise plans the recipe. Raises
-    ValueError like `plan`."""
-    planned = checked_plan.get()
-    return planned if planned is not None and planned.recipe == recipe else plan(recipe)
+def checked_flow(flow_name: str, planned: Plan, nodes: tuple[Node, ...]) -> Any:
+    """Returns a flow that runs stages of a plan which was checked on this machine already. Call it with the
+    plan's recipe, which Prefect shows, and for the flow `stage` with the name of the stage."""
+
+    def run_checked(recipe: Recipe, name: str | None = None, overrides: tuple[str, ...] = ()) -> None:
+        with provided(variables(planned.recipe)):
+            run_all(planned, nodes, checked=True)
+
+    return flow(run_checked, name=flow_name)
 
 
 def require_type(name: str, value: object, *kinds: type | None) -> None:
@@ -130,16 +127,16 @@ def refresh_hub_revisions(recipe: Recipe) -> None:
         forget(folder)
 
 
-def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
+def run_all(planned: Plan, nodes: tuple[Node, ...], checked: bool = False) -> None:
     """Runs stages, each when its parents are done and their gates passed. `flows/schedule.py` decides which
-    run side by side.
+    run side by side. `checked`: inputs and machine were checked.
 
     Raises ValueError or MachineLacks before any work, StageFailed when a stage fails, GateFailed when a
     failed gate stopped other stages, and SeveralFailed for more than one of these. After a failure no stage
     starts; stages that run beside the failed one finish first. Raises ApprovalAwaited, or suspends the run,
     when everything left waits for a person (tasks/decisions/approval.py).
     """
-    if planned is not checked_plan.get():
+    if not checked:
         require_here(planned, nodes)
     # a worker started this process, whose run must not outlive the worker
     if "PREFECT__FLOW_RUN_ID" in os.environ:

@@ -63,9 +63,9 @@ def run(
         require_here(planned, planned.nodes)
 
     def flow() -> None:
-        from flows.alignment import alignment
+        from flows.alignment import checked_flow
 
-        alignment(planned.recipe)
+        checked_flow("alignment", planned, planned.nodes)(planned.recipe)
 
     return _run(planned, planned.nodes, RunRequest(recipe, overrides, name), plain, check, flow)
 
@@ -91,9 +91,9 @@ def stage(name: str, recipe: RecipePlace, *overrides: Override, plain: bool = Fa
         require_here(planned, nodes)
 
     def flow() -> None:
-        from flows.alignment import stage
+        from flows.alignment import checked_flow
 
-        stage(planned.recipe, name)
+        checked_flow("stage", planned, nodes)(planned.recipe, name)
 
     return _run(planned, nodes, RunRequest(recipe, overrides), plain, check, flow)
 
@@ -128,7 +128,7 @@ def _run(
             import flows.alignment  # noqa: F401
 
             begun = True
-            _flow(planned, given, flow, say)
+            _flow(given, flow, say)
     finally:
         if begun:
             from flows.cli.terminal.ending import show_end
@@ -138,14 +138,12 @@ def _run(
     return OK
 
 
-def _flow(planned: Plan, given: RunRequest, flow: Callable[[], None], say: Say) -> None:
+def _flow(given: RunRequest, flow: Callable[[], None], say: Say) -> None:
     """Runs a flow with its Prefect server. Raises MachineLacks when the server does not answer."""
-    from flows.alignment import checked_plan
     from tasks.temporary_server import start_server, without_heartbeats
 
     without_tracebacks()
     named = os.environ.get("PREFECT_API_URL", "an address of its own")
-    token = checked_plan.set(planned)
     other = asked.set(given)
     try:
         say("starting Prefect's server")
@@ -175,7 +173,6 @@ def _flow(planned: Plan, given: RunRequest, flow: Callable[[], None], say: Say) 
             " stages stay finished"
         ) from error
     finally:
-        checked_plan.reset(token)
         asked.reset(other)
 
 
