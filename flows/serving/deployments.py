@@ -6,6 +6,7 @@ scheduled runs are late.
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -15,8 +16,9 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from prefect import Flow
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate, WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.schedules import Schedule
@@ -138,8 +140,10 @@ def deploy(
     wanted += [(*scheduled, f"{name}-scheduled", SCHEDULED, schedule)] if schedule else []
     wanted += [(loop, "flows.loops.loop", feedback_name(name), SCHEDULED, None)] if feedback else []
     deployed = {}
-    with temporary_settings({PREFECT_API_URL: api}):
+    with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:
         for flow, entrypoint, name, queue, when in wanted:
+            if when is not None:
+                when = in_step(client, f"{flow.name}/{name}", when)
             parameters = {**one.parameters, **(ends if flow is loop else {})}
             deployment = flow.to_deployment(
                 name, schedule=when, parameters=parameters, work_pool_name=POOL, work_queue_name=queue
@@ -151,6 +155,22 @@ def deploy(
             assert isinstance(identity, UUID)
             deployed[f"{flow.name}/{name}"] = identity
     return deployed
+
+
+def in_step(client: SyncPrefectClient, name: str, schedule: Schedule) -> Schedule:
+    """Returns an interval schedule that goes on from the one that the deployment FLOW/NAME has, if the
+    interval is the same: an interval that begins anew at each start of `serve` might never end. Returns other
+    schedules as they are."""
+    if schedule.interval is None:
+        return schedule
+    try:
+        known = client.read_deployment_by_name(name).schedules
+    except ObjectNotFound:
+        return schedule
+    for each in known:
+        if isinstance(each.schedule, IntervalSchedule) and each.schedule.interval == schedule.interval:
+            return dataclasses.replace(schedule, anchor_date=each.schedule.anchor_date)
+    return schedule
 
 
 def pause_others(client: SyncPrefectClient, served: Collection[UUID]) -> list[str]:

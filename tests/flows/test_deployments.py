@@ -165,6 +165,28 @@ def test_schedules_of_an_earlier_serve_are_paused(
         client.delete_deployment(scheduled)
 
 
+def test_an_interval_goes_on_when_serve_starts_again(
+    prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A day that began anew at each start would never end on a machine that is restarted every day."""
+    monkeypatch.chdir(build_in(tmp_path))
+    (one,) = served(["recipe.yaml"], ["name=daily"], {})
+
+    def anchor(seconds: float) -> object:
+        scheduled = deploy(prefect, one, schedule_of(seconds, "", "UTC"))["loop/daily-scheduled"]
+        (found,) = ask(prefect, f"/deployments/{scheduled}")["schedules"]
+        assert found["schedule"]["interval"] == seconds
+        return found["schedule"]["anchor_date"]
+
+    with SyncPrefectClient(api=prefect) as client:
+        with suppress(ObjectAlreadyExists):
+            client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+        first = anchor(86400.0)
+        assert anchor(86400.0) == first
+        assert anchor(43200.0) != first, "another interval begins now"
+        client.delete_deployment(client.read_deployment_by_name("loop/daily-scheduled").id)
+
+
 def test_a_run_on_a_teams_server_has_its_deployments_own_recipe(
     prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
