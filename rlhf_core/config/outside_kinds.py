@@ -42,11 +42,23 @@ def _kind_of(point: EntryPoint, known: Collection[str]) -> Kind:
         raise ValueError(f"it is a {type(kind).__name__}, not an rlhf_core.config.kinds.Kind")
     if not (isinstance(kind.config, type) and issubclass(kind.config, Gated)):
         raise ValueError("its config class must inherit from rlhf_core.config.gates.Gated")
+    taken = _taken(kind.config)
+    if taken:
+        raise ValueError(
+            f"the field {taken[0]} of {kind.config.__name__} has the name of something that alignflow asks"
+            " each stage for (rlhf_core.config.gates.Gated): give it another name"
+        )
     if kind.config.model_fields["stage"].default != point.name:
         raise ValueError(f"the field `stage` of {kind.config.__name__} must have the default {point.name!r}")
     if not kind.module:
         raise ValueError("it names no module with `run(request, run)`")
     return kind
+
+
+def _taken(config: type[Gated]) -> list[str]:
+    """Returns the fields whose values properties and methods of the same name would hide."""
+    bases = [base for base in config.__mro__ if issubclass(base, Gated)]
+    return [name for name in config.model_fields if any(name in vars(base) for base in bases)]
 
 
 def _package(point: EntryPoint) -> str:

@@ -21,6 +21,8 @@ def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[s
     stage = node.name.partition(".")[0]
     problems = []  # named by the recipe's stage, so once for all rounds of a loop
     for (field, name), (tokens, what) in asked.items():
+        if not name:
+            continue  # a kind of another package without a start model
         place = start_of(name) or ""
         try:
             require_positions(place, stored_config(place), tokens, what)

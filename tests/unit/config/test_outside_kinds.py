@@ -19,6 +19,13 @@ class Toy(Gated):
     stage: Literal["toy"] = "toy"
 
 
+with pytest.warns(UserWarning, match="shadows"):
+
+    class Hidden(Gated):
+        stage: Literal["zoo"] = "zoo"
+        exports: tuple[str, ...] = ("x",)  # type: ignore[assignment]
+
+
 class NotGated:
     pass
 
@@ -26,6 +33,7 @@ class NotGated:
 GOOD = Kind(Toy, "acme.toy")
 NO_MODULE = Kind(Toy)
 NO_CONFIG = Kind(NotGated, "acme.toy")  # type: ignore[arg-type]
+HIDDEN = Kind(Hidden, "acme.zoo")
 NUMBER = 5
 
 
@@ -53,6 +61,7 @@ def read(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> dict[str, Ki
         ("atoy", "NO_MODULE", "the field `stage` of Toy must have the default 'atoy'"),
         ("zoo", "NUMBER", "it is a int, not an rlhf_core.config.kinds.Kind"),
         ("zoo", "NO_CONFIG", "its config class must inherit from rlhf_core.config.gates.Gated"),
+        ("zoo", "HIDDEN", "the field exports of Hidden has the name of something that alignflow asks"),
         ("zoo", "ABSENT", "has no attribute 'ABSENT'"),
     ],
 )
