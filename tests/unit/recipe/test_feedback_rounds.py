@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flows.cli.loop_commands import next_of
-from rlhf_core.config import Gate, Recipe
+from rlhf_core.config import Gate, Publication, Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
 from rlhf_core.preflight.inputs import check_inputs
@@ -316,6 +316,15 @@ def test_a_recipe_may_name_a_refused_round(tmp_path: Path, inbox: Inbox) -> None
     planned = plan(with_rounds(of, "loop", 2), {}, {}, {"loop.round1"})
     assert planned["evaluation"].config.models == ("loop.round2",)  # type: ignore[attr-defined]
     assert planned.aliases["loop.round1"] == "sft"
+
+
+def test_a_publication_of_a_refused_round_is_left_out_with_its_gates(tmp_path: Path, inbox: Inbox) -> None:
+    of = recipe(tmp_path)
+    early = Publication(model="loop.round1", evaluation="evaluation", gates=(Gate(metric="files", min=1),))
+    of = of.model_copy(update={"stages": of.stages | {"early": early}})
+    say(inbox, "a")
+    planned = plan(with_rounds(of, "loop", 2), {}, {}, {"loop.round1"})
+    assert "early" not in [node.name for node in planned.nodes]
 
 
 def test_one_run_after_nights_goes_by_the_loops_record(tmp_path: Path, inbox: Inbox) -> None:
