@@ -88,7 +88,8 @@ def compare(baseline: ModelScores, model: ModelScores, resamples: int, seed: int
 def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> ScoreDrop:
     """Returns baseline minus model (model minus baseline if lower is better), with a 95 % interval.
 
-    Over documents with scores from 0 to 1 it is `difference_interval`, over others a bootstrap.
+    Over documents with scores from 0 to 1 it is `difference_interval`, over others (losses) a bootstrap;
+    equal differences of these have none.
     """
     sign = 1.0 if model.higher_is_better else -1.0
     lost = sign * (baseline.value - model.value)
@@ -97,8 +98,11 @@ def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> ScoreDr
     if own is not None and other is not None and own.keys() == other.keys():
         before, after = (np.array([values[name] for name in sorted(own)]) for values in (own, other))
         differences = sign * (before - after)
-        if min(before.min(), after.min()) >= 0 and max(before.max(), after.max()) <= 1:
+        scores = min(before.min(), after.min()) >= 0 and max(before.max(), after.max()) <= 1
+        if model.higher_is_better and scores:
             low, high = difference_interval(differences)
+        elif (differences == differences[0]).all():
+            return ScoreDrop(tax=lost, ci_low=None, ci_high=None, paired=True)
         else:
             low, high = interval(QuestionSums(differences, np.ones(len(differences))), resamples, seed)
         return ScoreDrop(tax=lost, ci_low=low, ci_high=high, paired=True)

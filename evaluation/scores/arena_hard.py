@@ -6,8 +6,9 @@ rows. Features are not centred, so that answers of the same style are compared e
 Functions with style control need rows with styles.
 
 The weights are those of `rlhf_core.mean_interval`: Dirichlet(1, ..., 1) over the questions and one more
-question, which all models win or all lose, with answers of each model's average style. So a few equal
-verdicts still have an interval.
+question. That one is in two halves, each won by all models or lost by all, with answers whose style is one
+standard deviation above and below each model's average. So a few equal verdicts still have an interval, and
+the effects of style are as uncertain as the scores.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def controlled(rows: BattleRows, controls: Sequence[Control], resamples: int, se
     95 % intervals.
 
     `rows` come from `question_rows`. All models share the effects of style. `resamples`: how often the
-    questions get random weights, half of them with the added question won and half with it lost.
+    questions get random weights.
     """
     rows = rows.sorted()  # makes sums independent of the order of the files
     assert rows.features is not None, "style control needs the styles of the answers"
@@ -99,10 +100,14 @@ def controlled(rows: BattleRows, controls: Sequence[Control], resamples: int, se
     indicators, names = one_hot(rows.models)
     models = len(names)
     rows_of_model = indicators * rows.weights[:, None]  # (N, M)
-    average = rows_of_model.T @ values / rows_of_model.sum(0)[:, None]  # (M, F)
-    added = np.hstack([np.eye(models), average])  # the added question, first won by each model, then lost
-    design = np.vstack([np.hstack([indicators, values]), added, added])
-    outcomes = np.append(rows.outcomes, np.repeat((1.0, 0.0), models))
+    shares = rows_of_model / rows_of_model.sum(0)
+    average = shares.T @ values  # (M, F)
+    spread = np.sqrt(np.maximum(shares.T @ values**2 - average**2, 0))
+    # the halves of the added question: (2, M, M + F)
+    halves = [np.hstack([np.eye(models), average + sign * spread]) for sign in (1, -1)]
+    # each half won, then each half lost
+    design = np.vstack([np.hstack([indicators, values]), *halves, *halves])
+    outcomes = np.append(rows.outcomes, np.repeat((1.0, 0.0), 2 * models))
     ridge = np.repeat((RIDGE, STYLE_RIDGE), [models, values.shape[1]])
     # (1 + R, M + F)
     coefficients = fit(design, outcomes, _weights(rows, models, resamples, seed), ridge)
@@ -115,18 +120,18 @@ def controlled(rows: BattleRows, controls: Sequence[Control], resamples: int, se
 
 
 def _weights(rows: BattleRows, models: int, resamples: int, seed: int) -> Floats:
-    """Returns weights of all rows and of the added ones, (1 + R, N + 2 M). The first row is the data itself,
-    without the added question."""
+    """Returns weights of all rows and of the added ones, (1 + R, N + 4 M). The first row is the data itself,
+    without the added question; the others are in four parts, by which of its halves are won."""
     uids, index = np.unique(rows.uids, return_inverse=True)
-    draws = (resamples + 1) // 2
+    draws = (resamples + 3) // 4
     drawn = np.random.default_rng(seed).standard_exponential((draws, len(uids) + 1))
     known = drawn[:, index] * rows.weights
-    added = np.repeat(drawn[:, -1:] * rows.heaviest, models, axis=1)
-    nothing = np.zeros_like(added)
-    own = np.append(rows.weights, np.zeros(2 * models))
-    won = np.hstack([known, added, nothing])
-    lost = np.hstack([known, nothing, added])
-    return np.vstack([own, won, lost])
+    half = np.repeat(drawn[:, -1:] * rows.heaviest / 2, models, axis=1)
+    own = np.append(rows.weights, np.zeros(4 * models))
+    parts = [
+        np.hstack([known, half * a, half * b, half * (1 - a), half * (1 - b)]) for a in (1, 0) for b in (1, 0)
+    ]
+    return np.vstack([own, *parts])
 
 
 def _estimate(values: Floats) -> IntervalEstimate:

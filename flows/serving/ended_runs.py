@@ -19,6 +19,7 @@ UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 PROCESS_SECONDS = 60.0
 STUCK_SECONDS = 600.0  # a worker that took a run and failed before its process leaves it pending
 IGNORED_SECONDS = 60.0  # Prefect's runner ends a cancelled process within half a minute
+END_SECONDS = 30.0  # for the process of a flow to end its stages
 
 
 def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
@@ -35,7 +36,7 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
         flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": UNFINISHED}}}), limit=200
     )
     for run in found:
-        end_ignored(run)
+        end_ignored(client, run)
     gone = [run for run in found if _is_without_process(run, at_start)]
     gone = [client.read_flow_run(run.id) for run in gone]  # it may have ended since the list was read
     gone = [run for run in gone if _is_without_process(run, at_start)]
@@ -47,18 +48,21 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
     return len(gone)
 
 
-def end_ignored(run: FlowRun) -> None:
-    """Sends SIGTERM to the process of a run that has been cancelled for `IGNORED_SECONDS`, and SIGKILL after
-    twice that."""
+def end_ignored(client: SyncPrefectClient, run: FlowRun) -> None:
+    """Ends the process of a run that was cancelled more than `IGNORED_SECONDS` ago, with SIGTERM and then
+    SIGKILL, and marks the run as cancelled: the flow's engine takes a signal that does not come from the
+    worker for a crash."""
     process = _process_of(run)
-    if run.state_type != StateType.CANCELLING or process is None:
+    if run.state_type != StateType.CANCELLING or process is None or _age(run) < IGNORED_SECONDS:
         return
-    age = _age(run)
     with contextlib.suppress(psutil.Error):
-        if age > 2 * IGNORED_SECONDS:
-            process.kill()
-        elif age > IGNORED_SECONDS:
-            process.terminate()
+        process.terminate()
+        _, alive = psutil.wait_procs([process], END_SECONDS)
+        for left in alive:
+            left.kill()
+        psutil.wait_procs(alive, END_SECONDS)
+    if client.read_flow_run(run.id).state_type in (StateType.CRASHED, StateType.CANCELLING):
+        client.set_flow_run_state(run.id, Cancelled(message="cancelled"), force=True)
 
 
 def _is_without_process(run: FlowRun, at_start: bool) -> bool:
@@ -79,10 +83,27 @@ def _age(run: FlowRun) -> float:
 
 
 def _may_live(run: FlowRun) -> bool:
-    """Returns whether a run's process is alive, or is on another machine."""
-    host = _place(run)[0]
-    elsewhere = bool(host) and host != socket.gethostname()
-    return elsewhere or _process_of(run) is not None
+    """Returns whether a run's process is alive, or may be: on another machine, or with an environment that
+    cannot be read."""
+    host, pid = _place(run)
+    if host and host != socket.gethostname():
+        return True
+    try:
+        return _is_of_run(int(pid), run)
+    except psutil.AccessDenied:
+        return True
+    except (psutil.Error, ValueError):
+        return False
+
+
+def _process_of(run: FlowRun) -> psutil.Process | None:
+    """Returns a run's process if it is surely one of this machine."""
+    host, pid = _place(run)
+    try:
+        here = host in ("", socket.gethostname())
+        return psutil.Process(int(pid)) if here and _is_of_run(int(pid), run) else None
+    except (psutil.Error, ValueError):
+        return None
 
 
 def _place(run: FlowRun) -> tuple[str, str]:
@@ -91,22 +112,7 @@ def _place(run: FlowRun) -> tuple[str, str]:
     return host, pid
 
 
-def _process_of(run: FlowRun) -> psutil.Process | None:
-    """Returns a run's process if it is alive on this machine.
-
-    The environment is compared because a zombie has none, and because the PID can belong to a later
-    process.
-    """
-    host, pid = _place(run)
-    if host and host != socket.gethostname():
-        return None
-    try:
-        process = psutil.Process(int(pid))
-    except (psutil.Error, ValueError):
-        return None
-    try:
-        return process if process.environ().get("PREFECT__FLOW_RUN_ID") == str(run.id) else None
-    except psutil.AccessDenied:
-        return process
-    except psutil.Error:
-        return None
+def _is_of_run(pid: int, run: FlowRun) -> bool:
+    """Returns whether a process on this machine works for a run. Compares its environment, because a zombie
+    has none, and because the PID can belong to a later process."""
+    return psutil.Process(pid).environ().get("PREFECT__FLOW_RUN_ID") == str(run.id)

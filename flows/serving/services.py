@@ -49,7 +49,9 @@ EVERYWHERE = "0.0.0.0"
 PAGE = "live page of"
 # on SQLite, Prefect 3.7 logs a traceback at each poll of a worker: ten megabytes an hour
 LOG_BYTES = 20_000_000
-RETRIES = 8  # of requests to a busy server, 2 to 256 s apart: some eight minutes; Prefect's 5 take one
+# of requests to a server that is busy (503), with pauses of 2, 4, 8 ... s: nine minutes; Prefect's 5 take two
+RETRIES = 7
+ENDPOINT_RETRIES = 2  # whoever asks an endpoint waits for its answer
 
 
 @contextmanager
@@ -149,7 +151,10 @@ class Services:
         with listen(host, port) as listener:
             port = listener.getsockname()[1]
             place = ["--home", str(self.home), "--host", host, "--port", str(port)]
-            environment = self.environment() | {LISTENER: str(listener.fileno())}
+            environment = self.environment() | {
+                LISTENER: str(listener.fileno()),
+                "PREFECT_CLIENT_MAX_RETRIES": str(ENDPOINT_RETRIES),
+            }
             self._start(
                 name,
                 [sys.executable, "-P", "-m", "flows.cli", *command, *place],

@@ -6,12 +6,13 @@ from datetime import UTC, datetime, timedelta
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import Event, Resource
 
 SILENT_SECONDS = 540  # three heartbeats at Prefect's default of 180 s
+PAGE = 200  # runs of one answer
 WAITS = "alignflow.flow-run.waits"
 
 # A run whose heartbeats stop was killed with -9, and no worker watched it. A suspended run, which waits for a
@@ -55,7 +56,11 @@ def tell_suspended(client: SyncPrefectClient) -> int:
     suspended less than twice `SILENT_SECONDS` ago. Returns their number."""
     recent = datetime.now(UTC) - 2 * timedelta(seconds=SILENT_SECONDS)
     wanted = {"state": {"type": {"any_": [StateType.PAUSED]}}}
-    found = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(wanted), limit=200)
+    found: list[FlowRun] = []
+    while page := client.read_flow_runs(
+        flow_run_filter=FlowRunFilter.model_validate(wanted), limit=PAGE, offset=len(found)
+    ):
+        found += page
     events = [
         Event(event=WAITS, resource=Resource({"prefect.resource.id": f"prefect.flow-run.{run.id}"}))
         for run in found

@@ -44,7 +44,7 @@ VALIDATION = (
     Metric(
         "eval/reward/mean eval/reward/ci_low eval/reward/ci_high",
         "mean reward of the best iteration's answers, with seeds that were not used for the choice, and its"
-        " 95 % interval over prompts",
+        " 95 % interval over prompts (none if all prompts have one reward, outside 0 to 1)",
         "",
         VALIDATED,
         failed=BY_HEART,

@@ -36,7 +36,7 @@ from rlhf_core.system.files import write_text
 
 BEST = f"{STATE}/best"  # folder of the exports of the best iterations, until the stage is done
 REWARD, LOW, HIGH = (f"eval/reward/{name}" for name in ("mean", "ci_low", "ci_high"))
-ROUNDING = 1e-6  # a sum of weighted rewards may be this much below its exact value
+ROUNDING = 1e-6  # a sum of weighted rewards may be this far from its exact value
 
 
 class Validation(NamedTuple):
@@ -219,10 +219,10 @@ def pass_at(n: int, right: int, k: int) -> float:
 def _interval(name: str, values: np.ndarray) -> dict[str, float]:
     """Returns the mean over prompts and its 95 % interval: that of a rate for rewards from 0 to 1, otherwise
     Student's, which needs at least two prompts with different rewards."""
-    if ((values >= 0) & (values <= 1)).all():
-        return _rate(name, values)
+    if ((values >= -ROUNDING) & (values <= 1 + ROUNDING)).all():
+        return _rate(name, values.clip(0, 1))
     mean = float(values.mean())
-    if (values == values[0]).all():
+    if np.ptp(values) <= ROUNDING * max(1.0, abs(mean)):
         return {f"{name}/mean": mean}
     error = float(values.std(ddof=1)) / len(values) ** 0.5
     half = float(student.ppf(0.975, len(values) - 1)) * error

@@ -74,7 +74,17 @@ def test_less_can_be_better() -> None:
     loss = loss_of(
         score({"a": 2.0, "b": 3.0}, higher=False), score({"a": 4.0, "b": 5.0}, higher=False), 100, 0
     )
-    assert loss.tax == 2.0 and loss.ci_low == loss.ci_high == 2.0
+    assert loss.tax == 2.0 and loss.ci_low is None, "two equal differences say nothing about their spread"
+
+
+@pytest.mark.parametrize("largest", [0.99, 1.2])
+def test_small_differences_of_losses_are_seen_whether_a_document_is_above_one_or_not(largest: float) -> None:
+    """As of bits per byte: about 0.8, and 0.004 more after training."""
+    noise = np.random.default_rng(0).normal(0.004, 0.005, 500)
+    before = {f"d{n}": 0.8 for n in range(499)} | {"d499": largest}
+    after = {name: value + delta for (name, value), delta in zip(before.items(), noise, strict=True)}
+    loss = loss_of(score(before, higher=False), score(after, higher=False), 1000, 0)
+    assert loss.ci_low is not None and 0.003 < loss.ci_low < loss.tax < 0.005
 
 
 def test_metrics_that_are_no_mean_and_other_documents_are_compared_by_their_errors() -> None:

@@ -74,6 +74,8 @@ def test_equal_rewards_of_unknown_scale_have_no_interval() -> None:
     """Four prompts that all score -1 do not show that every prompt does."""
     assert "eval/reward/ci_low" not in validation([-1.0] * 4, n=1)
     assert validation([1.0] * 4, n=1)["eval/reward/ci_low"] < 0.6, "like a rate"
+    rounded = 0.33 + 0.56 + 0.11  # weights of three sources, a rounding error above 1
+    assert rounded > 1 and validation([rounded] * 4, n=1)["eval/reward/ci_low"] < 0.6
 
 
 def test_answers_without_a_reward_do_not_count() -> None:
