@@ -29,7 +29,7 @@ PROCESS = 2 * GIB  # host memory of a process with its libraries (assumed)
 # for weights pinned one by one, each block rounded up to a power of two: 1 to 2, depending on their shapes
 ROUNDED = 1.5
 SUBGROUP = 1e9  # parameters whose fp32 gradients ZeRO-3 holds in one block of pinned memory
-DIRECT = 1 / 3  # of a GPU: smaller models are loaded there without a copy in host memory (models/load.py)
+DIRECT = 1 / 3  # of a GPU: smaller models are loaded there without a copy on the host (models/load_model.py)
 
 
 class PhaseBytes(NamedTuple):

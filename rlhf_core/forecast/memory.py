@@ -25,7 +25,7 @@ FETCHED = 4e9  # bytes of whole weights that ZeRO-3 holds at once while it compu
 KEPT = 1 / 16
 USABLE = 0.95  # of a GPU; fragmentation takes the rest
 GROUP = GIB / 8
-# weights gathered at once (but whole layers), and sent at once (models/checkpoint/weights.py, rollout/)
+# weights gathered at once (but whole layers), and sent at once (checkpoint_weights.py, rollout/)
 BUCKET = GIB / 2
 CHUNK = 2048  # positions whose logits exist at once if logits are not kept (models/token_logprobs.py)
 

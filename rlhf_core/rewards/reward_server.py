@@ -1,5 +1,5 @@
-"""Serves a reward model over HTTP according to `rewards/contract.py`: `alignflow serve-reward CHECKPOINT
---port PORT`.
+"""Serves a reward model over HTTP according to `rewards/reward_contract.py`: `alignflow serve-reward
+CHECKPOINT --port PORT`.
 
 POST (any path) accepts `prompts`, `responses` and, optionally, `finished`; other lists are ignored. GET
 returns what is served. One request is scored at a time. Invalid input gets 400 with an error message; a

@@ -252,7 +252,7 @@ def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def on_cpu(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies `weights` (`models.checkpoint.weights`) to rank 0's host memory. Is a collective. Raises
+    """Copies `weights` (`checkpoint_weights`) to rank 0's host memory. Is a collective. Raises
     FloatingPointError when one is not finite."""
     return {
         name: weight.to("cpu", copy=True).contiguous() for name, weight in finite(weights) if engine.rank == 0

@@ -344,7 +344,7 @@ def test_close_leaves_nothing_behind(make: Make, renderer: Renderer) -> None:
     children = [
         child.pid
         for child in psutil.Process(os.getpid()).children()
-        if "environments.worker" in " ".join(child.cmdline())
+        if "environments.environment_worker" in " ".join(child.cmdline())
     ]
     assert children
     episodes.close()

@@ -269,7 +269,7 @@ def test_a_model_with_experts_is_not_compiled_on_a_gpu(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert compilation(str(tmp_path)) == {}, "the CPU's engine compiles nothing"
-    for user in ("server", "environment"):
+    for user in ("vllm_server", "environment"):
         monkeypatch.setattr(f"rlhf_core.rollout.vllm.{user}.num_gpus", lambda: 1)
     assert compilation("owner/name") == {}, "the Hub cannot be reached"
     monkeypatch.setattr(
