@@ -146,7 +146,7 @@ def test_lm_eval_sees_a_planted_regression_and_the_gate_trips(good: Path, tmp_pa
     gates = (
         Gate(metric="tax_low/digits_choice", max=0.1),
         Gate(metric="tax/digits_answer", max=0.1),
-        Gate(metric="tax_high/digits_choice/same", max=0.0),
+        Gate(metric="tax_high/digits_choice/same", max=0.3),  # ten equal documents show no more than that
     )
     tasks = tuple(str(TASKS / f"{name}.yaml") for name in ("digits_choice", "digits_answer"))
     limits = {"limit": COUNT, "max_model_len": 128, "bootstrap_rounds": 200, "engine": SMALL, "gates": gates}
@@ -162,6 +162,7 @@ def test_lm_eval_sees_a_planted_regression_and_the_gate_trips(good: Path, tmp_pa
             by_hand, abs=1e-6
         )
     assert result.metrics["score/digits_choice/good"] == 1.0
+    assert result.metrics["tax/digits_choice/same"] == 0 < result.metrics["tax_high/digits_choice/same"]
     assert [name for name in result.metrics if not has_metric(config, name)] == []
     report = TaxReport.model_validate_json((run / "report" / "tax.json").read_text())
     assert all(row.paired and row.documents == COUNT for row in report.rows) and len(report.rows) == 4
