@@ -173,7 +173,7 @@ def looped(world: World, fields: Mapping[str, Any]) -> Any:
 
     doubles = {"start_fleet": started, "ppo_iteration": iteration, "validate": validated}
     for name, double in (doubles | {"answer_again": answered, "answer_as": answered}).items():
-        world.patch.setattr(train if hasattr(train, name) else iteration_loop, name, double)
+        world.patch.setattr(train if name == "start_fleet" else iteration_loop, name, double)
     world.patch.setattr(
         iteration_loop, "start_collector", lambda *given: said.append(given[1].config.max_staleness)
     )

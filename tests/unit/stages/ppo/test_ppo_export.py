@@ -107,7 +107,7 @@ def ppo(
             "eval/response/length": 1.0,
         }
         for name, double in (usual | dict(doubles)).items():
-            patch.setattr(train if hasattr(train, name) else iteration_loop, name, double)
+            patch.setattr(train if name in ("start_fleet", "Engines") else iteration_loop, name, double)
         prompts = Data.model_validate({"sources": str(material / "prompts.jsonl"), "max_samples": 40})
         sizes = {
             "rollout_batch_size": 8,
