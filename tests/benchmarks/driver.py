@@ -32,7 +32,7 @@ from rlhf_core.stages.ppo.iteration import IterationSchedule, minibatches
 from rlhf_core.stages.ppo.rewards.credit import credit, divergence
 from rlhf_core.stages.ppo.rewards.texts import decoder, samples
 from rlhf_core.stages.ppo.rollout_records import Experience, Scores, StoredRollouts
-from rlhf_core.stages.ppo.sampling.sampled_answers import rollout
+from rlhf_core.stages.ppo.sampling.rollout_group import rollout
 
 SECONDS: dict[str, float] = {}
 # while models score, and while they train

@@ -33,6 +33,7 @@ from rlhf_core.stages.ppo.ppo_setup import model_paths
 from rlhf_core.stages.ppo.ppo_stage import start_processes
 from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.rollout_records import Experience
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.start_fleet import start_fleet
 
 
@@ -50,9 +51,9 @@ def main() -> None:
     paths = model_paths(
         config, {"base": str(arguments.model), "rm": str(headed(arguments.model, arguments.out / "rm"))}
     )
-    fleet = start_fleet(
-        config, paths, load_tokenizer(paths["actor"], False), 0, start_processes(config), False
-    )
+    groups = start_processes(config)
+    engines = RolloutGroup(config, groups["sampler"], groups["actor"])
+    fleet = start_fleet(config, paths, load_tokenizer(paths["actor"], False), 0, groups, engines, False)
     size = weight_bytes(arguments.model, 2 if config.dtype == "bfloat16" else 4)
     peaks = watch_memory() if torch.cuda.is_available() else []
     experience = made_up(AutoConfig.from_pretrained(arguments.model).vocab_size, arguments.generate_len)
@@ -60,12 +61,12 @@ def main() -> None:
     for number in range(arguments.rounds + 1):
         fleet.train(experience, {"actor": [Update(list(range(len(experience))), arguments.rate, 0.0)]})
         if fleet.sleeps:
-            fleet.wake()
+            fleet.wake_engines()
         before = gap(fleet, documents)
         time.sleep(1)
         at_rest = list(peaks)
         start = time.monotonic()
-        fleet.sync_weights()
+        engines.sync_weights()
         seconds = time.monotonic() - start
         rise = [round((peak - rest) / 2**30, 2) for peak, rest in zip(peaks, at_rest, strict=True)]
         print(
@@ -74,7 +75,7 @@ def main() -> None:
             flush=True,
         )
         if fleet.sleeps:
-            fleet.sleep(keep_weights=True)  # the next round looks at them before they are sent again
+            engines.sleep(keep_weights=True)  # the next round looks at them before they are sent again
     figures = {"sync": figure(round(seconds, 3), "s"), "extra memory": figure(max(rise, default=0.0), "GiB")}
     save(arguments, f"Weight sync, placement {arguments.placement}, last round", figures)
 

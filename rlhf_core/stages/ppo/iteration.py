@@ -19,6 +19,7 @@ from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.rollout_records import Rollout, Scores
 from rlhf_core.stages.ppo.sampling.collector import Collector
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sampled_answers import Sampled, Setup, sample, start_sample
 
 
@@ -70,15 +71,18 @@ def ppo_iteration(
     `last`: no iteration follows, so no answers are sampled ahead.
     """
     config = setup.config
+    engines = fleet.engines
     phases = dict[str, float]()
     start = time.monotonic()
     with _phase(phases, "generate"):
         sampled = sampled_of(fleet, setup, carried, collector)
         rollouts = sampled.rollouts
-    pending = start_sample(fleet, setup, sampled.position) if config.max_staleness == 1 and not last else None
+    pending = (
+        start_sample(engines, setup, sampled.position) if config.max_staleness == 1 and not last else None
+    )
     if fleet.sleeps:
         with _phase(phases, "sleep"):
-            fleet.sleep(keep_weights="actor" not in schedule.rates)
+            engines.sleep(keep_weights="actor" not in schedule.rates)
     with _phase(phases, "score"):
         scores = (sampled.scores or fleet.start_score(rollouts, sampled.rewards, setup.allowed_failures))()
     with _phase(phases, "credit"):
@@ -100,7 +104,7 @@ def ppo_iteration(
     diverged = measured[0] if measured else divergence_of(rollouts, scores, logprobs, kl_coef, config)
     if fleet.sleeps:
         with _phase(phases, "wake"):
-            fleet.wake()
+            fleet.wake_engines()
     metrics = credited.metrics | diverged.metrics | sampled.metrics | step_means(steps)
     if config.max_staleness == 1:
         metrics["rollout/age"] = float(sampled.age)
@@ -113,7 +117,7 @@ def ppo_iteration(
         with _phase(phases, "sync"):
             if collector:
                 collector.updates += 1
-            fleet.sync_weights(collector.updates if collector else 0)
+            engines.sync_weights(collector.updates if collector else 0)
         with _phase(phases, "probe"):
             metrics["sync/probe_gap"], metrics["sync/probe_bound"] = fleet.probe(setup.probe)
     if collector:
@@ -161,14 +165,16 @@ def divergence_of(
 def sampled_of(fleet: Fleet, setup: Setup, carried: Carried, collector: Collector | None) -> Sampled:
     """Returns an iteration's answers: those of the collector, those sampled ahead, or new ones."""
     if collector:
-        return taken(fleet, collector)
-    return carried.ahead or sample(fleet, setup, carried.position, carried.statistics)
+        return taken(fleet.engines, collector)
+    if carried.ahead:
+        return carried.ahead
+    return sample(fleet.engines, fleet, setup, carried.position, carried.statistics)
 
 
-def taken(fleet: Fleet, collector: Collector) -> Sampled:
+def taken(engines: RolloutGroup, collector: Collector) -> Sampled:
     """Takes an iteration's answers from the collector, and restarts engines that die meanwhile."""
     while (sampled := collector.take()) is None:
-        fleet.revive()
+        engines.revive()
     return sampled
 
 

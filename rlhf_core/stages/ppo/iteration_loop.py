@@ -24,7 +24,8 @@ from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.ppo_setup import schedule_of
 from rlhf_core.stages.ppo.rollout_records import Rollout, shown
-from rlhf_core.stages.ppo.sampling.collector import Collector, answering
+from rlhf_core.stages.ppo.sampling.collector import Collector
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sampled_answers import Setup
 from rlhf_core.stages.ppo.sampling.stored import read_ahead, read_collected, write_ahead, write_collected
 from rlhf_core.stages.ppo.sampling.validation import (
@@ -101,13 +102,15 @@ class IterationLoop:
         if resume:
             self._load(resume)
         elif self._config.engine.adapters == "alone":
-            fleet.sync_weights()  # all answers come from engines with adapters; no effect yet
+            fleet.engines.sync_weights()  # all answers come from engines with adapters; no effect yet
         if self._held_out and not resume:
             shutil.rmtree(self._run / BEST, ignore_errors=True)  # from an attempt without a resume state
             _, self.best = validated(fleet, self._held_out, self._run, 0, None)
         if self._config.continuous:
             state = resume.folder if resume else None
-            self._collector = start_collector(fleet, self._setup, self._iterations, self._first, state)
+            self._collector = start_collector(
+                fleet.engines, self._setup, self._iterations, self._first, state
+            )
 
     def run_iterations(self) -> int:
         """Runs the iterations that are left, or until `stop_when` ends them, and waits for the last resume
@@ -155,7 +158,7 @@ class IterationLoop:
         fleet = self._fleet
         self._first = resume.step
         fleet.load_state(resume.folder)
-        fleet.sync_weights(updates_before(self._config, self._first))
+        fleet.engines.sync_weights(updates_before(self._config, self._first))
         fleet.probe(self._setup.probe)
         self._kl, carried = restore(self._kl, resume.loop)
         ahead = read_ahead(resume.folder, self._setup.order, self._setup.sampling.n)
@@ -217,12 +220,12 @@ def validated(
     """Validates the actor after an iteration, and exports it if it is the best so far. Returns metrics and
     the best iteration."""
     start = time.monotonic()
-    metrics = validate(fleet, held_out, run, iteration)
+    metrics = validate(fleet.engines, fleet, held_out, run, iteration)
     best = Best(iteration, metrics) if best is None else best.after(iteration, metrics)
     if best.iteration == iteration:
         export(fleet, run / BEST / f"iteration{iteration}")
-        if fleet.adapters_alone:  # engines that get only adapters cannot load it later
-            best = best._replace(answered_again=answer_again(fleet, held_out, run))
+        if fleet.engines.adapters_alone:  # engines that get only adapters cannot load it later
+            best = best._replace(answered_again=answer_again(fleet.engines, fleet, held_out, run))
     interval = f" ({metrics[LOW]:.4g} to {metrics[HIGH]:.4g})" if LOW in metrics else ""
     print(f"iteration {iteration}: mean reward {metrics[REWARD]:.4g}{interval} on eval_prompts", flush=True)
     fleet.forget_seconds()
@@ -236,9 +239,10 @@ def chosen(fleet: Fleet, held_out: Validation, run: RunDir, best: Best, last: in
     if best.answered_again is not None:
         metrics = best.answered_again
     elif best.iteration == last:
-        metrics = answer_again(fleet, held_out, run)
+        metrics = answer_again(fleet.engines, fleet, held_out, run)
     else:
-        metrics = answer_as(fleet, held_out, run, run / BEST / f"iteration{best.iteration}")
+        checkpoint = run / BEST / f"iteration{best.iteration}"
+        metrics = answer_as(fleet.engines, fleet, held_out, run, checkpoint)
     selection = {
         f"selection/{name.removeprefix('eval/')}": best.metrics[name]
         for name in (REWARD, LOW, HIGH)
@@ -276,23 +280,23 @@ def adapted(kl: KLController, config: PPO, iteration: int, mean_kl: float) -> KL
     return kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
 
 
-def start_collector(fleet: Fleet, setup: Setup, iterations: int, first: int, state: Path | None) -> Collector:
+def start_collector(
+    engines: RolloutGroup, setup: Setup, iterations: int, first: int, state: Path | None
+) -> Collector:
     """Starts to collect answers for the iterations from `first` on. `state`: the folder of a resume state."""
-    assert fleet.background is not None and fleet.engines is not None
+    assert engines.background is not None and engines.dispatch is not None
     known = read_collected(state, setup.order) if state else None
     updates = updates_before(setup.config, first)
-    answer = answering(fleet, setup.sampling)
-    staleness = setup.config.max_staleness
     return Collector(
-        fleet.background,
-        answer,
+        engines.background,
+        partial(engines.answer, sampling=setup.sampling),
         setup.order,
-        staleness,
+        setup.config.max_staleness,
         iterations,
         first,
         updates,
         known,
-        fleet.engines.died,
+        engines.dispatch.died,
     )
 
 

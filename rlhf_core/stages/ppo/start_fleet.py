@@ -31,13 +31,15 @@ from rlhf_core.forecast.zero_stage import (
 from rlhf_core.rewards.clients import Clients, client_of
 from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rollout.sampler_role import SamplerRole
-from rlhf_core.stages.ppo.fleet import Asking, Fleet
+from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.fleet_metrics import survey
 from rlhf_core.stages.ppo.rewards.reward_sources import RewardSources
 from rlhf_core.stages.ppo.rewards.texts import decoder, lengths_of
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.trained import Critic
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 
 
 def start_fleet(
@@ -46,16 +48,16 @@ def start_fleet(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     groups: Mapping[str, WorkerGroup],
+    engines: RolloutGroup,
     trust_remote_code: bool,
     resumed_zero_stage: int | None = None,
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
-    asking: Asking = Asking(),  # noqa: B008 it is a tuple
 ) -> Fleet:
     """Starts all roles in their processes side by side and waits until each has loaded its model.
 
-    `paths`: each role's model. `resumed_zero_stage`: the ZeRO stage of a resume state, used when the recipe
-    says `auto`. `own_tokens`: the entries of reward models with another tokenizer, by title. `asking`: the
-    objects that request single answers from engines.
+    `paths`: each role's model. `engines`: of the groups `sampler` and `actor`. `resumed_zero_stage`: the ZeRO
+    stage of a resume state, used when the recipe says `auto`. `own_tokens`: the entries of reward models with
+    another tokenizer, by title.
     """
     # before loading anything, because it may raise
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)
@@ -79,13 +81,12 @@ def start_fleet(
         actor=groups["actor"],
         critic=groups.get("critic"),
         reference=groups.get("reference"),
-        sampler=groups["sampler"],
         sources=RewardSources(decided, rewards, own_tokens, Clients(clients), decoder(tokenizer)),
-        **asking._asdict(),
+        engines=engines,
         lengths=lengths_of(tokenizer),
     )
-    fleet.open_channel()
-    fleet = replace(fleet, machine=fleet.survey())
+    engines.open_channel()
+    fleet = replace(fleet, machine=survey(decided, fleet.models, fleet.actor, engines.sampler))
     if fleet.sleeps:  # the engines are awake, and loading left memory that the models do not use
         fleet.release_memory()
     return fleet

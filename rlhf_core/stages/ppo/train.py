@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -27,10 +28,11 @@ from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, VALIDATION, Outcome, RunDir, StageRequest
-from rlhf_core.stages.ppo.fleet import Asking, Fleet
+from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import step_means
 from rlhf_core.stages.ppo.iteration_loop import IterationLoop, chosen, export
 from rlhf_core.stages.ppo.ppo_setup import model_paths, setup_of
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.validation import BEST, REWARD, Best, load_validation
 from rlhf_core.stages.ppo.start_fleet import start_fleet
 from rlhf_core.system.files import link_tree
@@ -59,17 +61,17 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     resumed_zero_stage = resume_state.kept_zero_stage(run, layout_of(config))
     # Before any model is loaded: functions and environment may be faulty.
     try_rewards(config.reward, data.items[0], renderer)
-    asked = start_asking(config, renderer, groups, data.items[0])
+    engines = start_rollout_group(config, renderer, groups, data.items[0])
     fleet = start_fleet(
         config,
         paths,
         tokenizer,
         request.seed,
         groups,
+        engines,
         request.trust_remote_code,
         resumed_zero_stage,
         own_tokens,
-        asked,
     )
     with closing(fleet):
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
@@ -106,27 +108,29 @@ def tell_left_out(config: PPO, prompts: int) -> None:
         )
 
 
-def start_asking(
+def start_rollout_group(
     config: PPO, renderer: Renderer, groups: Mapping[str, WorkerGroup], prompt: Prompt
-) -> Asking:
-    """Starts the objects that request single answers from engines, if needed, and the processes of the
-    environment, which is tried with `prompt`. Raises ValueError when it cannot be created or its code is
-    wrong."""
+) -> RolloutGroup:
+    """Returns the engines, whose models are not loaded yet. Starts what requests single answers from them, if
+    needed, and the processes of the environment, which is tried with `prompt`. Raises ValueError when it
+    cannot be created or its code is wrong."""
+    engines = RolloutGroup(config, groups["sampler"], groups["actor"])
     if config.environment is None and not config.continuous:
-        return Asking()
+        return engines
     background = Background()
-    engines = Engines(groups["sampler"], config.timeout)
+    dispatch = Engines(engines.sampler, config.timeout)
+    engines = replace(engines, background=background, dispatch=dispatch)
     if config.environment is None:
-        return Asking(background, engines)
+        return engines
     limits = Limits(
         config.environment.max_turns,
         config.prompt_max_len,
         config.generate_max_len,
         config.environment.answer_max_len,
     )
-    episodes = Episodes(config.environment, renderer, limits, background, engines)
+    episodes = Episodes(config.environment, renderer, limits, background, dispatch)
     try_environment(config.environment, episodes, background, prompt, renderer)
-    return Asking(background, engines, episodes)
+    return replace(engines, episodes=episodes)
 
 
 def write_checkpoint(fleet: Fleet, run: RunDir, best: Best | None, of_best: Mapping[str, float]) -> None:

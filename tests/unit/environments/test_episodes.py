@@ -23,7 +23,7 @@ from rlhf_core.environments.episodes import Episode, EpisodeRequest, Episodes
 from rlhf_core.environments.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
-from rlhf_core.stages.ppo.sampling.sampled_answers import of_episode
+from rlhf_core.stages.ppo.sampling.rollout_group import of_episode
 from rlhf_core.system.processes import raised_by_us
 from tests.support.templates import save_tokenizer
 

@@ -23,6 +23,7 @@ from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.validation import REWARD
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.zero.zero_options import engine_config, options_of
@@ -125,11 +126,10 @@ class Roles:
 
     zero_stage = 0
     sleeps = False
-    background = None
-    engines = None
 
     def __init__(self) -> None:
         self.weights = 0
+        self.engines = SimpleNamespace(adapters_alone=True, sync_weights=lambda version=0: None)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: 1
@@ -163,11 +163,11 @@ def looped(world: World, fields: Mapping[str, Any]) -> Any:
         roles.weights += 1
         return {"reward/mean": 0.1 * roles.weights}, 2.0, carried, [], Rewards({}, {})
 
-    def validated(_: Any, held_out: Any, *rest: Any) -> dict[str, float]:
+    def validated(_: Any, fleet: Any, held_out: Any, *rest: Any) -> dict[str, float]:
         said.append((held_out, rest[-1]))
         return {REWARD: 1.0 if rest[-1] else 2.0, "eval/response/length": 1.0}
 
-    def answered(_: Any, held_out: Any, *__: Any) -> dict[str, float]:
+    def answered(_: Any, fleet: Any, held_out: Any, *__: Any) -> dict[str, float]:
         said.append(held_out)
         return {REWARD: 1.0}
 
@@ -177,7 +177,9 @@ def looped(world: World, fields: Mapping[str, Any]) -> Any:
     world.patch.setattr(
         iteration_loop, "start_collector", lambda *given: said.append(given[1].config.max_staleness)
     )
-    world.patch.setattr(train, "start_asking", lambda *_: said.append("asks") if config.continuous else None)
+    world.patch.setattr(
+        train, "start_rollout_group", lambda *_: said.append("asks") if config.continuous else None
+    )
     shutil.rmtree(world.folder / "run", ignore_errors=True)
     run = RunDir(world.folder / "run")
     inputs = {name: world.place(name) for name in ("sft", "other", "rm", "rm2")} | {
@@ -207,15 +209,10 @@ def started(world: World, fields: Mapping[str, Any]) -> Any:
 
     config = ppo(world, fields)
     paths = {name: world.place("rm" if name == "critic" or ":" in name else "sft") for name in config.placed}
+    groups: Any = {name: Group(name) for name in config.placed}
+    engines = RolloutGroup(config, groups["sampler"], groups["actor"])
     try:
-        start.start_fleet(
-            config,
-            paths,
-            SimpleNamespace(pad_token_id=0),
-            0,
-            {name: Group(name) for name in config.placed},
-            False,
-        )  # type: ignore[arg-type, misc]
+        start.start_fleet(config, paths, SimpleNamespace(pad_token_id=0), 0, groups, engines, False)  # type: ignore[arg-type]
     except InterruptedError:
         return told
     raise AssertionError("no role was waited for")

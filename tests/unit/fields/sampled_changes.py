@@ -215,7 +215,7 @@ def asked(world: World, fields: Mapping[str, Any]) -> Any:
     world.patch.setattr(train, "Engines", lambda *_: None)
     world.patch.setattr(train, "try_environment", lambda *_: None)
     config = ppo(world, {"environment": {"path": "guess", **fields}, "advantage_estimator": "reinforce_pp"})
-    train.start_asking(config, None, {"sampler": None}, None)  # type: ignore[arg-type, dict-item]
+    train.start_rollout_group(config, None, dict.fromkeys(("actor", "sampler")), None)  # type: ignore[arg-type, dict-item]
     return told
 
 

@@ -33,6 +33,7 @@ from rlhf_core.forecast.zero_stage import (
 from rlhf_core.hub.model_config import Size, size_of_config
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.start_fleet import start_fleet, zero_stage_of
 from rlhf_core.system.machine import MachineLacks
 from rlhf_core.training.ranks import on_ranks, with_zero_stage
@@ -207,6 +208,7 @@ def test_a_gpu_that_cannot_load_the_model_is_refused_before_anything_is_loaded(t
             SimpleNamespace(pad_token_id=0),
             0,
             groups,
+            RolloutGroup(config, groups["sampler"], groups["actor"]),
             False,
         )  # type: ignore[arg-type]
 

@@ -30,15 +30,15 @@ from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine_contract import SampledAnswer
 from rlhf_core.rollout.vllm.environment import returns_routing
 from rlhf_core.rollout.vllm.vllm_engine import _answer
-from rlhf_core.stages.ppo import fleet
+from rlhf_core.stages.ppo import start_fleet as start
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.rollout_records import Experience
-from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled, rollout
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup, rollout
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
 from rlhf_core.stages.ppo.sampling.stored import read_ahead, write_ahead
-from rlhf_core.stages.ppo.start_fleet import start_fleet
 from tests.support.families import FAMILIES, QWEN_MOE, SHAPE, config_class, make_family, model_class
 
 SPARSE = {**SHAPE, "vocab_size": 96, "initializer_range": 0.2}
@@ -340,8 +340,8 @@ def test_roles_replay_as_configured(
             up = SimpleNamespace(imports=0.0, loading=0.0, process=1)
             return SimpleNamespace(role=self.name, wait=lambda timeout: [up])
 
-    monkeypatch.setattr(fleet.Fleet, "open_channel", lambda self: None)
-    monkeypatch.setattr(fleet.Fleet, "survey", lambda self: None)
+    monkeypatch.setattr(RolloutGroup, "open_channel", lambda self: None)
+    monkeypatch.setattr(start, "survey", lambda *_: None)
     config = PPO(prompts=Data(sources="none"), zero_stage=1, **fields)
     names = (
         "sampler",
@@ -351,9 +351,9 @@ def test_roles_replay_as_configured(
         *(f"reward:{source.title}" for source in config.reward_models),
     )
     paths = dict.fromkeys(names, "base") | ({"reference": "another"} if config.reference else {})
-    start_fleet(
-        config, paths, SimpleNamespace(pad_token_id=0), 0, {name: Group(name) for name in names}, False
-    )  # type: ignore[arg-type,misc]
+    groups: Any = {name: Group(name) for name in names}
+    engines = RolloutGroup(config, groups["sampler"], groups["actor"])
+    start.start_fleet(config, paths, SimpleNamespace(pad_token_id=0), 0, groups, engines, False)  # type: ignore[arg-type]
     assert built == expected
 
 

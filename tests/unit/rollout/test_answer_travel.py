@@ -14,7 +14,7 @@ import pytest
 from rlhf_core.data.documents import Document, Prompt, answered, compact
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine_contract import answer_of
-from rlhf_core.stages.ppo.sampling.sampled_answers import rollout
+from rlhf_core.stages.ppo.sampling.rollout_group import rollout
 
 PROMPT = [7, 8]
 TOKENS = [3, 4, 5]

@@ -36,6 +36,25 @@ def gaps_of(found: Sequence[Any], expected: Sequence[np.ndarray]) -> np.ndarray:
     )
 
 
+def compare(
+    engines: Sequence[Sequence[Any]],
+    plain: Sequence[np.ndarray],
+    moved: Sequence[np.ndarray],
+    dtype: str,
+    most: bool,
+) -> Probe:
+    """Returns the gap between each engine's log-probs and the trainer's (`plain`), and its bound: `MARGIN`
+    times the change that rounding in the formats of both causes in the trainer's own log-probs (`moved`:
+    `rounding.py`), and at least `NOISE_FREE`. `most`: at nine of ten tokens."""
+    gaps = np.concatenate([gaps_of(engine, plain) for engine in engines])
+    if not len(gaps):  # prompts of one token have nothing to compare
+        return Probe(0.0, 0.0)
+    of_rounding, gap = (
+        float(np.quantile(each, 0.9) if most else each.max()) for each in (gaps_of(moved, plain), gaps)
+    )
+    return Probe(gap, max(NOISE_FREE[dtype], MARGIN * of_rounding))
+
+
 def check_gap(gap: float, tolerance: float, most: bool = False, synced: bool = True) -> None:
     """Raises an error when log-probs of engine and trainer differ by more than `tolerance` or are nan:
     WeightsDiffer after a weight sync (`synced`), EngineDiffers before any. `most`: the gap covers nine of ten

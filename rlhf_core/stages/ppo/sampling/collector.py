@@ -17,12 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf_core.data.documents import Prompt
-from rlhf_core.environments.episodes import EpisodeRequest
 from rlhf_core.rollout.dispatch import Background
-from rlhf_core.rollout.engine_contract import Sampling
-from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.rollout_records import Rollout
-from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled, of_episode, rollout
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
 
 AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
 
@@ -177,30 +174,3 @@ class Collector:
             )
 
         return self._background.run(now())
-
-
-def answering(fleet: Fleet, sampling: Sampling) -> AnswerPrompt:
-    """Returns a function that answers a prompt with the environment's episodes, or with the least-loaded
-    engine."""
-    episodes = fleet.episodes
-    engines = fleet.engines
-    assert engines is not None
-
-    async def by_engine(prompt: Prompt, seed: int) -> list[Rollout]:
-        engine = engines.reserve(sampling.n)  # one for all answers, which share the prompt's keys and values
-        try:
-            asked = [engines.ask(engine, prompt.tokens, seed + j, sampling) for j in range(sampling.n)]
-            return [rollout(prompt, answer) for answer in await asyncio.gather(*asked)]
-        finally:
-            engines.release(engine, sampling.n)
-
-    async def by_episodes(prompt: Prompt, seed: int) -> list[Rollout]:
-        assert episodes is not None
-        return [
-            of_episode(found)
-            for found in await episodes.run(
-                [EpisodeRequest(prompt, seed + j, seed) for j in range(sampling.n)], sampling
-            )
-        ]
-
-    return by_episodes if episodes is not None else by_engine

@@ -19,23 +19,37 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from rlhf_core.config import PPO
-from rlhf_core.data.documents import Document, Prompt, compact
-from rlhf_core.environments.episodes import Episode, EpisodeRequest
+from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Running, Term, combine, with_answers
-from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
-from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.stages.ppo.rewards.shaped_rewards import shaped_rewards
-from rlhf_core.stages.ppo.rollout_records import Own, Rollout, Scores
+from rlhf_core.stages.ppo.rollout_records import Rollout, Scores
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup, SeededPrompt
 from rlhf_core.training.train_loop import order_of_epoch
 
 MORE = 1.2
 MOST = 4  # prompts of a further round of filtering: MORE times the expected need, at most MOST batches
+
+
+class ScoringModels(Protocol):
+    """Defines what sampling and validation need of the models (`Fleet`): scores or the rewards alone, for a
+    validation while the engines leave the models their GPUs; and the text of tokens."""
+
+    def start_score(
+        self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int
+    ) -> Callable[[], Scores]: ...
+
+    def reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards: ...
+
+    def reward_while_asleep(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards: ...
+
+    def decode(self, tokens: Sequence[int], skip: bool) -> str: ...
 
 
 class PromptOrder(NamedTuple):
@@ -46,7 +60,7 @@ class PromptOrder(NamedTuple):
     batch: int
     seed: int
 
-    def take(self, position: int, count: int) -> list[tuple[Prompt, int]]:
+    def take(self, position: int, count: int) -> list[SeededPrompt]:
         """Returns `count` prompts from a position on, each with the sampler's seed, which depends on run,
         batch and prompt."""
         whole = len(self.prompts) // self.batch * self.batch
@@ -93,16 +107,28 @@ class Sampled(NamedTuple):
     statistics: dict[str, Running] | None = None
 
 
-def sample(fleet: Fleet, setup: Setup, position: int, statistics: Mapping[str, Running]) -> Sampled:
+def sample(
+    engines: RolloutGroup,
+    models: ScoringModels,
+    setup: Setup,
+    position: int,
+    statistics: Mapping[str, Running],
+) -> Sampled:
     """Samples answers to a batch of prompts, with `stream` or `sample_filtered` if the recipe asks for it."""
     if setup.config.stream_batch_size is not None:
-        return stream(fleet, setup, position, setup.config.stream_batch_size)
+        return stream(engines, models, setup, position, setup.config.stream_batch_size)
     if setup.config.dynamic_filtering:
-        return sample_filtered(fleet, setup, position, statistics)
-    return start_sample(fleet, setup, position)()
+        return sample_filtered(engines, models, setup, position, statistics)
+    return start_sample(engines, setup, position)()
 
 
-def sample_filtered(fleet: Fleet, setup: Setup, position: int, statistics: Mapping[str, Running]) -> Sampled:
+def sample_filtered(
+    engines: RolloutGroup,
+    models: ScoringModels,
+    setup: Setup,
+    position: int,
+    statistics: Mapping[str, Running],
+) -> Sampled:
     """Samples until a batch of prompts has answers whose rewards differ (DAPO, Yu et al. 2025, eq. 11), in at
     most `max_filter_rounds` rounds.
 
@@ -124,8 +150,8 @@ def sample_filtered(fleet: Fleet, setup: Setup, position: int, statistics: Mappi
         missing = batch - len(kept) // n
         asked = len(seen) // n
         count = min(math.ceil(MORE * missing / max(accepted / asked, 0.1)), MOST * batch) if asked else batch
-        rollouts = start_sample(fleet, setup, position, count)().rollouts
-        rewards = fleet.reward(rollouts, setup.allowed_failures)
+        rollouts = start_sample(engines, setup, position, count)().rollouts
+        rewards = models.reward(rollouts, setup.allowed_failures)
         seen += rollouts
         seen_rewards.append(rewards)
         join(seen_rewards).check(setup.allowed_failures * len(seen) // (batch * n))
@@ -170,36 +196,16 @@ def trained_rewards(
 
 
 def start_sample(
-    fleet: Fleet, setup: Setup, position: int, count: int | None = None
+    engines: RolloutGroup, setup: Setup, position: int, count: int | None = None
 ) -> Callable[[], Sampled]:
     """Starts to sample answers to `count` prompts (None: a batch) from a position on. Returns a function that
     waits for them."""
     taken = setup.order.take(position, setup.order.batch if count is None else count)
-    rollouts = start_rollouts(fleet, taken, setup.sampling)
+    rollouts = engines.start_rollouts(taken, setup.sampling)
     return lambda: Sampled(rollouts(), None, position + len(taken), {})
 
 
-def start_rollouts(
-    fleet: Fleet, taken: Sequence[tuple[Prompt, int]], sampling: Sampling
-) -> Callable[[], list[Rollout]]:
-    """Starts `sampling.n` answers, or episodes, to each of the prompts with their seeds. Returns a function
-    that waits for them."""
-    if fleet.episodes is not None:
-        assert fleet.background is not None
-        asked = [EpisodeRequest(prompt, seed + j, seed) for prompt, seed in taken for j in range(sampling.n)]
-        episodes = fleet.background.start(fleet.episodes.run(asked, sampling))
-        return lambda: [of_episode(episode) for episode in fleet.waited(episodes)]
-    answers = fleet.start_sample(
-        [prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], sampling
-    )
-    return lambda: [
-        rollout(prompt, answer)
-        for (prompt, _), group in zip(taken, answers(), strict=True)
-        for answer in group
-    ]
-
-
-def stream(fleet: Fleet, setup: Setup, position: int, part: int) -> Sampled:
+def stream(engines: RolloutGroup, models: ScoringModels, setup: Setup, position: int, part: int) -> Sampled:
     """Samples answers to a batch of prompts, and starts to score each `part` of them as soon as its last
     answer arrives.
 
@@ -209,14 +215,12 @@ def stream(fleet: Fleet, setup: Setup, position: int, part: int) -> Sampled:
     taken = setup.order.take(position, setup.order.batch)
     groups: list[list[Rollout]] = [[] for _ in taken]
     begun: dict[int, Callable[[], Scores]] = {}
-    for index, answers in fleet.stream(
-        [prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], setup.sampling
-    ):
-        groups[index] = [rollout(taken[index][0], answer) for answer in answers]
+    for index, answers in engines.stream_rollouts(taken, setup.sampling):
+        groups[index] = answers
         start = index // part * part
         if all(groups[start : start + part]):
             whole = [found for group in groups[start : start + part] for found in group]
-            begun[start] = fleet.start_score(whole, None, setup.allowed_failures)
+            begun[start] = models.start_score(whole, None, setup.allowed_failures)
     rollouts = [found for group in groups for found in group]
 
     def scores() -> Scores:
@@ -253,33 +257,3 @@ def with_signal(
         if len(given) >= 2 and given.max() - given.min() > min_spread:
             chosen += range(start, start + n)
     return chosen
-
-
-def rollout(prompt: Prompt, answer: SampledAnswer) -> Rollout:
-    """Joins a prompt and its answer into one document; the mask marks the answer, including its
-    end-of-sequence token. Log-probs are 0 if they were not requested."""
-    document = compact(prompt.tokens, answer.tokens, answer.experts)
-    logprobs = np.empty(len(document), np.float32)
-    logprobs[: len(prompt.tokens)] = 0
-    logprobs[len(prompt.tokens) :] = answer.logprobs or 0
-    versions = [(len(prompt.tokens) + first, version) for first, version in answer.versions]
-    return Rollout(prompt, document, logprobs, answer.finished, versions=versions)
-
-
-def of_episode(episode: Episode) -> Rollout:
-    """Converts an episode to a rollout. If all its attempts failed, its reward is nan."""
-    path = episode.trajectory
-    rewards = episode.rewards
-    own = Own(
-        sum(rewards) if rewards else math.nan,
-        None,
-        episode.failure,
-        path.turns,
-        episode.attempts,
-        episode.seconds,
-        path.ended,
-    )
-    own = own._replace(early=path.early(rewards)) if rewards else own
-    return Rollout(
-        path.prompt, path.document, path.logprobs, path.finished, tuple(path.messages), own, path.versions
-    )

@@ -29,9 +29,9 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term, plain_sum
 from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.runs.run_dir import STATE, VALIDATION, RunDir
-from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.rollout_records import Rollout, shown
-from rlhf_core.stages.ppo.sampling.sampled_answers import start_rollouts
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
+from rlhf_core.stages.ppo.sampling.sampled_answers import ScoringModels
 from rlhf_core.system.files import write_text
 
 BEST = f"{STATE}/best"  # folder of the exports of the best iterations, until the stage is done
@@ -127,38 +127,49 @@ def sampling_of(config: PPO, n: int, stop_token_ids: Sequence[int]) -> Sampling:
     return sampling
 
 
-def validate(fleet: Fleet, validation: Validation, run: RunDir, iteration: int) -> dict[str, float]:
+def validate(
+    engines: RolloutGroup, models: ScoringModels, validation: Validation, run: RunDir, iteration: int
+) -> dict[str, float]:
     """Answers the prompts with the engines' current weights and scores the answers. Writes them to
     `validation/iterationN.jsonl`."""
-    return _validate(fleet, validation, validation.seeds, run / VALIDATION / f"iteration{iteration}.jsonl")
+    file = run / VALIDATION / f"iteration{iteration}.jsonl"
+    return _validate(engines, models, validation, validation.seeds, file)
 
 
-def answer_again(fleet: Fleet, validation: Validation, run: RunDir) -> dict[str, float]:
+def answer_again(
+    engines: RolloutGroup, models: ScoringModels, validation: Validation, run: RunDir
+) -> dict[str, float]:
     """Like `validate`, but with fresh seeds, whose answers played no part in the choice. Writes them to
     `validation/checkpoint.jsonl`."""
-    return _validate(fleet, validation, validation.fresh_seeds, run / VALIDATION / "checkpoint.jsonl")
+    file = run / VALIDATION / "checkpoint.jsonl"
+    return _validate(engines, models, validation, validation.fresh_seeds, file)
 
 
-def answer_as(fleet: Fleet, validation: Validation, run: RunDir, checkpoint: Path) -> dict[str, float]:
+def answer_as(
+    engines: RolloutGroup, models: ScoringModels, validation: Validation, run: RunDir, checkpoint: Path
+) -> dict[str, float]:
     """Returns the metrics of `answer_again` for a checkpoint, which the engines load instead of the actor's
     weights."""
     while True:
-        revivals = fleet.revivals
-        fleet.load_engines(checkpoint)
-        metrics = answer_again(fleet, validation, run)
-        if fleet.revivals == revivals:
+        revivals = engines.revivals
+        engines.load(checkpoint)
+        metrics = answer_again(engines, models, validation, run)
+        if engines.revivals == revivals:
             return metrics
         # An engine died meanwhile, and its revival sent the actor's weights to all engines.
 
 
-def _validate(fleet: Fleet, validation: Validation, seeds: Sequence[int], file: Path) -> dict[str, float]:
-    rollouts = start_rollouts(fleet, list(zip(validation.prompts, seeds, strict=True)), validation.sampling)()
-    if fleet.sleeps:
-        fleet.sleep(keep_weights=True)
-    rewards = fleet.reward(rollouts, validation.allowed_failures)
-    if fleet.sleeps:
-        fleet.wake()
-    write_rollouts(file, shown(rollouts, rewards, fleet.decode))
+def _validate(
+    engines: RolloutGroup,
+    models: ScoringModels,
+    validation: Validation,
+    seeds: Sequence[int],
+    file: Path,
+) -> dict[str, float]:
+    seeded = list(zip(validation.prompts, seeds, strict=True))
+    rollouts = engines.start_rollouts(seeded, validation.sampling)()
+    rewards = models.reward_while_asleep(rollouts, validation.allowed_failures)
+    write_rollouts(file, shown(rollouts, rewards, models.decode))
     return measured(rewards, rollouts, validation)
 
 

@@ -21,6 +21,7 @@ from rlhf_core.stages.ppo.measured.roofline import Ceilings, ModelShape, Rooflin
 from rlhf_core.stages.ppo.rewards.reward_sources import without_failed
 from rlhf_core.stages.ppo.roles.trained import Steps, Trained, Update
 from rlhf_core.stages.ppo.rollout_records import Experience, Own, Rollout
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from tests.support.fleet_config import fleet_config, no_sources
 
 
@@ -58,10 +59,8 @@ def test_actor_and_critic_train_side_by_side_or_in_turn(
     said: list[str] = []
     monkeypatch.setattr(fleet, "put_on_nodes", lambda batch: batch)
     monkeypatch.setattr(fleet, "wait_all", lambda works, timeout: said.append("all have released"))
-    actor, critic, reference, sampler = (
-        Role(said, name) for name in ("actor", "critic", "reference", "sampler")
-    )
-    made: Any = Fleet(fleet_config(colocate_all=in_turn), actor, critic, reference, sampler, no_sources(None))  # type: ignore[arg-type]
+    actor, critic, reference = (Role(said, name) for name in ("actor", "critic", "reference"))
+    made: Any = Fleet(fleet_config(colocate_all=in_turn), actor, critic, reference, no_sources(None), None)  # type: ignore[arg-type]
     found = made.train([], {"actor": [None], "critic": [None]})
     assert found.metrics == [{"critic/loss": 1.0, "actor/loss": 1.0}] and [
         (i, len(a), a[0]) for i, a in found.logprobs
@@ -100,9 +99,9 @@ def probed(expected: np.ndarray, found: np.ndarray, experts: bool, noise: float 
     actor = Probed([], "actor")
     sampler = Probed([], "sampler")
     machine = RooflineInputs({"actor": ModelShape(1, 1, 1, experts)}, {}, 1, Ceilings(1.0, 1.0))
-    return Fleet(
-        fleet_config(dtype="bfloat16"), actor, None, actor, sampler, no_sources(None), machine=machine
-    )  # type: ignore[arg-type]
+    config = fleet_config(dtype="bfloat16")
+    engines = RolloutGroup(config, sampler, actor)  # type: ignore[arg-type]
+    return Fleet(config, actor, None, actor, no_sources(None), engines, machine=machine)  # type: ignore[arg-type]
 
 
 def test_what_the_nodes_have_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +149,8 @@ def test_what_the_nodes_have_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) 
             actor,
             critic,
             reference,
-            {},
+            no_sources(None),
             None,
-            None,
-            str,
         )  # type: ignore[arg-type]
         scores = made.start_score(rollouts, rewards, 0)()
         read = zip(rollouts, scores.logprobs, scores.ref_logprobs, scores.values, strict=True)

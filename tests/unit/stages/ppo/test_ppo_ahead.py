@@ -26,7 +26,8 @@ from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.roles.trained import Steps, Update
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
-from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled, rollout
+from rlhf_core.stages.ppo.sampling.rollout_group import SeededPrompt, rollout
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
 from rlhf_core.stages.ppo.sampling.stored import AHEAD, read_ahead, write_ahead
 from tests.support.states import wait_until_complete
 
@@ -48,7 +49,6 @@ class Fleet:
 
     sleeps = False
     zero_stage = 3
-    episodes = None
 
     def __init__(self, killed_at: int | None):
         self.killed_at = killed_at
@@ -71,22 +71,24 @@ class Fleet:
     def trained_parameters(self) -> int:
         return 1
 
-    def start_sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Callable[[], list[list[SampledAnswer]]]:
+    @property
+    def engines(self) -> Fleet:
+        return self
+
+    def start_rollouts(
+        self, seeded: Sequence[SeededPrompt], sampling: Sampling
+    ) -> Callable[[], list[Rollout]]:
         weights = self.engine
         logprob = -1 - STEP * self.engine
         self.said.append(f"start {weights}")
 
-        def wait() -> list[list[SampledAnswer]]:
+        def wait() -> list[Rollout]:
             self.said.append("answers")
             assert self.engine == weights, "weights may not change while engines answer"
             return [
-                [
-                    SampledAnswer([1 + seed % 5, 2 + weights, 1], [logprob] * 3, seed % 3 > 0)
-                    for _ in range(sampling.n)
-                ]
-                for seed in seeds
+                rollout(prompt, SampledAnswer([1 + seed % 5, 2 + weights, 1], [logprob] * 3, seed % 3 > 0))
+                for prompt, seed in seeded
+                for _ in range(sampling.n)
             ]
 
         return wait
@@ -165,7 +167,10 @@ def ppo(
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
         run.prepare(StageRequest(name="ppo", digest="0", config=requested, inputs=inputs, seed=0))
         try:
-            run_stage(run.path, lambda request, run: train.train(request, run, {}, 0.0))
+            run_stage(
+                run.path,
+                lambda request, run: train.train(request, run, dict.fromkeys(("actor", "sampler")), 0.0),
+            )
         except KeyboardInterrupt:
             assert killed_at is not None
     lines = read_metrics(run.path)

@@ -23,7 +23,7 @@ from tests.support.states import wait_until_complete
 
 
 class Roles:
-    """Stands for the fleet: its weights are the number of iterations done."""
+    """Stands for the fleet and its engines: its weights are the number of iterations done."""
 
     adapters_alone = False
 
@@ -35,6 +35,10 @@ class Roles:
         self.unsaved = unsaved
         self.revivals = 0
         self.loaded = list[str]()
+
+    @property
+    def engines(self) -> Roles:
+        return self
 
     def forget_seconds(self) -> None: ...
 
@@ -66,7 +70,7 @@ class Roles:
     def load_state(self, folder: Path) -> None:
         self.weights = int((folder / "weights").read_text())
 
-    def load_engines(self, checkpoint: Path) -> None:
+    def load(self, checkpoint: Path) -> None:
         self.loaded.append(checkpoint.name)
 
     def sync_weights(self, version: int = 0) -> None: ...
@@ -100,9 +104,9 @@ def ppo(
 
     with monkeypatch.context() as patch:
         usual: dict[str, Any] = {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}
-        usual["answer_again"] = lambda fleet, held_out, run: {REWARD: -9.0}
-        usual["answer_as"] = lambda fleet, held_out, run, checkpoint: {REWARD: -9.0}
-        usual["validate"] = lambda fleet, held_out, run, at: {
+        usual["answer_again"] = lambda engines, fleet, held_out, run: {REWARD: -9.0}
+        usual["answer_as"] = lambda engines, fleet, held_out, run, checkpoint: {REWARD: -9.0}
+        usual["validate"] = lambda engines, fleet, held_out, run, at: {
             REWARD: -abs(at - 5.0),
             "eval/response/length": 1.0,
         }
@@ -118,7 +122,9 @@ def ppo(
         requested = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **sizes, **config)
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
         run.prepare(StageRequest(name="ppo", digest="0", config=requested, inputs=inputs, seed=0))
-        run_stage(run.path, lambda request, run: train.train(request, run, {"sampler": None}, 0.0))
+        run_stage(
+            run.path, lambda request, run: train.train(request, run, dict.fromkeys(("actor", "sampler")), 0.0)
+        )
     return done
 
 
@@ -225,14 +231,14 @@ def test_the_result_is_of_answers_that_nothing_was_chosen_by(
     roles = list[Any]()
     answered = list[str]()
 
-    def again(fleet: Any, held_out: Any, run: Any) -> dict[str, float]:
+    def again(engines: Any, fleet: Any, held_out: Any, run: Any) -> dict[str, float]:
         roles.append(fleet)
         answered.append("anew")
         return {REWARD: 0.25, "eval/pass@1": 0.5}
 
     monkeypatch.setattr(validation, "answer_again", again)
     doubles = {"answer_again": again, "answer_as": validation.answer_as}
-    doubles["validate"] = lambda fleet, held_out, run, at: {
+    doubles["validate"] = lambda engines, fleet, held_out, run, at: {
         REWARD: 1.0 - abs(at - best_at),
         LOW: 0.9,
         HIGH: 1.1,
@@ -266,12 +272,15 @@ def test_engines_with_adapters_answer_again_while_they_have_the_best(
     run = RunDir(tmp_path / "run")
     weights = list[int]()
 
-    def again(fleet: Any, held_out: Any, run: Any) -> dict[str, float]:
+    def again(engines: Any, fleet: Any, held_out: Any, run: Any) -> dict[str, float]:
         weights.append(fleet.weights)
         return {REWARD: float(fleet.weights)}
 
     monkeypatch.setattr(Roles, "adapters_alone", True)
-    doubles = {"answer_again": again, "validate": lambda fleet, held_out, run, at: {REWARD: -abs(at - 2.0)}}
+    doubles = {
+        "answer_again": again,
+        "validate": lambda engines, fleet, held_out, run, at: {REWARD: -abs(at - 2.0)},
+    }
     how: dict[str, Any] = {
         "eval_prompts": {"sources": str(material / "prompts.jsonl")},
         "eval_steps": 1,

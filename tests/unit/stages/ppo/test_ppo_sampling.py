@@ -26,6 +26,7 @@ from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.ppo_setup import schedule_of, setup_of
 from rlhf_core.stages.ppo.roles.trained import Steps, Update
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
+from rlhf_core.stages.ppo.sampling.rollout_group import SeededPrompt, rollout
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled, Setup, sample, with_signal
 
 N = 2
@@ -45,25 +46,29 @@ class Fleet:
     trained: list[Mapping[str, Sequence[Update]]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     sleeps: bool = False
-    episodes: None = None
+
+    @property
+    def engines(self) -> Fleet:
+        return self
 
     def sleep(self, keep_weights: bool) -> None:
         self.said.append("sleep and keep" if keep_weights else "sleep")
 
-    def wake(self) -> None:
+    def wake_engines(self) -> None:
         self.said.append("wake")
 
-    def start_sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Callable[[], list[list[SampledAnswer]]]:
-        self.requested.append([prompt[0] for prompt in prompts])
-        self.seeds += seeds
+    def start_rollouts(
+        self, seeded: Sequence[SeededPrompt], sampling: Sampling
+    ) -> Callable[[], list[Rollout]]:
+        self.requested.append([prompt.tokens[0] for prompt, _ in seeded])
+        self.seeds += [seed for _, seed in seeded]
         self.said.append("sample")
-        answers = [
-            [SampledAnswer([prompt[0], j, 0], [-1.0, -1.0, -1.0], True) for j in range(sampling.n)]
-            for prompt in prompts
+        rollouts = [
+            rollout(prompt, SampledAnswer([prompt.tokens[0], j, 0], [-1.0, -1.0, -1.0], True))
+            for prompt, _ in seeded
+            for j in range(sampling.n)
         ]
-        return lambda: answers
+        return lambda: rollouts
 
     def reward(self, rollouts: Sequence[Rollout], allowed: int) -> Rewards:
         values = [
@@ -158,7 +163,7 @@ def test_a_group_has_a_signal_when_its_rewards_differ() -> None:
 
 def test_without_filtering_a_batch_is_sampled_once_and_scored_with_the_others() -> None:
     fleet = Fleet(lambda prompt, j: 0.0)
-    sampled = sample(fleet, setup(PromptOrder(PROMPTS, 4, 0)), 4, {})  # type: ignore[arg-type]
+    sampled = sample(fleet, fleet, setup(PromptOrder(PROMPTS, 4, 0)), 4, {})  # type: ignore[arg-type]
     assert sampled.rewards is None and sampled.position == 8 and len(sampled.rollouts) == 8
     assert fleet.requested == [[prompt.tokens[0] for prompt, _ in PromptOrder(PROMPTS, 4, 0).take(4, 4)]]
 
@@ -166,7 +171,7 @@ def test_without_filtering_a_batch_is_sampled_once_and_scored_with_the_others() 
 def test_groups_without_signal_are_replaced_until_the_batch_is_full() -> None:
     fleet = Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0)  # only odd prompts have a signal
     order = PromptOrder(PROMPTS, batch=4, seed=0)
-    sampled = sample(fleet, setup(order, 10), 0, {})  # type: ignore[arg-type]
+    sampled = sample(fleet, fleet, setup(order, 10), 0, {})  # type: ignore[arg-type]
     assert len(prompts_of(sampled)) == 4 and all(prompt % 2 for prompt in prompts_of(sampled))
     assert sampled.rewards is not None and sampled.rewards.by_source["reward_model"].tolist() == [0, 1] * 4
     in_line = [prompt.tokens[0] for prompt, _ in order.take(0, sampled.position)]
@@ -190,10 +195,9 @@ def test_two_rounds_fill_an_iteration_mostly() -> None:
     prompts = [Prompt((), [i], {}, False) for i in range(4000)]
     position = 0
     order = PromptOrder(prompts, batch=64, seed=0)
+    fleet = Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0)
     for _ in range(20):
-        sampled = sample(
-            Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0), setup(order, 10), position, {}
-        )  # type: ignore[arg-type]
+        sampled = sample(fleet, fleet, setup(order, 10), position, {})  # type: ignore[arg-type]
         position = sampled.position
         rounds.append(sampled.metrics["filter/rounds"])
     assert sum(rounds) / len(rounds) < 2.3
@@ -204,7 +208,7 @@ def test_accepted_groups_survive_the_end_of_the_data() -> None:
     episodes and loses nothing."""
     fleet = Fleet(lambda prompt, j: float(j) if prompt in (3, 7) else 1.0)
     order = PromptOrder(PROMPTS, batch=4, seed=0)
-    sampled = sample(fleet, setup(order, 100), 0, {})  # type: ignore[arg-type]
+    sampled = sample(fleet, fleet, setup(order, 100), 0, {})  # type: ignore[arg-type]
     assert sampled.position > 16
     accepted = [prompt for requested in fleet.requested for prompt in requested if prompt in (3, 7)]
     assert prompts_of(sampled) == accepted[:4] and len(accepted) >= 4
@@ -213,10 +217,11 @@ def test_accepted_groups_survive_the_end_of_the_data() -> None:
 
 def test_after_the_last_round_what_is_there_is_trained_on() -> None:
     fleet = Fleet(lambda prompt, j: float(j) if prompt == 3 else 1.0)
-    sampled = sample(fleet, setup(PromptOrder(PROMPTS, 4, 0), 3), 0, {})  # type: ignore[arg-type]
+    sampled = sample(fleet, fleet, setup(PromptOrder(PROMPTS, 4, 0), 3), 0, {})  # type: ignore[arg-type]
     assert len(fleet.requested) == 3 and set(prompts_of(sampled)) == {3}
+    fleet = Fleet(lambda prompt, j: 1.0)
     with pytest.raises(ValueError, match=r"dynamic_filtering: none of the 36 groups of 3 rounds"):
-        sample(Fleet(lambda prompt, j: 1.0), setup(PromptOrder(PROMPTS, 4, 0), 3), 0, {})  # type: ignore[arg-type]
+        sample(fleet, fleet, setup(PromptOrder(PROMPTS, 4, 0), 3), 0, {})  # type: ignore[arg-type]
 
 
 def test_rewards_are_those_of_all_groups_beside_those_of_the_kept_ones() -> None:
@@ -235,18 +240,18 @@ def test_groups_are_compared_by_the_rewards_that_are_trained_on() -> None:
     order = PromptOrder(PROMPTS, batch=4, seed=0)
     # 20 and 21 are both clipped to 10
     fleet = Fleet(lambda prompt, j: 20.0 + j if prompt % 2 == 0 else float(j))
-    sampled = sample(fleet, setup(order, 10), 0, {})  # type: ignore[arg-type]
+    sampled = sample(fleet, fleet, setup(order, 10), 0, {})  # type: ignore[arg-type]
     assert all(prompt % 2 for prompt in prompts_of(sampled))
     fleet = Fleet(lambda prompt, j: float(j))  # 0 and 1 over a deviation of 100: within filter_min_spread
     stored = [Term("reward_model", 1.0, "stored", (0.0, 100.0))]
     with pytest.raises(ValueError, match="none of the 20 groups"):
-        sample(fleet, setup(order, 2, terms=stored, filter_min_spread=0.02), 0, {})  # type: ignore[arg-type]
+        sample(fleet, fleet, setup(order, 2, terms=stored, filter_min_spread=0.02), 0, {})  # type: ignore[arg-type]
 
 
 def test_running_statistics_are_of_all_groups() -> None:
     running = [Term("reward_model", 1.0, "running", None)]
     fleet = Fleet(lambda prompt, j: float(j) if prompt % 2 else 5.0)
-    sampled = sample(fleet, setup(PromptOrder(PROMPTS, 4, 0), 10, terms=running), 0, {})  # type: ignore[arg-type]
+    sampled = sample(fleet, fleet, setup(PromptOrder(PROMPTS, 4, 0), 10, terms=running), 0, {})  # type: ignore[arg-type]
     asked = [prompt for requested in fleet.requested for prompt in requested]
     assert sampled.statistics is not None
     assert sampled.statistics["reward_model"].number == N * len(asked)
@@ -259,14 +264,15 @@ def test_failures_of_all_rounds_count_against_the_limit() -> None:
     def score(prompt: int, j: int) -> float:
         return float("nan") if j else 1.0
 
+    fleet = Fleet(score)
     with pytest.raises(
         RewardsFailed,
         match=r"reward_model left 4 of 8 answers without a reward, more than the 3 .*the last error",
     ):
-        sample(Fleet(score), setup(PromptOrder(PROMPTS, 4, 0), 9, 3), 0, {})  # type: ignore[arg-type]
+        sample(fleet, fleet, setup(PromptOrder(PROMPTS, 4, 0), 9, 3), 0, {})  # type: ignore[arg-type]
     # half of the answers may fail in each round: no group has two rewards
     with pytest.raises(ValueError, match="none of the 20 groups"):
-        sample(Fleet(score), setup(PromptOrder(PROMPTS, 4, 0), 2, 4), 0, {})  # type: ignore[arg-type]
+        sample(fleet, fleet, setup(PromptOrder(PROMPTS, 4, 0), 2, 4), 0, {})  # type: ignore[arg-type]
 
 
 # An iteration.

@@ -20,6 +20,7 @@ from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.ppo_setup import schedule_of, setup_of
 from rlhf_core.stages.ppo.roles.trained import Steps
 from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, StoredRollouts
+from rlhf_core.stages.ppo.sampling.rollout_group import SeededPrompt, rollout
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Setup, sample
 
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(7)]
@@ -41,15 +42,18 @@ class Fleet:
         self.fails = fails
         self.said: list[str] = []
 
-    def stream(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Iterator[tuple[int, list[SampledAnswer]]]:
+    @property
+    def engines(self) -> Fleet:
+        return self
+
+    def stream_rollouts(
+        self, seeded: Sequence[SeededPrompt], sampling: Sampling
+    ) -> Iterator[tuple[int, list[Rollout]]]:
         for place in self.order:
             self.said.append(f"answers {place}")
-            yield (
-                place,
-                [SampledAnswer([prompts[place][0], j, 0], [-1.0] * 3, True) for j in range(sampling.n)],
-            )
+            prompt, _ = seeded[place]
+            answers = [SampledAnswer([prompt.tokens[0], j, 0], [-1.0] * 3, True) for j in range(sampling.n)]
+            yield place, [rollout(prompt, answer) for answer in answers]
 
     def start_score(
         self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int
@@ -104,7 +108,7 @@ class Fleet:
 
 def streamed(fleet: Any, part: int, allowed: int = 0) -> tuple[list[Rollout], Scores]:
     setup = Setup(config(stream_batch_size=part), ORDER, HOW, [], [], allowed)
-    sampled = sample(fleet, setup, 0, {})
+    sampled = sample(fleet, fleet, setup, 0, {})
     assert sampled.scores is not None and sampled.position == 7 and sampled.rewards is None
     return sampled.rollouts, sampled.scores()
 

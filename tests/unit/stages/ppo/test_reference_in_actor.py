@@ -98,7 +98,7 @@ def test_the_actor_is_asked_for_what_the_reference_would_say(
     rewards = Rewards({"score": np.zeros(0)}, {})
     reference = None if inside else Role(said, "reference")
     made: Any = Fleet(
-        fleet_config(reference_in_actor=inside), Role(said, "actor"), None, reference, None, no_sources(None)
+        fleet_config(reference_in_actor=inside), Role(said, "actor"), None, reference, no_sources(None), None
     )  # type: ignore[arg-type]
     made.start_score([], rewards, 0)
     second = "actor begins to reference_logprobs" if inside else "reference begins to logprobs"

@@ -165,7 +165,7 @@ def test_only_cut_answers_are_valued_again(bootstraps: bool, monkeypatch: pytest
 
     monkeypatch.setattr(fleet, "put_on_nodes", lambda value: value)
     role: Any = Models()
-    made: Any = Fleet(fleet_config(bootstrap_truncated=bootstraps), role, role, None, None, no_sources(None))  # type: ignore[arg-type]
+    made: Any = Fleet(fleet_config(bootstrap_truncated=bootstraps), role, role, None, no_sources(None), None)  # type: ignore[arg-type]
     answers = [answer(2, True), answer(4, False), answer(1, True), answer(3, False)]
     scores = made.start_score(answers, Rewards({"model": np.zeros(4)}, {}), 0)()
     assert asked == [2] * bootstraps and "end_values" not in scores.stored[0].scored

@@ -22,7 +22,7 @@ from rlhf_core.rewards.combine import term_of
 from rlhf_core.rollout.engine_contract import Sampling, answer_of
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.rollout_records import Rollout
-from rlhf_core.stages.ppo.sampling.sampled_answers import rollout
+from rlhf_core.stages.ppo.sampling.rollout_group import SeededPrompt, rollout
 from rlhf_core.stages.ppo.sampling.validation import (
     REWARD,
     Best,
@@ -159,27 +159,24 @@ class Engines:
     """In place of the fleet: answers are the seeds they are asked with, of the checkpoint that was loaded; an
     engine dies when it is told to, and is then sent the actor's weights."""
 
-    sleeps = False
-    environment = None
-    episodes = None
-
     def __init__(self, deaths: int):
         self.deaths = deaths
         self.revivals = 0
         self.weights = "actor"
         self.asked: list[tuple[str, list[int]]] = []
 
-    def load_engines(self, checkpoint: Path) -> None:
+    def load(self, checkpoint: Path) -> None:
         self.weights = checkpoint.name
 
-    def start_sample(self, prompts: Sequence[Any], seeds: Sequence[int], sampling: Sampling) -> Any:
+    def start_rollouts(self, seeded: Sequence[SeededPrompt], sampling: Sampling) -> Any:
         if len(self.asked) < self.deaths:
             self.weights = "actor"
             self.revivals = self.revivals + 1
-        self.asked.append((self.weights, list(seeds)))
-        return lambda: [[answer_of([6], [], True)] * sampling.n for _ in prompts]
+        self.asked.append((self.weights, [seed for _, seed in seeded]))
+        rollouts = [rollout(prompt, answer_of([6], [], True)) for prompt, _ in seeded]
+        return lambda: [one for one in rollouts for _ in range(sampling.n)]
 
-    def reward(self, found: Sequence[Rollout], allowed: int) -> Rewards:
+    def reward_while_asleep(self, found: Sequence[Rollout], allowed: int) -> Rewards:
         return Rewards({"f": np.full(len(found), float(self.weights == "iteration3"))}, {})
 
     def decode(self, tokens: Sequence[int], skip: bool) -> str:
@@ -194,7 +191,7 @@ def test_the_best_iteration_answers_again_with_seeds_of_its_own(tmp_path: Path, 
     asked = Validation(
         [Prompt((), [5], {}, False)] * 2, {}, [1, 2], Sampling(1, 1.0, 8, []), terms, None, 0, [3, 4]
     )
-    found = answer_as(fleet, asked, run, tmp_path / "iteration3")  # type: ignore[arg-type]
+    found = answer_as(fleet, fleet, asked, run, tmp_path / "iteration3")  # type: ignore[arg-type]
     assert found[REWARD] == 1.0 and fleet.asked == [("actor", [3, 4])] * deaths + [("iteration3", [3, 4])]
     assert len((tmp_path / "validation" / "checkpoint.jsonl").read_text().splitlines()) == 2
 

@@ -1,0 +1,51 @@
+"""Measures the running roles of PPO: sizes and GPUs at start, then memory and seconds of work of each
+iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_core.cluster.pending import wait_all
+from rlhf_core.cluster.worker_group import WorkerGroup
+from rlhf_core.config import PPO
+from rlhf_core.rollout.sampler_role import SamplerRole
+from rlhf_core.stages.ppo.measured.roofline import RooflineInputs
+from rlhf_core.stages.ppo.roles.actor import Actor
+from rlhf_core.stages.ppo.roles.read_only import ModelRole
+
+
+def survey(
+    config: PPO, models: Sequence[WorkerGroup], actor: WorkerGroup, sampler: WorkerGroup
+) -> RooflineInputs:
+    """Returns sizes and GPUs of all roles, and measures the actor's GPU. Call it when nothing else runs."""
+    shapes = {group.name: group.call("start", ModelRole.shape).wait(config.timeout)[0] for group in models}
+    gpus = {group.name: group.call("start", ModelRole.gpu_uuid).wait(config.timeout) for group in models}
+    engines = sampler.call("start", SamplerRole.gpu_uuids).wait(config.timeout)
+    gpus["sampler"] = [gpu for engine in engines for gpu in engine]
+    ceilings = actor.call("start", Actor.ceilings).wait(config.timeout)[0]
+    assert ceilings is not None, "the first rank measures"
+    named = {role: [gpu or "host" for gpu in held] for role, held in gpus.items()}
+    span = len(engines[0]) // config.engine.pipeline_parallel_size
+    return RooflineInputs(shapes | {"sampler": shapes["actor"]}, named, span, ceilings)
+
+
+def memory_metrics(models: Sequence[WorkerGroup], timeout: float) -> dict[str, float]:
+    """Returns for each model the peak GiB allocated and reserved, and the GiB still reserved."""
+    metrics: dict[str, float] = {}
+    memory = wait_all([group.call("look", ModelRole.memory) for group in models], timeout)
+    for group, by_rank in zip(models, memory, strict=True):
+        gib = [max(ranks) / 2**30 for ranks in zip(*by_rank, strict=True)]
+        names = (f"memory/{group.name}{what}" for what in ("", "/held", "/kept"))
+        metrics |= dict(zip(names, gib, strict=True)) if any(gib) else {}
+    return metrics
+
+
+def work_metrics(groups: Sequence[WorkerGroup], seconds: float) -> dict[str, float]:
+    """Returns each role's seconds of work by phase since the last call, and the share of `seconds` that it
+    waited."""
+    metrics: dict[str, float] = {}
+    for group in groups:
+        spent = group.take_seconds()
+        metrics |= {f"work/{group.name}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()}
+        metrics[f"wait/{group.name}"] = max(0.0, 1 - sum(spent.values()) / seconds)
+    return metrics

@@ -1,0 +1,237 @@
+"""Calls the rollout engines of a run: prompts in, rollouts out, with or without the episodes of an
+environment.
+
+The engines have the actor's weights (`weight_sync.py`). Those that answer single requests are restarted when
+they die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from rlhf_core.cluster.pending import RankDied
+from rlhf_core.cluster.worker_group import WorkerGroup, in_order, put_on_nodes
+from rlhf_core.config import PPO
+from rlhf_core.config.metrics.shared_metrics import SURVIVES
+from rlhf_core.data.documents import Document, Prompt, compact
+from rlhf_core.environments.episodes import Episode, EpisodeRequest, Episodes
+from rlhf_core.rollout.dispatch import Background, Engines
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
+from rlhf_core.rollout.sampler_role import SamplerRole
+from rlhf_core.stages.ppo import weight_sync
+from rlhf_core.stages.ppo.rollout_records import Own, Rollout
+
+R = TypeVar("R")
+LOOK_SECONDS = 1.0  # between two looks for dead engines
+SeededPrompt = tuple[Prompt, int]  # with the seed of its first answer
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """Holds the processes of the engines (`sampler`) and those of the actor, which sends them its weights.
+
+    `dispatch` accepts requests for single answers, in the loop of `background`, if asynchronous training or
+    the `episodes` of an environment need them.
+    """
+
+    config: PPO
+    sampler: WorkerGroup
+    actor: WorkerGroup
+    background: Background | None = None
+    dispatch: Engines | None = None
+    episodes: Episodes | None = None
+    synced: dict[str, float] = field(default_factory=dict)  # metrics of the last sync
+
+    @property
+    def adapters_alone(self) -> bool:
+        """Returns whether engines get only adapters."""
+        return self.config.engine.adapters == "alone"
+
+    def close(self) -> None:
+        """Ends open requests and the environment's processes, for which this process would otherwise wait."""
+        if self.background is not None:
+            self.background.end_work()
+            if self.episodes is not None:
+                self.episodes.close()
+            self.background.close()
+
+    def start_rollouts(
+        self, seeded: Sequence[SeededPrompt], sampling: Sampling
+    ) -> Callable[[], list[Rollout]]:
+        """Starts `sampling.n` answers, or episodes, to each prompt. Returns a function that waits for them
+        and returns them in the order of the prompts."""
+        if self.episodes is not None:
+            assert self.background is not None
+            requests = [
+                request for prompt, seed in seeded for request in episode_requests(prompt, seed, sampling.n)
+            ]
+            running = self.background.start(self.episodes.run(requests, sampling))
+            return lambda: [of_episode(episode) for episode in self._waited(running)]
+        tokens, seeds = sent_to_engines(seeded)
+        pending = self.sampler.call("generate", SamplerRole.generate_share, tokens, seeds, sampling)
+
+        def wait() -> list[Rollout]:
+            groups = in_order(pending.wait(self.config.timeout))
+            return [
+                rollout(prompt, answer)
+                for (prompt, _), answers in zip(seeded, groups, strict=True)
+                for answer in answers
+            ]
+
+        return wait
+
+    def stream_rollouts(
+        self, seeded: Sequence[SeededPrompt], sampling: Sampling
+    ) -> Iterator[tuple[int, list[Rollout]]]:
+        """Yields each prompt's index and answers, in the order of completion."""
+        tokens, seeds = sent_to_engines(seeded)
+        arriving = self.sampler.stream(
+            "generate", self.config.timeout, SamplerRole.stream_share, tokens, seeds, sampling
+        )
+        for index, answers in arriving:
+            yield index, [rollout(seeded[index][0], answer) for answer in answers]
+
+    async def answer(self, prompt: Prompt, seed: int, sampling: Sampling) -> list[Rollout]:
+        """Answers one prompt in the loop of `background`: with episodes, or with the least-loaded engine."""
+        assert self.dispatch is not None
+        n = sampling.n
+        if self.episodes is not None:
+            episodes = await self.episodes.run(episode_requests(prompt, seed, n), sampling)
+            return [of_episode(episode) for episode in episodes]
+        engine = self.dispatch.reserve(n)  # one for all answers, which share the prompt's keys and values
+        try:
+            requests = [self.dispatch.ask(engine, prompt.tokens, seed + j, sampling) for j in range(n)]
+            return [rollout(prompt, answer) for answer in await asyncio.gather(*requests)]
+        finally:
+            self.dispatch.release(engine, n)
+
+    def _waited(self, work: Future[R]) -> R:
+        """Waits for work that sends requests to engines, and restarts engines that die meanwhile."""
+        while True:
+            try:
+                return work.result(timeout=LOOK_SECONDS)
+            except TimeoutError:
+                if work.done():  # the work itself timed out
+                    raise
+                self.revive()
+
+    def revive(self) -> None:
+        """Restarts engines that have died, sends all engines the weights, and lets them accept requests
+        again."""
+        assert self.dispatch is not None and self.background is not None
+        dead = sorted(self.dispatch.dead)
+        if not dead:
+            return
+        print(f"starting the engines {dead} anew", flush=True)
+        self.sampler.build_again(dead).wait(self.config.timeout)
+        self.open_channel()
+        self._send_weights(self.dispatch.version)
+        self.background.run(self.dispatch.revived())
+
+    @property
+    def revivals(self) -> int:
+        """Returns how often engines that had died came back, with the actor's weights."""
+        return 0 if self.dispatch is None else self.dispatch.revivals
+
+    def open_channel(self) -> None:
+        """Opens the route for weights (`weight_sync.open_channel`), and prints it."""
+        route = weight_sync.open_channel(self.actor, self.sampler, self.config.timeout)
+        what = "adapters" if self.adapters_alone else "weights"
+        print(f"{what} go to {route.receivers} engine processes by {route.kind}", flush=True)
+
+    def sync_weights(self, version: int = 0) -> None:
+        """Sends the actor's weights to every engine. `version`: recorded in answers for the tokens sampled
+        with these weights."""
+        if self.dispatch is not None and self.background is not None:
+            self.dispatch.version = version
+            for rank in range(self.sampler.world_size):  # before a collective that would wait for a dead rank
+                try:
+                    self.sampler.call_rank(rank, "look", SamplerRole.gpu_uuids).wait(self.config.timeout)
+                except RankDied:
+                    self.background.run(self.dispatch.lost(rank))
+            if self.dispatch.dead:
+                self.revive()
+                return
+        self._send_weights(version)
+
+    def _send_weights(self, version: int) -> None:
+        survives = weight_sync.send_weights(self.actor, self.sampler, version, self.config.timeout)
+        if survives is not None:
+            self.synced[SURVIVES] = survives
+
+    def load(self, checkpoint: Path) -> None:
+        """Loads a checkpoint of the actor into all engines, replacing their weights."""
+        if self.dispatch is not None:
+            self.revive()
+        self.sampler.call("load weights", SamplerRole.load, str(checkpoint)).wait(self.config.timeout)
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Makes the engines free their GPUs for the models. `keep_weights` must be true unless `sync_weights`
+        follows `wake`."""
+        keep = keep_weights or self.adapters_alone
+        self.sampler.call("sleep", SamplerRole.sleep, keep).wait(self.config.timeout)
+
+    def wake(self) -> None:
+        """Makes the engines take up their GPUs again, in which the models must have freed unused memory."""
+        self.sampler.call("wake", SamplerRole.wake).wait(self.config.timeout)
+
+    def prompt_logprobs(self, documents: Sequence[Document]) -> list[list[list[float]]]:
+        """Returns, from each engine, the log-probs of all tokens of the documents."""
+        tokens = [document.tokens for document in documents]
+        return self.sampler.call("probe", SamplerRole.prompt_logprobs, tokens).wait(self.config.timeout)
+
+    def draft_metrics(self) -> dict[str, float]:
+        """Returns how many tokens a step gave since the last call, for engines that draft tokens."""
+        if self.config.engine.drafts is None:
+            return {}
+        counts = self.sampler.call("look", SamplerRole.sampled).wait(self.config.timeout)
+        tokens, steps = np.sum(counts, 0)
+        return {"rollout/tokens_per_step": float(tokens / steps)} if steps else {}
+
+
+def sent_to_engines(seeded: Sequence[SeededPrompt]) -> tuple[Sequence[Sequence[int]], list[int]]:
+    """Returns the prompts' tokens, put on the nodes, and their seeds."""
+    return put_on_nodes([prompt.tokens for prompt, _ in seeded]), [seed for _, seed in seeded]
+
+
+def episode_requests(prompt: Prompt, seed: int, n: int) -> list[EpisodeRequest]:
+    """Returns the requests for `n` episodes with a prompt."""
+    return [EpisodeRequest(prompt, seed + j, seed) for j in range(n)]
+
+
+def rollout(prompt: Prompt, answer: SampledAnswer) -> Rollout:
+    """Joins a prompt and its answer into one document; the mask marks the answer, including its
+    end-of-sequence token. Log-probs are 0 if they were not requested."""
+    document = compact(prompt.tokens, answer.tokens, answer.experts)
+    logprobs = np.empty(len(document), np.float32)
+    logprobs[: len(prompt.tokens)] = 0
+    logprobs[len(prompt.tokens) :] = answer.logprobs or 0
+    versions = [(len(prompt.tokens) + first, version) for first, version in answer.versions]
+    return Rollout(prompt, document, logprobs, answer.finished, versions=versions)
+
+
+def of_episode(episode: Episode) -> Rollout:
+    """Converts an episode to a rollout. If all its attempts failed, its reward is nan."""
+    path = episode.trajectory
+    rewards = episode.rewards
+    own = Own(
+        sum(rewards) if rewards else math.nan,
+        None,
+        episode.failure,
+        path.turns,
+        episode.attempts,
+        episode.seconds,
+        path.ended,
+    )
+    own = own._replace(early=path.early(rewards)) if rewards else own
+    return Rollout(
+        path.prompt, path.document, path.logprobs, path.finished, tuple(path.messages), own, path.versions
+    )
