@@ -202,7 +202,7 @@ def test_each_token_knows_the_weights_that_sampled_it(folder: Path, material: Pa
     run = prepare(folder, material, "versions", 4, **exports)
     finish_and_keep(run, kept)
     collected = read_collected(kept / "state" / f"step-{saved}", order_of(run))
-    assert collected is not None and collected.ready
+    assert collected.ready
     policies = {0: load_policy(str(material / "base"))}
     policies |= {step: load_policy(str(run / "exports" / f"iteration{step}")) for step in range(1, saved + 1)}
 
@@ -217,8 +217,8 @@ def test_each_token_knows_the_weights_that_sampled_it(folder: Path, material: Pa
 
     right = []
     wrong = []
-    for group in collected.ready:
-        for rollout in group.rollouts:
+    for rollouts in collected.ready.values():
+        for rollout in rollouts:
             ages = np.zeros(len(rollout.document), int)
             ages[rollout.document.mask_array] = saved - rollout.ages(saved)
             for version in {int(v) for v in ages[rollout.document.mask_array]}:

@@ -24,7 +24,7 @@ from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.ppo_setup import schedule_of
 from rlhf_core.stages.ppo.rollout_records import Rollout, shown
-from rlhf_core.stages.ppo.sampling.collector import Collector
+from rlhf_core.stages.ppo.sampling.collector import Collected, Collector
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sampled_answers import Setup
 from rlhf_core.stages.ppo.sampling.stored import read_ahead, read_collected, write_ahead, write_collected
@@ -285,7 +285,7 @@ def start_collector(
 ) -> Collector:
     """Starts to collect answers for the iterations from `first` on. `state`: the folder of a resume state."""
     assert engines.background is not None and engines.dispatch is not None
-    known = read_collected(state, setup.order) if state else None
+    known = read_collected(state, setup.order) if state else Collected()
     updates = updates_before(setup.config, first)
     return Collector(
         engines.background,

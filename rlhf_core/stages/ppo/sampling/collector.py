@@ -11,7 +11,7 @@ needed to keep the models from waiting.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,21 +24,15 @@ from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
 AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
 
 
-class PromptGroup(NamedTuple):
-    """All answers to the prompt at `place` in the order. `begun`: the iteration that began them."""
-
-    place: int
-    begun: int
-    rollouts: list[Rollout]
-
-
 class Collected(NamedTuple):
-    """The state of a collector between two iterations: the next place to begin, places being answered, and
-    finished groups."""
+    """The state of a collector between two iterations: the next place in the order to begin, places being
+    answered, and by place all answers to the prompts that are `ready`, with the iterations that `begun`
+    them."""
 
-    next: int
-    open: Sequence[int]
-    ready: Sequence[PromptGroup]
+    next: int = 0
+    open: Sequence[int] = ()
+    begun: Mapping[int, int] = {}
+    ready: Mapping[int, list[Rollout]] = {}
 
 
 class Collector:
@@ -58,7 +52,7 @@ class Collector:
         iterations: int,
         iteration: int = 0,
         updates: int = 0,
-        known: Collected | None = None,
+        known: Collected = Collected(),  # noqa: B008 it is a tuple
         died: asyncio.Event | None = None,
     ):
         self._background = background
@@ -69,14 +63,14 @@ class Collector:
         self._iteration = iteration
         self.updates = updates
         self._lead = 1  # batches begun beyond the iteration's own
-        self._next = known.next if known else 0
-        self._ready = {group.place: group for group in known.ready} if known else {}
-        self._begun = {place: group.begun for place, group in self._ready.items()}
+        self._next = known.next
+        self._ready = dict(known.ready)
+        self._begun = dict(known.begun)
         self._working = set[asyncio.Task[None]]()
         self._failed: BaseException | None = None
         self._arrived = asyncio.Event()
         self._died = died or asyncio.Event()
-        background.run(self._begin(known.open if known else ()))
+        background.run(self._begin(known.open))
 
     async def _begin(self, again: Sequence[int] = ()) -> None:
         """Begins the prompts at the places `again`, and all new ones allowed at this point."""
@@ -92,7 +86,7 @@ class Collector:
 
     async def _collect(self, place: int, prompt: Prompt, seed: int) -> None:
         try:
-            self._ready[place] = PromptGroup(place, self._begun[place], await self._answer(prompt, seed))
+            self._ready[place] = await self._answer(prompt, seed)
         except Exception as error:
             self._failed = error
         self._arrived.set()
@@ -121,14 +115,13 @@ class Collector:
             for other in others:
                 other.cancel()
         chosen = sorted(self._ready)[: self._order.batch]
-        groups = [self._ready.pop(place) for place in chosen]
+        rollouts = [found for place in chosen for found in self._ready.pop(place)]
         for place in chosen:
             del self._begun[place]
         if waited:
             self._lead = min(self._lead + 1, self._staleness)
         elif len(self._ready) >= self._order.batch:
             self._lead = max(self._lead - 1, 1)
-        rollouts = [found for group in groups for found in group.rollouts]
         ages = np.concatenate(
             [np.zeros(0), *(found.ages(self.updates) for found in rollouts if found.versions)]
         )
@@ -168,9 +161,8 @@ class Collector:
         """Returns the collected groups and open places, for a resume state."""
 
         async def now() -> Collected:
-            still_open = [place for place in self._begun if place not in self._ready]
-            return Collected(
-                self._next, sorted(still_open), [self._ready[place] for place in sorted(self._ready)]
-            )
+            still_open = sorted(self._begun.keys() - self._ready.keys())
+            ready = dict(sorted(self._ready.items()))
+            return Collected(self._next, still_open, {place: self._begun[place] for place in ready}, ready)
 
         return self._background.run(now())

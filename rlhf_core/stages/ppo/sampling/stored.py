@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.stages.ppo.rollout_records import Rollout, restored, stored
-from rlhf_core.stages.ppo.sampling.collector import Collected, PromptGroup
+from rlhf_core.stages.ppo.sampling.collector import Collected
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
 from rlhf_core.system.files import write_text
 
@@ -39,27 +39,30 @@ def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
 def write_collected(folder: Path, collected: Collected) -> None:
     """Writes a collector's state: finished groups, and the places of prompts being answered."""
     groups = [
-        {"place": group.place, "begun": group.begun, "answers": len(group.rollouts)}
-        for group in collected.ready
+        {"place": place, "begun": collected.begun[place], "answers": len(rollouts)}
+        for place, rollouts in collected.ready.items()
     ]
     head = {"next": collected.next, "open": list(collected.open), "groups": groups}
-    _write(folder / COLLECTED, head, [rollout for group in collected.ready for rollout in group.rollouts])
+    _write(
+        folder / COLLECTED, head, [rollout for rollouts in collected.ready.values() for rollout in rollouts]
+    )
 
 
-def read_collected(folder: Path, order: PromptOrder) -> Collected | None:
-    """Reads the data of `write_collected`; None if there is none."""
+def read_collected(folder: Path, order: PromptOrder) -> Collected:
+    """Reads the data of `write_collected`; an empty state if there is none."""
     if not (folder / COLLECTED).is_file():
-        return None
+        return Collected()
     head, rows, experts = _read(folder / COLLECTED)
-    ready = []
+    ready = {}
     start = 0
     for group in head["groups"]:
         ((prompt, _),) = order.take(group["place"], 1)
         here = slice(start, start + group["answers"])
-        rollouts = [restored(row, prompt, e) for row, e in zip(rows[here], experts[here], strict=True)]
-        ready.append(PromptGroup(group["place"], group["begun"], rollouts))
+        found = zip(rows[here], experts[here], strict=True)
+        ready[group["place"]] = [restored(row, prompt, e) for row, e in found]
         start = here.stop
-    return Collected(head["next"], head["open"], ready)
+    begun = {group["place"]: group["begun"] for group in head["groups"]}
+    return Collected(head["next"], head["open"], begun, ready)
 
 
 def _write(file: Path, head: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:

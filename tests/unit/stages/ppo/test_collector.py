@@ -112,7 +112,7 @@ def test_what_nobody_will_train_on_is_ended(background: Background) -> None:
     collector = Collector(background, answer, ORDER, 2, 8)
     background.run(asyncio.sleep(0.01))
     collector.stop()
-    assert ended == ["cancelled"] * 2 * BATCH and collector.state().ready == []
+    assert ended == ["cancelled"] * 2 * BATCH and collector.state().ready == {}
 
 
 def test_a_state_loses_no_prompt_and_repeats_none(background: Background, tmp_path: Path) -> None:
@@ -128,10 +128,10 @@ def test_a_state_loses_no_prompt_and_repeats_none(background: Background, tmp_pa
     assert state.open, "something is being answered"
     write_collected(tmp_path, state)
     known = read_collected(tmp_path, ORDER)
-    assert known is not None and (known.next, list(known.open)) == (state.next, list(state.open))
-    for before, after in zip(state.ready, known.ready, strict=True):
-        assert before.place == after.place and before.begun == after.begun
-        for one, other in zip(before.rollouts, after.rollouts, strict=True):
+    assert (known.next, known.open, known.begun) == (state.next, state.open, state.begun)
+    for (place, before), (same_place, after) in zip(state.ready.items(), known.ready.items(), strict=True):
+        assert place == same_place
+        for one, other in zip(before, after, strict=True):
             assert (
                 one.document == other.document
                 and one.prompt == other.prompt
@@ -168,6 +168,6 @@ def test_ages_of_tokens() -> None:
 
 
 def test_nothing_waits_in_an_empty_state(tmp_path: Path) -> None:
-    assert read_collected(tmp_path, ORDER) is None
-    write_collected(tmp_path, Collected(8, [], []))
-    assert read_collected(tmp_path, ORDER) == Collected(8, [], [])
+    assert read_collected(tmp_path, ORDER) == Collected()
+    write_collected(tmp_path, Collected(8, []))
+    assert read_collected(tmp_path, ORDER) == Collected(8, [])
