@@ -27,11 +27,11 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
 from rlhf_core.rollout.engine_contract import SampledAnswer, answer_of
-from rlhf_core.stages.ppo.by_reference import StoredColumn, by_reference, joined
+from rlhf_core.stages.ppo.by_reference import by_reference, joined, read_by
 from rlhf_core.stages.ppo.iteration import IterationSchedule, minibatches
 from rlhf_core.stages.ppo.rewards.credit import credit, divergence
 from rlhf_core.stages.ppo.rewards.texts import decoder, samples
-from rlhf_core.stages.ppo.rollout_records import Experience, Scores, StoredRollouts
+from rlhf_core.stages.ppo.rollout_records import Experience, Scores, StoredColumn
 from rlhf_core.stages.ppo.sampling.rollout_group import rollout
 
 SECONDS: dict[str, float] = {}
@@ -120,11 +120,10 @@ def main() -> None:
     with timed("sampler's log-probs go to nodes"):
         sampler = put_on_nodes([each.sampler_logprobs for each in rollouts])
     stored = [
-        StoredRollouts(
-            count,
-            {"document": documents, "sampler_logprobs": sampler},
-            {"old_logprobs": pending[:1], "ref_logprobs": pending[1:]},
-        )
+        StoredColumn("document", 0, False, documents),
+        StoredColumn("sampler_logprobs", 0, False, sampler),
+        StoredColumn("old_logprobs", 0, True, pending[0]),
+        StoredColumn("ref_logprobs", 0, True, pending[1]),
     ]
     with timed("scores arrive"):
         (first, _), (second, _) = ray.get(pending)
@@ -142,9 +141,9 @@ def main() -> None:
         )
     minibatches(found.usable, IterationSchedule(4, 1, {}, "0"))
     with timed("experience goes to nodes"):
-        sent = by_reference(found.experience, stored, 1)
-        shared = put_on_nodes(sent.experience)
-        places, held = sent.read_by("actor")
+        left, columns = by_reference(found.experience, stored, 1)
+        shared = put_on_nodes(left)
+        places, held = read_by("actor", columns)
     with timed("divergence"):
         divergence(rollouts, logprobs, references, found.usable, 0.01, config)
     with timed("a rank has the experience"):

@@ -20,7 +20,7 @@ from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.resume_state import rank_file
-from rlhf_core.stages.ppo.by_reference import by_reference
+from rlhf_core.stages.ppo.by_reference import by_reference, read_by
 from rlhf_core.stages.ppo.fleet_metrics import memory_metrics, work_metrics
 from rlhf_core.stages.ppo.measured.probe import Probe, check_gap, compare
 from rlhf_core.stages.ppo.measured.roofline import RooflineInputs, floors
@@ -29,7 +29,7 @@ from rlhf_core.stages.ppo.rewards.texts import Lengths
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ModelRole, ReferenceModel
 from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
-from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores, StoredRollouts
+from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores, StoredColumn
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 
 
@@ -90,20 +90,23 @@ class Fleet:
             if rewards is not None
             else self.sources.start(rollouts, documents, allowed_failures, turns)
         )
-        lists = {"document": documents}
+        stored = [StoredColumn("document", 0, False, documents)]
         if self.config.sampler_is != "off":
-            lists["sampler_logprobs"] = put_on_nodes([rollout.sampler_logprobs for rollout in rollouts])
+            logprobs = put_on_nodes([rollout.sampler_logprobs for rollout in rollouts])
+            stored.append(StoredColumn("sampler_logprobs", 0, False, logprobs))
 
         def wait() -> Scores:
             scored = {name: in_order(work.wait(self.timeout)) for name, work in pending.items()}
             known = wait_rewards()
-            of_all = {name: work.refs for name, work in pending.items() if name != "end_values"}
+            for name, work in pending.items():
+                if name != "end_values":
+                    stored.extend(StoredColumn(name, 0, True, reference) for reference in work.refs)
             return Scores(
                 scored.get("old_logprobs"),
                 scored.get("ref_logprobs"),
                 scored.get("values"),
                 known,
-                [StoredRollouts(len(rollouts), lists, of_all)],
+                stored,
                 self._end_values(rollouts, scored.get("end_values", [])),
             )
 
@@ -157,19 +160,19 @@ class Fleet:
         experience: Sequence[Experience],
         updates: Mapping[str, Sequence[Update]],
         beside: Callable[[], None] = lambda: None,
-        stored: Sequence[StoredRollouts] = (),
+        stored: Sequence[StoredColumn] = (),
     ) -> Steps:
         """Trains the roles named in `updates`, side by side or in turn, and calls `beside` while they work.
         `stored`: as in `Scores`, data that the nodes have and that need not be sent again. Returns the
         metrics of all roles and the log-probs of all ranks."""
         groups = [group for group in self.trained if group.name in updates]
-        sent = by_reference(experience, stored, sum(group.world_size for group in groups))
-        shared = put_on_nodes(sent.experience)
+        left, held = by_reference(experience, stored, sum(group.world_size for group in groups))
+        shared = put_on_nodes(left)
 
         def start(group: WorkerGroup) -> Pending[Steps]:
             if self.config.colocate_all:
                 self.release_memory()
-            places, references = sent.read_by(group.name)
+            places, references = read_by(group.name, held)
             return group.call("train", Trained.train, shared, list(updates[group.name]), places, *references)
 
         begun = [start(group) for group in groups[: 1 if self.config.colocate_all else None]]

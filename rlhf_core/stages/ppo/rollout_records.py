@@ -9,12 +9,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlhf_core.data.documents import Document, Message, Prompt
-from rlhf_core.rewards.clients import Rewards
+from rlhf_core.rewards.clients import Rewards, join
 
 
 class Own(NamedTuple):
@@ -120,14 +121,15 @@ def shown(
         yield row | {"rewards": {title: None if value != value else value for title, value in given.items()}}
 
 
-class StoredRollouts(NamedTuple):
-    """Holds references to the nodes' data for `size` rollouts, by field of Experience. A reference in `lists`
-    is to a list in the rollouts' order, one in `scored` to the result of a rank: pairs (index, array), and
-    the seconds of the work."""
+class StoredColumn(NamedTuple):
+    """Holds a reference to data that the nodes have: a field of Experience for the rollouts from index
+    `start` on. The data are a list in the rollouts' order or, if `scored`, the result of a rank: pairs (index
+    after `start`, array), and the seconds of the work."""
 
-    size: int
-    lists: Mapping[str, Any]
-    scored: Mapping[str, Sequence[Any]]
+    field: str
+    start: int
+    scored: bool
+    reference: Any
 
 
 @dataclass(frozen=True)
@@ -135,17 +137,36 @@ class Scores:
     """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None
     without the model, and for the actor if the training pass computes its log-probs.
 
-    `stored`: references to the nodes' data for the rollouts, in consecutive parts. `end_values` (N,): the
-    critic's value of each whole document that a limit cut, 0 for the others; None unless the recipe asks for
-    them (`bootstrap_truncated`).
+    `stored`: references to the nodes' data for the rollouts. `end_values` (N,): the critic's value of each
+    whole document that a limit cut, 0 for the others; None unless the recipe asks for them
+    (`bootstrap_truncated`).
     """
 
     logprobs: list[np.ndarray] | None
     ref_logprobs: list[np.ndarray] | None
     values: list[np.ndarray] | None
     rewards: Rewards
-    stored: Sequence[StoredRollouts] = ()
+    stored: Sequence[StoredColumn] = ()
     end_values: np.ndarray | None = None
+
+
+def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
+    """Joins the scores of all parts, in order. Raises RewardsFailed when a source left more than
+    `allowed_failures` answers without a reward."""
+    rewards = join([part.rewards for part in parts])
+    rewards.check(allowed_failures)
+    logprobs, references, values = (
+        [array for part in parts for array in getattr(part, name) or ()] or None
+        for name in ("logprobs", "ref_logprobs", "values")
+    )
+    ends = [part.end_values for part in parts if part.end_values is not None]
+    starts = accumulate((len(part.rewards) for part in parts), initial=0)
+    stored = [
+        column._replace(start=start + column.start)
+        for start, part in zip(starts, parts, strict=False)
+        for column in part.stored
+    ]
+    return Scores(logprobs, references, values, rewards, stored, np.concatenate(ends) if ends else None)
 
 
 @dataclass(frozen=True)

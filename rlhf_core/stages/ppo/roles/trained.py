@@ -17,7 +17,7 @@ from rlhf_core.objectives.actor_loss import count
 from rlhf_core.objectives.collate import Batch
 from rlhf_core.objectives.losses import Loss, value_loss
 from rlhf_core.objectives.masked import before
-from rlhf_core.stages.ppo.by_reference import StoredColumn, joined
+from rlhf_core.stages.ppo.by_reference import joined
 from rlhf_core.stages.ppo.roles.read_only import ModelRole
 from rlhf_core.stages.ppo.roles.role_passes import (
     ModelSpec,
@@ -30,7 +30,7 @@ from rlhf_core.stages.ppo.roles.role_passes import (
     score_share,
     token_values,
 )
-from rlhf_core.stages.ppo.rollout_records import Experience
+from rlhf_core.stages.ppo.rollout_records import Experience, StoredColumn
 from rlhf_core.system import progress
 from rlhf_core.training.engine import at
 from rlhf_core.training.ranks import make_engine, shards_of

@@ -29,7 +29,7 @@ from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Running, Term, combine, with_answers
 from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.stages.ppo.rewards.shaped_rewards import shaped_rewards
-from rlhf_core.stages.ppo.rollout_records import Rollout, Scores
+from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, join_scores
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup, SeededPrompt
 from rlhf_core.training.train_loop import order_of_epoch
 
@@ -227,20 +227,6 @@ def stream(engines: RolloutGroup, models: ScoringModels, setup: Setup, position:
         return join_scores([begun[start]() for start in sorted(begun)], setup.allowed_failures)
 
     return Sampled(rollouts, None, position + setup.order.batch, {}, scores=scores)
-
-
-def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
-    """Joins the scores of all parts, in order. Raises RewardsFailed when a source left more than
-    `allowed_failures` answers without a reward."""
-    rewards = join([part.rewards for part in parts])
-    rewards.check(allowed_failures)
-    logprobs, references, values = (
-        [array for part in parts for array in getattr(part, name) or ()] or None
-        for name in ("logprobs", "ref_logprobs", "values")
-    )
-    ends = [part.end_values for part in parts if part.end_values is not None]
-    stored = [stored for part in parts for stored in part.stored]
-    return Scores(logprobs, references, values, rewards, stored, np.concatenate(ends) if ends else None)
 
 
 def with_signal(

@@ -4,6 +4,7 @@ order of arrival is not seen."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.ppo_setup import schedule_of, setup_of
 from rlhf_core.stages.ppo.roles.trained import Steps
-from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, StoredRollouts
+from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, StoredColumn
 from rlhf_core.stages.ppo.sampling.rollout_group import SeededPrompt, rollout
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Setup, sample
 
@@ -76,7 +77,7 @@ class Fleet:
                 values,
                 values,
                 rewards,
-                [StoredRollouts(len(rollouts), {"document": [r.document for r in rollouts]}, {})],
+                [StoredColumn("document", 0, False, [r.document for r in rollouts])],
             )
 
         return wait
@@ -86,11 +87,12 @@ class Fleet:
         experience: Sequence[Any],
         updates: object,
         beside: Callable[[], None],
-        stored: Sequence[StoredRollouts],
+        stored: Sequence[StoredColumn],
     ) -> Steps:
-        assert [id(document) for part in stored for document in part.lists["document"]] == [
+        assert [id(document) for column in stored for document in column.reference] == [
             id(one.document) for one in experience
         ]
+        assert [column.start for column in stored] == [0, *accumulate(len(c.reference) for c in stored[:-1])]
         beside()
         return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}], [])
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rlhf_core.data.documents import Document
-from rlhf_core.stages.ppo import by_reference as references
-from rlhf_core.stages.ppo.by_reference import EMPTY, by_reference, joined
-from rlhf_core.stages.ppo.rollout_records import Experience, StoredRollouts
+from rlhf_core.stages.ppo import by_reference as by_reference_module
+from rlhf_core.stages.ppo.by_reference import EMPTY, by_reference, joined, read_by
+from rlhf_core.stages.ppo.rollout_records import Experience, StoredColumn
 
 LENGTHS = (2, 5, 3, 4)
 DOCUMENTS = [Document(list(range(n)), [False, *[True] * (n - 1)]) for n in LENGTHS]
@@ -23,20 +23,19 @@ WHOLE = [
 ]
 
 
-def part(here: slice, fields: Sequence[str] = ("old_logprobs", "ref_logprobs")) -> StoredRollouts:
+def part(here: slice, fields: Sequence[str] = ("old_logprobs", "ref_logprobs")) -> list[StoredColumn]:
     """Values in place of references. Two ranks have scored; log-probs of the sampler are on the nodes though
     no loss reads them."""
     pairs = list(enumerate(LOGPROBS[here]))
-    ranks = {
-        name: [([(i, row + (name == "ref_logprobs")) for i, row in pairs[rank::2]], 1.0) for rank in (1, 0)]
+    lists = {"document": DOCUMENTS[here], "sampler_logprobs": LOGPROBS[here]}
+    return [StoredColumn(name, here.start, False, known) for name, known in lists.items()] + [
+        StoredColumn(name, here.start, True, ([(i, row + (name == "ref_logprobs")) for i, row in share], 1.0))
         for name in fields
-    }
-    return StoredRollouts(
-        len(pairs), {"document": DOCUMENTS[here], "sampler_logprobs": LOGPROBS[here]}, ranks
-    )
+        for share in (pairs[1::2], pairs[::2])
+    ]
 
 
-PARTS = [part(slice(3)), part(slice(3, 4))]
+STORED = [*part(slice(0, 3)), *part(slice(3, 4))]
 
 
 def same(found: Sequence[Experience], expected: Sequence[Experience]) -> bool:
@@ -51,38 +50,38 @@ def values(one: Experience) -> list[Any]:
 
 
 def test_parts_and_ranks_are_joined_in_order() -> None:
-    sent = by_reference(WHOLE, PARTS, 2)
-    assert all(one == Experience(EMPTY, None, None, None, None, 0.5, None) for one in sent.experience)
-    places, held = sent.read_by("actor")
-    assert same(joined(sent.experience, places, held), WHOLE) and not same(WHOLE[1:2], WHOLE[:1])
+    left, held = by_reference(WHOLE, STORED, 2)
+    assert all(one == Experience(EMPTY, None, None, None, None, 0.5, None) for one in left)
+    places, references = read_by("actor", held)
+    assert same(joined(left, places, references), WHOLE) and not same(WHOLE[1:2], WHOLE[:1])
     assert {place.field for place in places} == {
         "document",
         "old_logprobs",
         "ref_logprobs",
     }, "what no loss reads stays away"
-    assert {place.field for place in sent.read_by("critic")[0]} == {"document"}
+    assert {place.field for place in read_by("critic", held)[0]} == {"document"}
 
 
 def test_what_is_not_on_the_nodes_is_sent() -> None:
-    unscored = [part(slice(3), ["old_logprobs"]), part(slice(3, 4), ["old_logprobs"])]
-    sent = by_reference(WHOLE, unscored, 2)
-    assert all(one.ref_logprobs is not None and one.old_logprobs is None for one in sent.experience)
-    assert same(joined(sent.experience, *sent.read_by("actor")), WHOLE)
-    assert by_reference(WHOLE, [], 2) == (WHOLE, [], [])
+    unscored = [*part(slice(0, 3), ["old_logprobs"]), *part(slice(3, 4), ["old_logprobs"])]
+    left, held = by_reference(WHOLE, unscored, 2)
+    assert all(one.ref_logprobs is not None and one.old_logprobs is None for one in left)
+    assert same(joined(left, *read_by("actor", held)), WHOLE)
+    assert by_reference(WHOLE, [], 2) == (WHOLE, [])
 
 
 def test_too_many_references_are_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(references, "MOST", 20)
-    assert len(by_reference(WHOLE, PARTS, 2).references) == 10
-    assert by_reference(WHOLE, PARTS, 3) == (WHOLE, [], [])
+    monkeypatch.setattr(by_reference_module, "MOST", 20)
+    assert len(by_reference(WHOLE, STORED, 2)[1]) == 10
+    assert by_reference(WHOLE, STORED, 3) == (WHOLE, [])
 
 
 def test_arrays_of_other_documents_are_noticed() -> None:
-    sent = by_reference(WHOLE, PARTS, 1)
-    places, held = sent.read_by("actor")
+    left, held = by_reference(WHOLE, STORED, 1)
+    places, references = read_by("actor", held)
     with pytest.raises(AssertionError, match="of other documents"):
-        joined(sent.experience, places, [held[0][::-1], *held[1:]])
+        joined(left, places, [references[0][::-1], *references[1:]])
     with pytest.raises(AssertionError, match="not those of the experience"):
-        by_reference(WHOLE, PARTS[:1], 1)
+        joined(left, *read_by("actor", [column for column in held if not column.start]))
     with pytest.raises(AssertionError, match="of other documents"):
-        joined([replace(one, returns=np.zeros(9)) for one in sent.experience], places, held)
+        joined([replace(one, returns=np.zeros(9)) for one in left], places, references)

@@ -22,8 +22,7 @@ from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.rewards.credit import Credited, credit
 from rlhf_core.stages.ppo.rewards.texts import samples, with_own_ends
 from rlhf_core.stages.ppo.roles.trained import Critic
-from rlhf_core.stages.ppo.rollout_records import Own, Rollout, Scores, restored, stored
-from rlhf_core.stages.ppo.sampling.sampled_answers import join_scores
+from rlhf_core.stages.ppo.rollout_records import Own, Rollout, Scores, join_scores, restored, stored
 from tests.support.fleet_config import fleet_config, no_sources
 from tests.unit.stages.ppo.test_ppo_tricks import critic, models, plain_engine, ppo  # noqa: F401 - fixtures
 
@@ -168,7 +167,7 @@ def test_only_cut_answers_are_valued_again(bootstraps: bool, monkeypatch: pytest
     made: Any = Fleet(fleet_config(bootstrap_truncated=bootstraps), role, role, None, no_sources(None), None)  # type: ignore[arg-type]
     answers = [answer(2, True), answer(4, False), answer(1, True), answer(3, False)]
     scores = made.start_score(answers, Rewards({"model": np.zeros(4)}, {}), 0)()
-    assert asked == [2] * bootstraps and "end_values" not in scores.stored[0].scored
+    assert asked == [2] * bootstraps and "end_values" not in {column.field for column in scores.stored}
     assert scores.end_values is None if not bootstraps else scores.end_values.tolist() == [0, 5, 0, 4]
     whole = made.start_score(answers[:1], Rewards({"model": np.zeros(1)}, {}), 0)()
     assert asked == [2] * bootstraps, "an answer that is finished needs none"
