@@ -84,8 +84,13 @@ def test_a_suspended_run_is_not_silent(prefect: str) -> None:
         made = client.create_automation(within(20))
         suspended = run({"type": "PAUSED", "name": "Suspended"})
         for _ in range(2):
+            tell_suspended(client)
             silent = run({"type": "RUNNING"})
-            wait_until(partial(told_and_marked, silent), "the silent run to be marked")
+            wait_until(
+                partial(told_and_marked, silent),
+                "the silent run to be marked",
+                again=partial(heartbeat, silent),
+            )
             time.sleep(5)
             assert state(suspended) == "PAUSED"
             heartbeat(suspended)  # sent before the suspension, arrives after it

@@ -75,9 +75,10 @@ def content(place):
         Path(place).read_text() if Path(place).is_file() else place)
 
 def work(request, run):
+    # first, since a test may change the file once it knows that the stage works
+    slow = json.loads(Path("slow.json").read_text()) if Path("slow.json").exists() else {}
     with Path("attempts.txt").open("a") as file:
         file.write(f"{request.name} {request.digest} {os.getpid()}\\n")
-    slow = json.loads(Path("slow.json").read_text()) if Path("slow.json").exists() else {}
     again = Path("attempts.txt").read_text().count(request.digest) > 1
     def pause(when):
         print(when, flush=True)
@@ -87,7 +88,7 @@ def work(request, run):
             subprocess.Popen([sys.executable, "-S", "-c", child])
             time.sleep(slow.get("once", 250))
 
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 600
     while "until" in slow and not Path(slow["until"]).exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     pause("start")
@@ -163,14 +164,25 @@ def left(folder: Path) -> list[psutil.Process]:
 
 # A wait ends when what it waits for is there. This bound only ends a test that hangs, also on a busy machine.
 WAIT_SECONDS = 300.0
+AGAIN_SECONDS = 60.0
 
 
 def wait_until(
-    true: Callable[[], object], what: str, seconds: float = WAIT_SECONDS, told: Callable[[], str] = str
+    true: Callable[[], object],
+    what: str,
+    seconds: float = WAIT_SECONDS,
+    told: Callable[[], str] = str,
+    again: Callable[[], object] | None = None,
 ) -> None:
-    deadline = time.monotonic() + seconds
+    """`again` is called every minute of the wait, such as to send an event that Prefect's server dropped while
+    its database was busy."""
+    began = called = time.monotonic()
     while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}\n{told()}"
+        now = time.monotonic()
+        assert now < began + seconds, f"waited {seconds} s for {what}\n{told()}"
+        if again and now > called + AGAIN_SECONDS:
+            again()
+            called = now
         time.sleep(0.1)
 
 
@@ -285,4 +297,4 @@ class Serve:
 
     def stop(self) -> int:
         self.process.terminate()
-        return self.process.wait(timeout=90)
+        return self.process.wait(timeout=WAIT_SECONDS)

@@ -8,27 +8,19 @@ import os
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from rlhf_core.cluster.rank_environment import free_port
 from tests.support import micro
+from tests.support.micro import WAIT_SECONDS, ask, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]
-
-
-def ask(url: str, route: str, body: dict[str, Any] | None = None) -> Any:
-    data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(url + route, data=data, headers={"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +38,7 @@ def serving(home: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     with (home / "log.txt").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}/api"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + WAIT_SECONDS
     try:
         while True:
             try:
@@ -60,7 +52,7 @@ def serving(home: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         yield url, process
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=WAIT_SECONDS)
 
 
 def test_a_run_is_visible_on_the_server(server: str, material: Path, tmp_path: Path) -> None:
@@ -78,7 +70,7 @@ def test_a_run_is_visible_on_the_server(server: str, material: Path, tmp_path: P
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=WAIT_SECONDS,
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
     )
@@ -87,11 +79,17 @@ def test_a_run_is_visible_on_the_server(server: str, material: Path, tmp_path: P
     assert flow["name"].startswith("publish-base-") and flow["state_type"] == "COMPLETED"
     (record,) = (tmp_path / "artifacts" / "publish-base" / "runs").glob("*.json")
     assert json.loads(record.read_text())["name"] == flow["name"] and record.with_suffix(".html").is_file()
-    assert "publication" in {task["name"] for task in ask(server, "/task_runs/filter", {})}
+    # the server makes task runs of events, later
+    wait_until(
+        lambda: "publication" in {task["name"] for task in ask(server, "/task_runs/filter", {})},
+        "the stage's task run",
+    )
     keys = {artifact["key"] for artifact in ask(server, "/artifacts/filter", {})}
     assert {"publication-metrics", "publication-published"} <= keys
-    lines = [entry["message"] for entry in ask(server, "/logs/filter", {"limit": 200})]
-    assert any("published" in line for line in lines), "the stage's own log is relayed"
+    wait_until(
+        lambda: any("published" in entry["message"] for entry in ask(server, "/logs/filter", {"limit": 200})),
+        "the stage's own log, which is relayed",
+    )
 
 
 @pytest.mark.parametrize("proxy", ["", "http://me:secret@127.0.0.1:9"])
@@ -113,7 +111,7 @@ def test_a_dead_server_is_reported_in_one_sentence(material: Path, tmp_path: Pat
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_SECONDS,
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
     )
@@ -148,7 +146,7 @@ def test_a_server_that_stops_is_reported_in_one_sentence(tmp_path: Path) -> None
         server.kill()
         server.wait()
         (here / "go").touch()
-        _, told = run.communicate(timeout=200)
+        _, told = run.communicate(timeout=WAIT_SECONDS)
     assert (
         run.returncode == 3
         and f"Prefect's server at {url} stopped answering" in told

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.runs.approval_record import FILE, Approval
+from tests.crash.points import command_of
 from tests.support import micro
 from tests.support.micro import RECIPE, Serve, ask, wait_until
 
@@ -28,7 +29,7 @@ def question(folder: Path) -> Approval:
 
 
 def flows_running(folder: Path) -> list[str]:
-    commands = [" ".join(process.cmdline()) for process in micro.left(folder)]
+    commands = [" ".join(command_of(process)) for process in micro.left(folder)]
     return [
         command
         for command in commands
