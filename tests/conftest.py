@@ -118,7 +118,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [sys.executable, str(script), "--out", str(out), "--scale", "0.05"],
         check=True,
-        timeout=120,
+        timeout=300,
         stdin=subprocess.DEVNULL,
     )
     return out

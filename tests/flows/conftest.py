@@ -24,7 +24,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yields the API's URL."""
     with (
         temporary_settings({PREFECT_LOCAL_STORAGE_PATH: tmp_path_factory.mktemp("prefect-results")}),
-        prefect_test_harness(server_startup_timeout=120),
+        prefect_test_harness(server_startup_timeout=300),
     ):
         yield str(PREFECT_API_URL.value())
 

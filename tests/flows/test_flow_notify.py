@@ -33,7 +33,7 @@ def test_a_webhook_gets_states_stages_and_gates(
         monkeypatch.setenv("HOOK", receiver.url)
         alignment(recipe(notify, gate))
         sender = tasks.notify._senders[receiver.url]
-        assert sender.flush(10)
+        assert sender.flush(60)
         assert receiver.events == ["running", "stage", "gate", *["stage"] * (len(ORDER) - 1), "completed"]
         assert [message["stage"] for message in receiver.got if message["event"] == "stage"] == ORDER
         passed = receiver.got[2]
@@ -48,13 +48,13 @@ def test_a_webhook_gets_states_stages_and_gates(
         receiver.got.clear()
         with pytest.raises(GateFailed):
             alignment("recipe.yaml", (notify, "sft.gates=[{metric: loss, max: 1}]"))
-        assert sender.flush(10) and receiver.events == ["running", "gate", "failed"]
+        assert sender.flush(60) and receiver.events == ["running", "gate", "failed"]
 
         receiver.got.clear()
         monkeypatch.setattr(flows.alignment, "run_stage", lambda *_: (_ for _ in ()).throw(SystemExit(1)))
         with pytest.raises(SystemExit):
             stage(recipe(notify, "sft.max_len=100"), "sft")
-        assert sender.flush(10) and receiver.events == ["running", "crashed"]
+        assert sender.flush(60) and receiver.events == ["running", "crashed"]
     told = "".join(
         path.read_text(errors="replace") for path in Path("artifacts").rglob("*") if path.is_file()
     )

@@ -24,10 +24,10 @@ def test_a_run_on_a_terminal_and_in_a_pipe(tmp_path: Path) -> None:
         for name, value in micro.build(folder, micro.BRANCHES).items()
         if name not in ("CI", "NO_COLOR")
     }
-    (folder / "slow.json").write_text(json.dumps({"one": "middle", "once": 3}))
+    (folder / "slow.json").write_text(json.dumps({"one": "middle", "once": 10}))
     seen: list[str] = []
     shown = Terminal(COMMAND, folder, environment | {"TERM": "xterm-256color"}, width=100, height=30)
-    assert shown.run(lambda now: seen.append(now.screen.text()), seconds=200) == 0, seen[-1]
+    assert shown.run(lambda now: seen.append(now.screen.text()), seconds=300) == 0, seen[-1]
 
     assert any("starting Prefect's server" in text and "· evaluation" in text for text in seen)
     assert any(

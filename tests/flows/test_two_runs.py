@@ -16,7 +16,7 @@ import pytest
 
 from rlhf_core.runs.run_records import records
 from tests.support import micro
-from tests.support.micro import wait_until
+from tests.support.micro import WAIT_SECONDS, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Start = Callable[[str], subprocess.Popen[bytes]]
@@ -99,7 +99,7 @@ def test_a_waiting_run_ended_by_a_signal_and_one_that_takes_over(folder: Path, s
         other = start(f"{number.name}")
         waits(folder, number.name, first, "middle")
         os.kill(other.pid, number)
-        assert other.wait(60) == code, told(folder, number.name)
+        assert other.wait(WAIT_SECONDS) == code, told(folder, number.name)
         assert statuses(folder)["sft"] == "running" and "failed" not in statuses(folder).values()
         summary = json.loads((folder / "artifacts" / "micro" / "summary.json").read_text())
         assert summary["stages"][0]["status"] == "running"
@@ -107,7 +107,7 @@ def test_a_waiting_run_ended_by_a_signal_and_one_that_takes_over(folder: Path, s
     second = start("second")
     waits(folder, "second", first, "middle")
     first.kill()
-    assert second.wait(120) == 0, told(folder, "second")
+    assert second.wait(WAIT_SECONDS) == 0, told(folder, "second")
     assert micro.begun(folder).count("sft") == 2 and set(statuses(folder).values()) == {"done"}
     assert not (stage / ".holder").exists()
     runs = records(folder / "artifacts")
@@ -145,6 +145,6 @@ def test_a_stage_that_another_run_made_is_not_made_again(folder: Path, start: St
     second = start("second")
     waits(folder, "second", first, "--- ")
     (folder / "go").touch()
-    assert first.wait(120) == 0 and second.wait(120) == 0, told(folder, "second")
+    assert first.wait(WAIT_SECONDS) == 0 and second.wait(WAIT_SECONDS) == 0, told(folder, "second")
     names = micro.begun(folder)
     assert len(names) == len(set(names)) == 4

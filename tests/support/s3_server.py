@@ -19,7 +19,7 @@ BUCKET = "alignflow-tests"
 SECRET = "a-secret-key-that-nobody-may-see"
 
 
-SECONDS = 60  # until the server answers
+SECONDS = 200  # until the server answers
 
 
 @contextmanager
