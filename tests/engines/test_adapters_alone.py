@@ -23,7 +23,7 @@ from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.support.families import make_family
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RANK = 3  # for which vLLM has no kernel: it pads
 PROMPTS = [list(range(5, 40)), list(range(50, 70))]
 

@@ -13,7 +13,7 @@ from rlhf_core.cluster.ray_cluster import connect, leave, reserve
 from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import EngineConfig, Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 GPUS = 4
 
 
@@ -31,12 +31,12 @@ def test_three_ranks_and_an_engine_of_four_fit_two_nodes_of_four(monkeypatch: py
                 "sampler": EngineConfig(tensor_parallel_size=GPUS, **small),
             }
         )
-        reservation = reserve(layout, 30)
+        reservation = reserve(layout, 200)
         node_of = placement_group_table(reservation.group)["bundles_to_node_id"]
         nodes = {name: {node_of[slot.bundle] for slot in slots} for name, slots in reservation.slots.items()}
         assert len(nodes["actor"]) == len(nodes["sampler"]) == 1 and nodes["actor"] != nodes["sampler"]
         engine = WorkerGroup("sampler", reservation, 1, span=GPUS)
-        held = ray.get([process.gpu_ids.remote() for process in engine._processes], timeout=60)
+        held = ray.get([process.gpu_ids.remote() for process in engine._processes], timeout=200)
         assert engine.world_size == 1 and sorted(gpu for each in held for gpu in each) == ["0", "1", "2", "3"]
         with pytest.raises(
             ValueError,

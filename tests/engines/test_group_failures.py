@@ -22,7 +22,7 @@ from rlhf_core.cluster.worker_group import Turns, WorkerGroup
 from rlhf_core.config import Ranks
 from tests.support.micro import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class OutOfMemoryError(RuntimeError):
@@ -87,13 +87,13 @@ def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     )
     connect()
     two = Ranks(num_ranks_per_node=2, cpus=0.25)
-    reservation = reserve(arrange({"critic": two, "actor": two}), 30)
+    reservation = reserve(arrange({"critic": two, "actor": two}), 200)
     made = (
         WorkerGroup("critic", reservation, 3),
         WorkerGroup("actor", reservation, 3, expandable_segments=False),
     )
     for pending in [group.build(Role) for group in made]:
-        pending.wait(60)
+        pending.wait(200)
     yield made
     ray.shutdown()
     somebody_elses.shutdown()
@@ -111,7 +111,8 @@ def test_a_cluster_that_runs_on_the_machine_already_is_left_alone(
 def test_groups_work_in_turn_or_at_once(in_turn: bool, groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     turns = Turns(in_turn)
     first, second = (
-        work.wait(30) for work in [turns.start(group, "score", Role.works, 1.5) for group in groups]
+        work.wait(100)
+        for work in [turns.start(group, "score", Role.works, 1.5 if in_turn else 10.0) for group in groups]
     )
     ended = max(end for _, end in first)
     begun = min(start for start, _ in second)
@@ -125,28 +126,28 @@ def test_a_failure_before_its_turn_is_named_as_it_is(groups: tuple[WorkerGroup, 
         for group, method in zip(groups, (Role.raises, Role.variables), strict=True)
     )
     with pytest.raises(RoleFailed, match=r"critic failed in 'score': KeyError\('gone'\)"):
-        raising.wait(30)
-    assert len(working.wait(30)) == 2
+        raising.wait(100)
+    assert len(working.wait(100)) == 2
 
 
 def test_failures_name_the_role_the_phase_and_what_to_do(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, _ = groups
     with pytest.raises(RoleFailed, match=r"critic failed in 'train': KeyError\('gone'\)"):
-        critic.call("train", Role.raises).wait(30)
+        critic.call("train", Role.raises).wait(100)
     with pytest.raises(ValueError, match=r"critic: .*actor.*critic"):
-        critic.call("train", Role.wrong).wait(30)
+        critic.call("train", Role.wrong).wait(100)
     with pytest.raises(
         RoleFailed,
         match=r"(?s)critic failed in 'train': LibraryError\('JSONDecodeError: Expecting .*json/decoder.py",
     ):
-        critic.call("train", Role.unreadable).wait(30)
+        critic.call("train", Role.unreadable).wait(100)
     with pytest.raises(FloatingPointError, match=r"^critic: step 3 of 9: the loss is nan$"):
-        critic.call("train", Role.diverges).wait(30)
+        critic.call("train", Role.diverges).wait(100)
     with pytest.raises(
         RoleFailed,
         match=r"critic ran out of GPU memory in 'train': lower micro_train_.* adam_offload.*`alignflow plan`",
     ):
-        critic.call("train", Role.full).wait(30)
+        critic.call("train", Role.full).wait(100)
 
 
 def test_a_rank_that_does_not_answer_is_named_in_time(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
@@ -155,18 +156,18 @@ def test_a_rank_that_does_not_answer_is_named_in_time(groups: tuple[WorkerGroup,
     with pytest.raises(
         RoleFailed, match=r"actor: ranks \[0, 1\] made no progress in 'send weights' for 2 s; raise `timeout`"
     ):
-        wait_all([critic.call("score", Role.waits, 0.1), actor.call("send weights", Role.waits, 4)], 2)
-    assert time.monotonic() - start < 4
-    assert actor.call("again", Role.waits, 0).wait(30) == ["done", "done"]
+        wait_all([critic.call("score", Role.waits, 0.1), actor.call("send weights", Role.waits, 12)], 2)
+    assert time.monotonic() - start < 12
+    assert actor.call("again", Role.waits, 0).wait(100) == ["done", "done"]
 
 
 def test_the_failure_of_one_group_ends_the_wait_for_another(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, actor = groups
     start = time.monotonic()
     with pytest.raises(RoleFailed, match="critic failed in 'send'"):
-        wait_all([actor.call("receive", Role.waits, 5), critic.call("send", Role.raises)], 60)
-    assert time.monotonic() - start < 5, "it waited for the one who waits for the failed one"
-    actor.call("again", Role.waits, 0).wait(30)
+        wait_all([actor.call("receive", Role.waits, 15), critic.call("send", Role.raises)], 60)
+    assert time.monotonic() - start < 15, "it waited for the one who waits for the failed one"
+    actor.call("again", Role.waits, 0).wait(100)
 
 
 def test_a_stream_comes_while_the_ranks_still_work(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
@@ -174,13 +175,13 @@ def test_a_stream_comes_while_the_ranks_still_work(groups: tuple[WorkerGroup, Wo
     critic.take_seconds()
     start = time.monotonic()
     seen = []
-    for number in critic.stream("generate", 30, Role.counts, [0.1, 0.1, 4.0]):
+    for number in critic.stream("generate", 30, Role.counts, [0.1, 0.1, 10.0]):
         seen.append((number, time.monotonic() - start))
     assert sorted(number for number, _ in seen) == [0, 0, 1, 1, 2, 2], "all that both ranks yield"
     first = seen[0][1]
     last = seen[-1][1]
     assert last - first > 1, "the first is not held back for the last"
-    assert 4.2 <= critic.take_seconds()["generate"] <= last and critic.take_seconds() == {}
+    assert 10.2 <= critic.take_seconds()["generate"] <= last and critic.take_seconds() == {}
 
 
 def test_a_stream_that_fails_or_falls_silent_names_its_role(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
@@ -192,7 +193,7 @@ def test_a_stream_that_fails_or_falls_silent_names_its_role(groups: tuple[Worker
         match=r"actor: ranks \[(0|1|0, 1)\] made no progress in 'generate' for 1 s; raise `timeout`",
     ):
         list(actor.stream("generate", 1, Role.counts, [0.1, 4]))
-    assert actor.call("again", Role.waits, 0).wait(30) == ["done", "done"]
+    assert actor.call("again", Role.waits, 0).wait(100) == ["done", "done"]
 
 
 def test_a_preparation_that_fails_raises_when_the_role_is_built(
@@ -200,23 +201,23 @@ def test_a_preparation_that_fails_raises_when_the_role_is_built(
 ) -> None:
     _, actor = groups
     actor.prepare("no_such_module:function")
-    assert actor.call("again", Role.waits, 0).wait(30) == ["done", "done"], "nobody waits for it"
+    assert actor.call("again", Role.waits, 0).wait(100) == ["done", "done"], "nobody waits for it"
     with pytest.raises(RoleFailed, match=r"actor failed in 'load': ModuleNotFoundError.*no_such_module"):
-        actor.build(Role).wait(30)
+        actor.build(Role).wait(100)
 
 
 def test_work_is_timed_by_phase_and_reported_once(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, _ = groups
     critic.take_seconds()
     for _ in range(2):
-        critic.call("score", Role.waits, 0.2).wait(30)
-    assert 0.4 <= critic.take_seconds()["score"] < 2 and critic.take_seconds() == {}
+        critic.call("score", Role.waits, 0.2).wait(100)
+    assert 0.4 <= critic.take_seconds()["score"] < 30 and critic.take_seconds() == {}
 
 
 def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     """Among them those that keep NVLink multicast off. The stage's cores are divided by three roles and two
     ranks of each on the node."""
-    for seen in groups[0].call("look", Role.variables).wait(30):
+    for seen in groups[0].call("look", Role.variables).wait(100):
         assert seen["NCCL_NVLS_ENABLE"] == "0" and seen["OMP_NUM_THREADS"] == "2"
     os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
     try:
@@ -233,7 +234,7 @@ def test_what_shares_memory_in_other_ways_does_without_growing_segments(
     groups: tuple[WorkerGroup, WorkerGroup],
 ) -> None:
     critic, actor = (
-        group.call("look", Role.variables).wait(30)[0]["PYTORCH_CUDA_ALLOC_CONF"] for group in groups
+        group.call("look", Role.variables).wait(100)[0]["PYTORCH_CUDA_ALLOC_CONF"] for group in groups
     )
     assert critic == SETTINGS["PYTORCH_CUDA_ALLOC_CONF"] and actor == "max_split_size_mb:64"
 
@@ -243,21 +244,21 @@ def test_a_rank_that_dies_ends_the_wait_and_is_named(
 ) -> None:
     """Also where another rank has raised an error before, as one that was connected with it does. Last: the
     group is gone afterwards."""
-    monkeypatch.setattr("rlhf_core.cluster.pending.DEATH_SECONDS", 20.0)
+    monkeypatch.setattr("rlhf_core.cluster.pending.DEATH_SECONDS", 80.0)
     critic, actor = groups
-    victim = critic.call("look", Role.pid).wait(30)[1]
-    pending = [actor.call("send", Role.raises), critic.call("train", Role.waits, 30)]
+    victim = critic.call("look", Role.pid).wait(100)[1]
+    pending = [actor.call("send", Role.raises), critic.call("train", Role.waits, 90)]
     threading.Timer(1, os.kill, (victim, signal.SIGKILL)).start()
     with pytest.raises(RoleFailed, match="a rank of critic died during 'train', often for lack of memory"):
-        wait_all(pending, 25)
+        wait_all(pending, 100)
     wait_until(lambda: not psutil.pid_exists(victim), "the dead rank to be reaped")
 
 
 def test_a_rank_that_dies_ends_a_stream_and_is_named(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     """Last of all, for the same reason."""
     _, actor = groups
-    victim = actor.call("look", Role.pid).wait(30)[1]
-    stream = actor.stream("generate", 60, Role.counts, [0, 30])
+    victim = actor.call("look", Role.pid).wait(100)[1]
+    stream = actor.stream("generate", 150, Role.counts, [0, 100])
     assert next(stream) == 0
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(RoleFailed, match="a rank of actor died during 'generate', often for lack of memory"):

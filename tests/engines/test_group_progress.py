@@ -25,9 +25,9 @@ from rlhf_core.config import Ranks
 from rlhf_core.system import progress
 from rlhf_core.system.machine import NodeLost
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-TIMEOUT = 3
-LONG = 9.0  # seconds
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+TIMEOUT = 8  # seconds, so that a busy machine is no silence
+LONG = 16.0
 
 
 class Role:
@@ -75,10 +75,10 @@ def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Role"]))
     connect()
     two = Ranks(num_ranks_per_node=2, cpus=0.25)
-    reservation = reserve(arrange({"actor": two, "sft": two}), 30)
+    reservation = reserve(arrange({"actor": two, "sft": two}), 200)
     made = WorkerGroup("actor", reservation, 1), WorkerGroup("sft", reservation, 1, together=True)
     for pending in [group.build(Role) for group in made]:
-        pending.wait(60)
+        pending.wait(200)
     yield made
     ray.shutdown()
 
@@ -116,11 +116,11 @@ def test_ranks_that_finished_may_wait_for_whoever_takes_their_answers(group: Wor
 def test_a_rank_that_hangs_after_some_work_is_named_in_time(group: WorkerGroup) -> None:
     start = time.monotonic()
     with pytest.raises(
-        RoleFailed, match=r"actor: ranks \[(0|1|0, 1)\] made no progress in 'train' for 3 s; raise `timeout`"
+        RoleFailed, match=r"actor: ranks \[(0|1|0, 1)\] made no progress in 'train' for 8 s; raise `timeout`"
     ):
-        group.call("train", Role.works, 2.0, 8.0).wait(TIMEOUT)
-    assert 2 + TIMEOUT - 1 < time.monotonic() - start < 2 + 8, "it does not wait for the end of the work"
-    assert group.call("again", Role.works, 0).wait(30) == ["done", "done"]
+        group.call("train", Role.works, 2.0, 20.0).wait(TIMEOUT)
+    assert 2 + TIMEOUT - 1 < time.monotonic() - start < 2 + 20, "it does not wait for the end of the work"
+    assert group.call("again", Role.works, 0).wait(100) == ["done", "done"]
 
 
 def test_ranks_that_work_together_may_wait_for_one_of_them(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
@@ -129,13 +129,13 @@ def test_ranks_that_work_together_may_wait_for_one_of_them(groups: tuple[WorkerG
     with pytest.raises(
         RoleFailed,
         match=(
-            r"sft: ranks \[0, 1\] made no progress in 'train' for 3 s; .* start the stage again: it resumes"
+            r"sft: ranks \[0, 1\] made no progress in 'train' for 8 s; .* start the stage again: it resumes"
         ),
     ):
-        together.call("train", Role.works, 2.0, 6.0).wait(TIMEOUT)
-    with pytest.raises(RoleFailed, match=r"actor: ranks \[1\] made no progress in 'train' for 3 s"):
+        together.call("train", Role.works, 2.0, 20.0).wait(TIMEOUT)
+    with pytest.raises(RoleFailed, match=r"actor: ranks \[1\] made no progress in 'train' for 8 s"):
         apart.call("train", Role.first_alone, LONG).wait(TIMEOUT)
-    assert apart.call("again", Role.works, 0).wait(30) == ["done", "done"]
+    assert apart.call("again", Role.works, 0).wait(100) == ["done", "done"]
 
 
 def test_a_rank_that_is_stopped_is_named_while_the_other_works(
@@ -143,19 +143,19 @@ def test_a_rank_that_is_stopped_is_named_while_the_other_works(
 ) -> None:
     """In the log, then by the error. Last: the stopped rank is killed."""
     for module in ("progress_watch", "pending"):
-        monkeypatch.setattr(f"rlhf_core.cluster.{module}.NOTICE_SECONDS", 2.0)
-    victim = group.call("look", Role.pid).wait(30)[1]
+        monkeypatch.setattr(f"rlhf_core.cluster.{module}.NOTICE_SECONDS", 5.0)
+    victim = group.call("look", Role.pid).wait(100)[1]
     start = time.monotonic()
-    pending = group.call("generate", Role.works, 20.0)
+    pending = group.call("generate", Role.works, 40.0)
     time.sleep(1)
     os.kill(victim, signal.SIGSTOP)
     try:
-        with pytest.raises(RoleFailed, match=r"actor: ranks \[1\] made no progress in 'generate' for 3 s"):
+        with pytest.raises(RoleFailed, match=r"actor: ranks \[1\] made no progress in 'generate' for 8 s"):
             pending.wait(TIMEOUT)
-        assert time.monotonic() - start < 1 + TIMEOUT + 2
+        assert time.monotonic() - start < 40, "it does not wait for the other"
     finally:
         os.kill(victim, signal.SIGKILL)
-    told = "for 2 s: the process works on something long, or is stopped; the wait ends after 3 s"
+    told = "for 5 s: the process works on something long, or is stopped; the wait ends after 8 s"
     assert capfd.readouterr().out.count(f"actor: ranks [1] made no progress in 'generate' {told}\n") == 1
 
 

@@ -26,7 +26,7 @@ from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir
 from tests.support.demo_recipe import demo_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "sft.data.max_samples=160",
@@ -71,7 +71,7 @@ def alignflow(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def finish(folder: Path) -> dict[str, Any]:
-    code = alignflow(folder).wait(timeout=600)
+    code = alignflow(folder).wait(timeout=1200)
     assert code == 0, (folder / "out.txt").read_text()[-4000:]
     return json.loads((folder / "artifacts/tiny-cpu/summary.json").read_text())
 

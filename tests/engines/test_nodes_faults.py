@@ -35,7 +35,7 @@ from tests.support.micro import wait_until
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "there are hosts"),
 ]
 LEFT_SECONDS = 90  # until nothing of the stage is left: a host that is cut off finds out by itself

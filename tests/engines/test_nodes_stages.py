@@ -24,7 +24,7 @@ from tests.support.micro import wait_until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "there are hosts"),
 ]
 DASHBOARD = ("--include-dashboard=true", "--dashboard-port=8265", "--dashboard-host=0.0.0.0")

@@ -21,7 +21,7 @@ from rlhf_core.config import EngineConfig
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
 SEEDS = [1, 2, 3]
 PREPARE = ("rlhf_core.rollout.sampler_role:prepare", EngineConfig(kv_cache_gib=0.5))
@@ -84,7 +84,7 @@ def test_two_stages_answer_as_one_process_and_the_death_of_one_is_noticed(
         expected = said(alone), said(alone, weights)
     assert expected[0] != expected[1], "both checkpoints answer alike"
     with engine(material, 2) as group:
-        assert group.world_size == 1 and group.call("look", SamplerRole.gpu_uuids).wait(20) == [[None, None]]
+        assert group.world_size == 1 and group.call("look", SamplerRole.gpu_uuids).wait(100) == [[None, None]]
         assert (said(group), said(group, weights)) == expected
         assert strangers_may_connect() == [], "processes listen on loopback alone"
         many = group.call(
@@ -95,6 +95,6 @@ def test_two_stages_answer_as_one_process_and_the_death_of_one_is_noticed(
         begun = time.monotonic()
         with pytest.raises(RankDied, match="a rank of sampler died during 'generate'"):
             said(group)
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 60, "sooner than the 100 s without progress"
         group.build_again([0]).wait(200)
         assert said(group) == expected[0]

@@ -21,7 +21,7 @@ from flows.alignment import alignment
 from rlhf_core.recipe.gate_checks import GateFailed
 from rlhf_core.recipe.load_recipe import load_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 QUESTIONS = {
     "sft": r"Is my SFT bad\?",
@@ -74,7 +74,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     storage = tmp_path_factory.mktemp("prefect-results")
     with (
         temporary_settings({PREFECT_LOCAL_STORAGE_PATH: storage}),
-        prefect_test_harness(server_startup_timeout=120),
+        prefect_test_harness(server_startup_timeout=300),
     ):
         yield
 

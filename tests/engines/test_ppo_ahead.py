@@ -35,7 +35,7 @@ from tests.engines.test_ppo import (
     write_request,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ITERATIONS = 16
 SEED = 7
 # A third of the letters that a model without training writes are in it.

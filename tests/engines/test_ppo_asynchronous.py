@@ -32,7 +32,7 @@ from rlhf_core.stages.ppo.sampling.stored import read_collected
 from tests.engines.test_ppo import SAVED, SHARE, common, finish, finish_and_keep, start, write_request
 from tests.support.micro import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ITERATIONS = 24
 BATCH = 8
 N = 4
@@ -250,10 +250,10 @@ def test_a_dead_engine_is_started_again(folder: Path, material: Path) -> None:
     run = prepare(folder, material, "engine", 4, max_steps=12)
     process = start(run)
     log = run / "log.txt"
-    wait_until(lambda: len(read_metrics(run)) > 3 or process.poll() is not None, "a few iterations", 300)
+    wait_until(lambda: len(read_metrics(run)) > 3 or process.poll() is not None, "a few iterations", 600)
     (pid,) = [line for line in log.read_text().splitlines() if "sampler is up, process" in line]
     os.kill(int(pid.partition("process ")[2].partition(",")[0]), signal.SIGKILL)
-    assert process.wait(timeout=300) == 0, log.read_text()[-3000:]
+    assert process.wait(timeout=900) == 0, log.read_text()[-3000:]
     text = log.read_text()
     assert "starting the engines [0] anew" in text, (
         "if it had requests then, they were asked again (test_dispatch.py)"
@@ -288,7 +288,7 @@ def test_a_killed_run_trains_on_each_prompt_once(folder: Path, material: Path, k
     wait_until(
         lambda: len(read_metrics(run)) >= kill_at or process.poll() is not None,
         "the iteration of the kill",
-        300,
+        600,
     )
     process.kill()
     process.wait()

@@ -18,7 +18,7 @@ from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.engines.test_ppo import SHARE, assert_same_end, common, finish, kill_and_finish, write_request
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ITERATIONS = 40
 NUMBERS = 3
 ASKED = "Guess a number from 1 to 3."

@@ -14,7 +14,7 @@ from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.engines.test_ppo import SHARE, common, finish, write_request
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 STEPS = '''
 def digits(responses):
     """1 for each digit, at its place."""

@@ -11,7 +11,7 @@ from rlhf_core.config import PPO, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
 from tests.engines.test_ppo import ODD, SHARE, common, finish, write_request
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 
 
 def test_the_actor_begins_at_its_reference_and_agrees_with_its_sampler(

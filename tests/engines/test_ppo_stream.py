@@ -16,7 +16,7 @@ from rlhf_core.config import PPO, EngineConfig, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
 from tests.engines.test_ppo import SHARE, assert_same_end, common, finish, finish_and_keep, write_request
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 # Two answers to a prompt seldom have the same reward.
 ODD = "def odd(responses): return [len(response) % 2 + response.count('e') / 10 for response in responses]\n"
 

@@ -15,7 +15,7 @@ from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.families import make_family
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ITERATIONS = 3
 REWARD = "def short(responses): return [-float(len(response)) for response in responses]\n"
 # whole batches of prompts, and requests one by one
@@ -39,7 +39,7 @@ def test_ppo_trains_a_family_that_vllm_does_not_sample(way: str, material: Path,
         prompt_max_len=64,
         generate_max_len=12,
         actor_learning_rate=1e-2,
-        timeout=300,
+        timeout=900,
         actor_ranks=Ranks(cpus=0.25),
         reference_ranks=Ranks(cpus=0.25),
         engine=EngineConfig(kind="transformers", num_engines=2, cpus=0.25),
@@ -48,7 +48,7 @@ def test_ppo_trains_a_family_that_vllm_does_not_sample(way: str, material: Path,
     run = RunDir(tmp_path / "run")
     run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(base)}, seed=7))
     command = [sys.executable, "-m", "rlhf_core", str(run.path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=dict(os.environ))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=dict(os.environ))
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     lines = [line for line in read_metrics(run) if "sampler/gap" in line]
     assert len(lines) == ITERATIONS

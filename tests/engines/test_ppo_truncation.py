@@ -14,7 +14,7 @@ from rlhf_core.config import PPO, EngineConfig, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
 from tests.engines.test_ppo import SHARE, common, finish, write_request
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ONES = "def ones(responses): return [1.0 for _ in responses]\n"
 
 

@@ -20,7 +20,7 @@ from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.sampling.validation import load_validation
 from tests.engines.test_ppo import SHARE, assert_same_end, common, finish, kill_and_finish, write_request
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 STEPS = 20
 VOWELS = """def vowels(responses, rows):
     shares = [sum(c in "aeiou" for c in text) / (1 + len(text)) for text in responses]

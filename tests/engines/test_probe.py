@@ -20,7 +20,7 @@ from rlhf_core.stages.ppo import start_fleet as roles_start
 from rlhf_core.stages.ppo.measured.probe import EngineDiffers, WeightsDiffer
 from rlhf_core.stages.ppo.roles.actor import Actor
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class OtherRotary(SamplerRole):

@@ -35,7 +35,7 @@ from tests.support.families import make_family
 from tests.support.sockets import beyond_loopback, listening
 from tests.unit.rewards.test_own_tokens import save_twin
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ITERATIONS = 3
 FUNCTION = """
 import json, pathlib
@@ -139,12 +139,12 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             command = [sys.executable, "-m", "rlhf_core", str(root / "grpo")]
             environment = os.environ | {REWARD_KEY: (root / "home" / "reward-key").read_text().strip()}
             code = subprocess.run(
-                command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=400
+                command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=900
             ).returncode
         assert code == 0, (root / "log.txt").read_text()[-3000:]
     finally:
         served.terminate()
-        served.wait(30)
+        served.wait(100)
     return root
 
 

@@ -21,7 +21,7 @@ from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 from rlhf_core.stages.preferences.sample_answers import answers_of_round
 from rlhf_core.stages.preferences.score_answers import scores_on_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_reward_model_on_two_processes_gives_the_scores_of_one(material: Path, tmp_path: Path) -> None:

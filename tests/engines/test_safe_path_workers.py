@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 from tests.support import hostile
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 DRIVER = """
 import json
@@ -29,8 +29,8 @@ class Role:  # of `__main__`, so that Ray sends it by value
 
 connect()
 group = WorkerGroup("actor", reserve(arrange({"actor": Ranks(num_ranks_per_node=2, cpus=0.25)}), 30), 1)
-group.build(Role).wait(90)
-print(json.dumps(group.call("look", Role.files).wait(60)))
+group.build(Role).wait(300)
+print(json.dumps(group.call("look", Role.files).wait(300)))
 leave()
 """
 
@@ -51,7 +51,7 @@ def test_workers_import_our_packages(environment: dict[str, str], tmp_path: Path
     command = [sys.executable, "-P", "-c", DRIVER.replace("DRIVERS_FOLDER", repr(str(tmp_path)))]
     # As a stage is started; a Ray cluster of its own inherits the environment.
     safe = environment | {"PYTHONSAFEPATH": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=safe, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=tmp_path, env=safe, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     for files, on_path in json.loads(done.stdout.splitlines()[-1]):
         assert all(file.startswith((str(hostile.ROOT), sys.base_prefix)) for file in files) and not on_path

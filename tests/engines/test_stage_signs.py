@@ -19,7 +19,7 @@ from tests.support.host_stages import CLOSE, COMMAND, log, prepare
 from tests.support.hosts import ROOT
 from tests.support.micro import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 TIMEOUT = 40.0  # seconds; the roles' imports are to take less
 # What each process of the stage imports first: the model is copied to its place as by a slow disk, in more
 # than 3 x TIMEOUT seconds.

@@ -20,7 +20,7 @@ from rlhf_core.training.engine import AdamW, TorchEngine, on_cpu
 from tests.support.families import make_family
 from tests.support.gloo_ranks import on_gloo_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LOADED = """
 import json, logging, sys
 from pathlib import Path

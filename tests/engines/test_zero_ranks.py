@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.support.gloo_ranks import on_gloo_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROGRAM = """
 import logging, os, sys
 from pathlib import Path

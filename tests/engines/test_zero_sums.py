@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.gloo_ranks import on_gloo_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RANK = """
 import json, logging, sys
 logging.disable(logging.WARNING)
