@@ -19,7 +19,7 @@ from rlhf_core.recipe.load_recipe import load_recipe
 WAITS_FOR_IMPORT = """
 import sys, time
 from pathlib import Path
-for _ in range(1000):
+for _ in range(10000):
     if Path("importing").exists():
         sys.exit(0)
     time.sleep(0.02)

@@ -16,7 +16,7 @@ sys.stdout.flush()
 time.sleep(0.3)
 sys.stdout.write(f"\\r\\x1b[2K\\x1b[1A\\x1b[2K{rows[0]}\\n{rows[1].format(3)}")
 sys.stdout.flush()
-time.sleep(0.3)
+time.sleep(3)
 sys.stdout.write("\\r\\x1b[2K\\x1b[1A\\x1b[2Kthe end\\n")
 """
 

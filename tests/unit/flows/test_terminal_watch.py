@@ -95,7 +95,7 @@ def test_what_each_stage_does(planned: Any) -> None:
             and told["sft"].text == "importing the libraries of SFT"
             and told["sft"].steps is None
         )
-        assert told["sft"].seconds is not None and 29 <= told["sft"].seconds <= 40
+        assert told["sft"].seconds is not None and 29 <= told["sft"].seconds < 59
         assert (told["dpo"].state, told["dpo"].text) == ("waiting", "waits for sft")
         now = time.time()
         (sft / METRICS).write_text(
@@ -137,6 +137,7 @@ def test_time_left_of_a_stage_without_metrics(planned: Any, monkeypatch: pytest.
     record(planned, {})
     run_dir = begin(planned, "sft", "sampled answers to 10 of 100 prompts, 99 tokens\n")
     now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     with FileLock(run_dir / LOCK):
         watch = RunWatch(planned, planned.nodes, "id")
         assert lines(watch)["sft"].left is None

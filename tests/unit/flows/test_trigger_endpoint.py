@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from flows.triggers.runs import TriggerOutcome
 from flows.triggers.trigger_endpoint import MOST_WAITING, application
-from tests.support.micro import wait_until
+from tests.support.micro import WAIT_SECONDS, wait_until
 
 TOKEN = "t" * 32
 NAME = "loop/micro"
@@ -38,7 +38,7 @@ class Server:
         self.inside += 1
         self.most_inside = max(self.inside, self.most_inside)
         try:
-            assert self.free.wait(60)
+            assert self.free.wait(WAIT_SECONDS)
             if self.fault:
                 raise self.fault
             if self.here:

@@ -71,7 +71,7 @@ def test_a_process_gets_its_variables_and_ends_at_the_sign(run: RunDir) -> None:
     processes = [psutil.Process(int(pid)) for pid in pids]
     assert gpus == "1,3" and all(process.is_running() for process in processes)
     given.stop.set()
-    working.thread.join(20)
+    working.thread.join(60)
     assert isinstance(working.error, Stopped) and not any(map(psutil.pid_exists, map(int, pids)))
     assert run.result() is None and "+++" not in (run / "log.txt").read_text()
 
@@ -83,7 +83,7 @@ def test_a_wait_for_another_run_ends_at_the_sign(run: RunDir) -> None:
         waiting = InThread(given, lambda: run.wait("sft", said.append))
         wait_until(lambda: said, "it to wait")
         given.stop.set()
-        waiting.thread.join(10)
+        waiting.thread.join(60)
         assert isinstance(waiting.error, Stopped)
 
 
@@ -97,7 +97,7 @@ def test_a_copy_of_many_files_ends_after_the_one_in_progress(tmp_path: Path) -> 
             given.stop.set()
 
     copying = InThread(given, copy)
-    copying.thread.join(20)
+    copying.thread.join(60)
     assert isinstance(copying.error, Stopped) and files.names("") == ["file0"]
 
 

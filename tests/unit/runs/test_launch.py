@@ -45,7 +45,8 @@ def work(request, run):
                 pid(run.path)
                 time.sleep(120)
             os._exit(0)
-        time.sleep(0.5)
+        while len(list((run / "pids").iterdir())) < 2:
+            time.sleep(0.05)
     if request.name == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (run / "ready").touch()
@@ -110,7 +111,7 @@ def alive(run_dir: Path) -> list[int]:
     return found
 
 
-def wait_until(true: object, what: str, seconds: float = 30) -> None:
+def wait_until(true: object, what: str, seconds: float = 100) -> None:
     assert callable(true)
     deadline = time.monotonic() + seconds
     while not true():
@@ -128,7 +129,7 @@ def test_a_start_is_on_record_before_the_stage_says_anything(prepare: Prepare) -
         assert (run_dir / "log.txt").read_text().startswith("--- ") and not lines
     finally:
         (run_dir / "go on").touch()
-        working.join(30)
+        working.join(100)
     assert lines == ["first line"]
 
 
@@ -241,8 +242,8 @@ def test_a_signal_to_the_parent_leaves_nothing_behind(prepare: Prepare, number: 
     wait_until((run_dir / "ready").exists, "the stage to start")
     assert len(alive(run_dir)) == 2
     parent.send_signal(number)
-    parent.wait(timeout=30)
-    wait_until(lambda: not alive(run_dir), "the stage's processes to end", 15)
+    parent.wait(timeout=100)
+    wait_until(lambda: not alive(run_dir), "the stage's processes to end", 60)
     assert RunDir(run_dir).result() is None
 
 
@@ -277,4 +278,4 @@ def test_the_watcher_ends_what_a_killed_run_had_started(tmp_path: Path) -> None:
     assert len(alive(tmp_path)) == 1, "the watcher ends nothing while the run lives"
     run.kill()
     run.wait()
-    wait_until(lambda: not alive(tmp_path), "what the run had started to end", 10)
+    wait_until(lambda: not alive(tmp_path), "what the run had started to end", 60)

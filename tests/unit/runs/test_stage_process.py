@@ -127,7 +127,7 @@ def test_imports_are_told_and_belong_to_the_stage(
     assert stage_process.main([run_dir]) == 0
     assert seen == [("importing the libraries of SFT\n", True)]
     result = RunDir(run_dir).result()
-    assert result is not None and 40 <= result.seconds < 50
+    assert result is not None and 40 <= result.seconds < 100
 
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:
@@ -144,7 +144,7 @@ def test_the_age_of_a_process_counts_from_its_start() -> None:
         text=True,
         check=True,
     )
-    assert 0.3 <= float(told.stdout) < 30
+    assert 0.3 <= float(told.stdout) < 100
 
 
 @pytest.mark.parametrize("told", [True, False])

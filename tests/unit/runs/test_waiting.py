@@ -15,7 +15,7 @@ from rlhf_core.runs import run_dir as module
 from rlhf_core.runs.run_dir import HOLDER, HOLDER_ENV, LOCK, LOG, Outcome, RunDir, StageRequest, run_stage
 from rlhf_core.system.files import write_text
 from rlhf_core.system.machine import MachineLacks
-from tests.support.micro import wait_until
+from tests.support.micro import WAIT_SECONDS, wait_until
 
 
 @pytest.fixture
@@ -30,19 +30,17 @@ def test_it_names_the_holder_and_repeats_its_last_line(run: RunDir, monkeypatch:
     monkeypatch.setattr(module, "SAY_SECONDS", 1.0)
     said: list[str] = []
     (run / HOLDER).write_text("run one, process 7, on here since noon")
+    write_text(run / LOG, "step 1/40  loss 1\n\n")
     with FileLock(run / LOCK):
         waiting = threading.Thread(target=run.wait, args=("sft", said.append))
-        waiting.start()
         start = time.monotonic()
-        for step in range(40):
-            # never seen empty
-            write_text(
-                run / LOG, f"step {step}/40  loss 1\n\n" if step < 20 else "step 20/40\n" + "x" * 9000 + "\n"
-            )
-            waiting.join(0.1)
+        waiting.start()
+        wait_until(lambda: said, "the first line")
+        write_text(run / LOG, "step 20/40\n" + "x" * 9000 + "\n")  # never seen empty
+        wait_until(lambda: len(said) > 2 and "xxx" in said[-1], "the last line of the log")
         assert waiting.is_alive()
-    waiting.join(10)
-    assert not waiting.is_alive() and 2 <= len(said) <= 1 + time.monotonic() - start, said
+    waiting.join(60)
+    assert not waiting.is_alive() and len(said) <= 1 + time.monotonic() - start, said
     assert said[0].startswith(
         "sft is waited for: run one, process 7, on here since noon works on it and says: step "
     )
@@ -66,12 +64,12 @@ def test_of_two_that_begin_at_once_one_says_that_it_waits(
 
     def work(request: StageRequest, run: RunDir) -> Outcome:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(WAIT_SECONDS)
         return Outcome({"loss": 1.0}, {})
 
     both = [threading.Thread(target=run_stage, args=(run.path, work)) for _ in range(2)]
     both[0].start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     begun.clear()
     both[1].start()
     told = ""
@@ -87,7 +85,7 @@ def test_of_two_that_begin_at_once_one_says_that_it_waits(
     assert both[1].is_alive()
     go_on.set()
     for thread in both:
-        thread.join(10)
+        thread.join(60)
     assert not begun.is_set() and not capfd.readouterr().out, "the second one takes the result"
 
 

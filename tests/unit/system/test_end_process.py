@@ -18,11 +18,12 @@ class Left:
         print("taken apart", flush=True)
 
 left = Left()
-pool = ThreadPoolExecutor(1)
-pool.submit(lambda: (time.sleep(0.3), print("worked")))
-threading.Thread(target=lambda: (time.sleep(0.2), print("waited for"))).start()
-atexit.register(print, "registered")
 print("buffered")
+first = threading.Event()
+pool = ThreadPoolExecutor(1)
+pool.submit(lambda: (first.wait(), print("worked")))
+threading.Thread(target=lambda: (time.sleep(0.3), print("waited for"), first.set())).start()
+atexit.register(print, "registered")
 print("said", file=sys.stderr)
 end_process(7)
 """

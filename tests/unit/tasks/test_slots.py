@@ -78,7 +78,7 @@ def test_a_stage_waits_for_another_run_and_leaves_when_its_own_ends(limit: Limit
     )
     given.stop.set()
     for thread in both:
-        thread.join(10)
+        thread.join(60)
     assert [type(error) for error in errors] == [Stopped, Stopped]
     limit.free.release()
     wait_until(lambda: limit.taken == limit.freed, "a slot that came late to be given back")

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -94,10 +93,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
 def test_one_that_was_prepared_for_nothing_ends_at_once(process: ServerProcess) -> None:
     with pytest.raises(ValueError, match="refused"), prepared():
         assert process.server_process is not None and process.server_process.poll() is None
-        start = time.monotonic()
         raise ValueError("refused")
-    assert process.server_process.returncode == -signal.SIGKILL
-    assert time.monotonic() - start < 1
+    assert process.server_process.returncode == -signal.SIGKILL, "not with SIGTERM and some seconds to end"
 
 
 def test_one_that_was_told_to_begin_outlives_the_block(process: ServerProcess) -> None:

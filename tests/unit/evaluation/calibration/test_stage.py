@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,13 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from tests.support.chat_endpoint import Reply, completion, error, serving
 from tests.support.evaluations import Setting, make_reward_model, make_setting
 from tests.support.labels import label, write_labels
+from tests.support.micro import WAIT_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("judge_key")
 
 VERDICTS = ("A>B", "B>>A", "A=B", "A>>B", "B>A")
 COUNT = 40
+CONCURRENCY = 4
 
 
 def labels(folder: Path) -> Path:
@@ -46,7 +47,7 @@ def calibration(url: str, file: Path, **changes: Any) -> Calibration:
         "base_url": url,
         "api_key_env": "JUDGE_KEY",
         "max_failed": 0.1,
-        "concurrency": 4,
+        "concurrency": CONCURRENCY,
     }
     return Calibration.model_validate(
         {"judge": judge, "labels": str(file), "bootstrap_rounds": 300, **changes}
@@ -175,7 +176,7 @@ def test_a_killed_process_goes_on_where_it_was(tmp_path: Path) -> None:
 
     def stuck(number: int, request: dict[str, Any]) -> Reply:
         if number >= 20:
-            released.wait(60)
+            released.wait(WAIT_SECONDS)
         return whole(number, request)
 
     with serving(stuck) as endpoint:
@@ -185,12 +186,16 @@ def test_a_killed_process_goes_on_where_it_was(tmp_path: Path) -> None:
             command, cwd=Path(__file__).parents[4], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         cache = directory / "judge_cache" / "judge.jsonl"
-        deadline = time.monotonic() + 120
-        while not cache.exists() or cache.read_bytes().count(b"\n") < 20:
-            assert time.monotonic() < deadline and process.poll() is None, "20 verdicts were not cached"
-            time.sleep(0.05)
+
+        def stuck_after_20() -> bool:
+            """And no request is on its way, which would come after the kill."""
+            assert process.poll() is None, "20 verdicts were not cached"
+            cached = cache.exists() and cache.read_bytes().count(b"\n") == 20
+            return cached and len(endpoint.requests) == 20 + CONCURRENCY
+
+        wait_until(stuck_after_20, "20 verdicts to be cached")
         process.kill()
-        process.wait(30)
+        process.wait()
         released.set()
         first = [asked(request) for request in endpoint.requests[:20]]
         before = len(endpoint.requests)

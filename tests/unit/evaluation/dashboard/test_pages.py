@@ -341,7 +341,7 @@ class Stream:
         self.ended = anyio.Event()
         self._made = changes(Folder(artifacts), path, {}, known or {}, self.open, self.ended)
 
-    async def next(self, seconds: float = 5) -> dict[str, Any]:
+    async def next(self, seconds: float = 60) -> dict[str, Any]:
         event = await asyncio.wait_for(anext(self._made), seconds)  # type: ignore[arg-type]
         return {"event": event["event"], "parts": json.loads(event["data"] or "{}")}
 

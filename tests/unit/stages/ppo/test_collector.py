@@ -38,14 +38,14 @@ class World:
     def __init__(self, slow: float = 0.004):
         self.version = 0
         self.asked = list[int]()
-        self._slow = slow
+        self.slow = slow
         self._rng = random.Random(1)
         self.down = False
 
     async def answer(self, prompt: Prompt, seed: int) -> list[Rollout]:
         self.asked.append(prompt.tokens[0])
         begun = self.version
-        await asyncio.sleep(self._slow * self._rng.lognormvariate(0, 1.5))
+        await asyncio.sleep(self.slow * self._rng.lognormvariate(0, 1.5))
         if self.down:
             raise RoleFailed("the engine died")
         document = Document([*prompt.tokens, 1, 2, 3], [False, True, True, True])
@@ -123,8 +123,10 @@ def test_a_state_loses_no_prompt_and_repeats_none(background: Background, tmp_pa
         trained.append(collector.take().rollouts)  # type: ignore[union-attr]
         world.version += 1
         collector.updates = world.version
+        world.slow = 0.05 if world.version < 3 else 1000.0
         collector.next_iteration()
     state = collector.state()
+    world.slow = 0.05
     assert state.open, "something is being answered"
     write_collected(tmp_path, state)
     known = read_collected(tmp_path, ORDER)
