@@ -23,7 +23,7 @@ def openai_judge(url: str, folder: Path, **changes: Any) -> LlmJudge:
         "max_tokens": 64,
         "concurrency": 4,
         "max_failed": 0.0,
-        "timeout": 5.0,
+        "timeout": 60.0,
         "max_attempts": 4,
     }
     settings |= {"api_key_env": "JUDGE_KEY", "pause": 0.01, **changes}

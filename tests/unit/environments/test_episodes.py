@@ -28,7 +28,7 @@ from rlhf_core.system.processes import raised_by_us
 from tests.support.templates import save_tokenizer
 
 SAMPLING = Sampling(n=1, temperature=1.0, max_new_tokens=50, stop_token_ids=[])
-LIMIT = 4.0  # seconds; other tests may keep the machine busy
+LIMIT = 8.0  # seconds; other tests may keep the machine busy
 LIMITS = Limits(turns=3, prompt_tokens=100, tokens=200, answer_tokens=50)
 CODE = """
 import asyncio, os, random, sys, time
@@ -125,7 +125,7 @@ def run(episodes: Episodes, renderer: Renderer, rows: Sequence[dict[str, Any]]) 
         EpisodeRequest(Prompt(messages, renderer.prompt(messages), row, False), 100 * i, i)
         for i, row in enumerate(rows)
     ]
-    return episodes._background.start(episodes.run(asked, SAMPLING)).result(timeout=60)
+    return episodes._background.start(episodes.run(asked, SAMPLING)).result(timeout=300)
 
 
 def test_rewards_and_messages(make: Make, renderer: Renderer) -> None:
@@ -143,8 +143,8 @@ def test_rewards_and_messages(make: Make, renderer: Renderer) -> None:
     ("fault", "told"),
     [
         ("raise", "KeyError: 'planted'"),
-        ("wait", "took more than 4 s"),
-        ("block", "kept its process busy for 4 s"),
+        ("wait", f"took more than {LIMIT:g} s"),
+        ("block", f"kept its process busy for {LIMIT:g} s"),
         ("exit", "ended its process, which exited with status 3"),
         ("leave", "SystemExit: 1"),
         ("text", "returned 'a lot', no number"),
@@ -180,12 +180,12 @@ def test_a_third_of_all_fails_and_nothing_is_lost(make: Make, renderer: Renderer
     )
     assert len(found) == 40 and all(episode.rewards and not episode.failure for episode in found)
     assert 40 < sum(episode.attempts for episode in found) < 120
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 200
 
 
 def test_episodes_that_end_their_process_do_not_stop_the_others(make: Make, renderer: Renderer) -> None:
     rows: list[dict[str, Any]] = [{"faults": ["exit"], "number": i} for i in range(48)]
-    found = run(make(options={"share": 0.3}, max_attempts=14, timeout=30.0), renderer, rows)
+    found = run(make(options={"share": 0.3}, max_attempts=14, timeout=120.0), renderer, rows)
     assert all(episode.rewards for episode in found), (
         "each runs alone before another ends its process for the tenth time"
     )
@@ -242,7 +242,11 @@ def test_an_episode_that_a_limit_ends_is_cut(
     make: Make, renderer: Renderer, fault: str, finished: bool
 ) -> None:
     """By its turns, or by its time, which also has no reward; what failed otherwise met no limit."""
-    (found,) = run(make(max_attempts=1, timeout=1.0), renderer, [{"fault": fault}])
+    (found,) = run(
+        make(max_attempts=1, timeout=1.0 if fault in ("wait", "block") else 60.0),
+        renderer,
+        [{"fault": fault}],
+    )
     rollout = of_episode(found)
     assert rollout.finished is finished and (rollout.own is not None and bool(rollout.own.failure)) == (
         fault not in ("", "many")
@@ -260,7 +264,7 @@ import asyncio
 class World:
     async def rollout(self, task, model):
         await model.answer()
-        try: await asyncio.wait_for(model.answer("slow"), 0.2)
+        try: await asyncio.wait_for(model.answer("slow"), 3)
         except TimeoutError: pass
         if task["raises"]: raise RuntimeError("the model is too slow")
         return 1.0
@@ -328,12 +332,12 @@ def test_a_killed_parent_leaves_nothing_behind(tmp_path: Path, fault: str) -> No
     else:
         parent.terminate()
     parent.wait()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
 
 
 def test_thousands_at_once(make: Make, renderer: Renderer) -> None:
-    found = run(make(timeout=30.0), renderer, [{}] * 1500)
+    found = run(make(timeout=120.0), renderer, [{}] * 1500)
     assert all(episode.rewards for episode in found)
 
 

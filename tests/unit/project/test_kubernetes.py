@@ -48,7 +48,7 @@ DEMANDED = {
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(K8S / "render.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
 
 
 def rendered(out: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -282,7 +282,7 @@ def node(tmp_path: Path) -> Nodes:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=100,
             stdin=subprocess.DEVNULL,
         )
 
@@ -292,7 +292,7 @@ def node(tmp_path: Path) -> Nodes:
 def test_a_worker_gives_up_after_its_attempts_and_says_what_it_awaited(node: Nodes, tmp_path: Path) -> None:
     start = time.monotonic()
     done = node("train", RAY_NODE_RANK="2", JOIN_PAUSE="1", JOIN_ATTEMPTS="2")
-    assert done.returncode == 3 and 1 <= time.monotonic() - start < 10
+    assert done.returncode == 3 and 1 <= time.monotonic() - start < 50
     assert (
         "waited 2 s for the Ray head at head:6379, in 2 attempts, and it never answered: is node 0 running?"
         in done.stderr
@@ -367,7 +367,7 @@ def test_the_node_script_is_sound_shell() -> None:
     subprocess.run(["bash", "-n", str(NODE)], check=True, timeout=10)
     checker = shutil.which("shellcheck")
     if checker:
-        done = subprocess.run([checker, str(NODE)], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([checker, str(NODE)], capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stdout
 
 

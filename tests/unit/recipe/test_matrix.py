@@ -25,7 +25,7 @@ from tests.support.config_cells import Cell, Place, cells, places
 
 ROOT = Path(__file__).parents[3]
 PLACES = places()
-SECONDS = 10.0
+SECONDS = 60.0
 PROCESSES = 20
 
 
@@ -98,7 +98,7 @@ def test_the_command_refuses(place: Place, cell: Cell, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == WRONG_INPUT, done.stderr

@@ -37,7 +37,7 @@ def endpoint(url: str, **changes: Any) -> Endpoint:
         "base_url": url,
         "api_key_env": "ANSWER_KEY",
         "concurrency": 3,
-        "timeout": 5.0,
+        "timeout": 60.0,
         "max_attempts": 3,
     }
     return Endpoint.model_validate(fields | changes)

@@ -77,7 +77,7 @@ class Storm:
         if turn < len(troubles):
             if troubles[turn] != "silence":
                 return TROUBLES[troubles[turn]]
-            self.release.wait(5)
+            self.release.wait(60)
             return completion("[[A=B]]")  # too late: nobody listens any more
         return completion(words if words is not None else random.Random(found[1]).choice(GARBAGE))
 
@@ -87,7 +87,7 @@ class Storm:
 
 def judge_of(url: str, folder: Path, **changes: Any) -> LlmJudge:
     return openai_judge(
-        url, folder, **{"timeout": 0.4, "concurrency": 16, "max_attempts": 5, "max_failed": 1.0, **changes}
+        url, folder, **{"timeout": 1.5, "concurrency": 16, "max_attempts": 5, "max_failed": 1.0, **changes}
     )
 
 

@@ -89,7 +89,7 @@ def test_kills_lose_no_acknowledged_label_and_repeat_none(folder: Path) -> None:
             assert {f"q{number}" for number in told} <= uids(there, name)
         served = serve(folder, served.port)
     for annotator in annotators:
-        annotator.join(120)
+        annotator.join(300)
         assert not annotator.is_alive()
     labels = read_labels(folder / "labels.jsonl")
     assert served.end() == -9 and len(labels) == len({label.id for label in labels}) == 2 * COUNT
