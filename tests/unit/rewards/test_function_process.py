@@ -168,7 +168,12 @@ def test_an_error_of_the_code_in_every_request_stops_at_once_with_its_line(
     started: Function, told: str, code: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(random, "uniform", lambda low, high: pauses.append(high) or 0.0)
+
+    def uniform(low: float, high: float) -> float:
+        pauses.append(high)
+        return 0.0
+
+    monkeypatch.setattr(random, "uniform", uniform)
     with pytest.raises(
         ValueError, match=rf"source f: each request raised {told}, line {line_of(code, line)}\); correct it"
     ) as caught:

@@ -94,6 +94,7 @@ def test_one_that_was_prepared_for_nothing_ends_at_once(process: ServerProcess) 
     with pytest.raises(ValueError, match="refused"), prepared():
         assert process.server_process is not None and process.server_process.poll() is None
         raise ValueError("refused")
+    assert process.server_process is not None
     assert process.server_process.returncode == -signal.SIGKILL, "not with SIGTERM and some seconds to end"
 
 
