@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Ranks, Rate, Variable
+from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Ranks, Rate, Variable, check
 
 
 class WeighedReward(Config):
@@ -142,15 +143,32 @@ class NoReward(WeighedReward):
         return self.name or "none"
 
 
-SHIPPED = {"guess": "Guess", "tools": "Tools"}  # alignflow's environments and their class in shipped/NAME.py
+# alignflow's environments and their class in shipped/NAME.py
+SHIPPED = {"guess": "Guess", "tools": "Tools", "agent": "Agent"}
 
 
 class Environment(Config):
     """The environment that the policy talks to over several turns. The short form `environment:
     path.py:Class` means `{path: path.py:Class}`."""
 
-    path: str = Field(description="path.py:Class of your own, or guess or tools")
-    options: dict[str, Any] = Field({}, description="arguments of the class")
+    path: str = Field(description="path.py:Class of your own, or guess or tools; agent if agent is set")
+    agent: str | None = Field(
+        None,
+        description=(
+            "path.py:function, or a command: an agent that asks the policy through an OpenAI-compatible"
+            " endpoint"
+        ),
+        json_schema_extra=RECIPE_ONLY,
+    )
+    checker: str | None = Field(
+        None,
+        description=(
+            "path.py:function that returns the reward of an agent's result; default: the result is the reward"
+        ),
+        json_schema_extra=RECIPE_ONLY,
+        pattern=r"\.py:[A-Za-z_]\w*$",
+    )
+    options: dict[str, Any] = Field({}, description="arguments of the class, or of the agent's function")
     max_turns: Positive = Field(8, description="answers of an episode")
     answer_max_len: Positive | None = Field(
         None,
@@ -185,6 +203,24 @@ class Environment(Config):
             )
         return path
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_agent(cls, given: Any) -> Any:
+        return {"path": "agent", **given} if isinstance(given, dict) and given.get("agent") else given
+
+    @check
+    def _check_agent(self) -> Iterator[str]:
+        if (self.path == "agent") != (self.agent is not None):
+            yield "agent names an agent in place of path: leave path out, or set agent alone"
+        if self.checker is not None and self.agent is None:
+            yield "checker is for an agent: leave it out, or set agent in place of path"
+        if self.agent is None or ".py:" in self.agent:
+            return
+        if self.checker is None:
+            yield f"the agent {self.agent!r} is a command, which returns no reward: set checker"
+        if self.options:
+            yield "options are arguments of an agent's function: write those of a command in the command"
+
     @field_validator("options")
     @classmethod
     def _plain(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -209,6 +245,36 @@ class Environment(Config):
     @property
     def class_name(self) -> str:
         return self.path.rpartition(":")[2] if self.own else SHIPPED[self.path]
+
+    @property
+    def title(self) -> str:
+        """What messages call the environment."""
+        return self.agent or self.class_name
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the class."""
+        if self.agent is None:
+            return self.options
+        places = {"agent": self.agent, "checker": self.checker}
+        whole = {name: _absolute(place) for name, place in places.items() if place is not None}
+        return whole | {"options": self.options, "threads": self.concurrency}
+
+    @property
+    def functions(self) -> dict[str, tuple[Path, str]]:
+        """The user's functions that an agent needs, by field: file and name."""
+        places = {"agent": self.agent, "checker": self.checker}
+        return {
+            field: (Path(place.rpartition(":")[0]).absolute(), place.rpartition(":")[2])
+            for field, place in places.items()
+            if place is not None and ".py:" in place
+        }
+
+
+def _absolute(place: str) -> str:
+    """Returns path.py:function with the whole path, and a command as it is."""
+    path, colon, name = place.rpartition(":")
+    return f"{Path(path).absolute()}{colon}{name}" if ".py:" in place else place
 
 
 def _environment(value: Any) -> Any:

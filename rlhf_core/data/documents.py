@@ -50,6 +50,8 @@ class Document:
     """Holds one sequence. `mask[t]` is true when `tokens[t]` is in the loss: answers and their end-of-turn
     token.
 
+    `starts`: the indices at which further sequences begin, for an episode with several conversations. Each
+    attends only to itself, and its first token is predicted from nothing; losses count the document as one.
     `shared`: number of leading tokens that are not repeated in the row, because they equal those of the last
     document before it with `shared` 0. `experts` (T - 1, layers, k): the experts that the sampler chose for
     each token but the last, if known.
@@ -59,6 +61,7 @@ class Document:
     mask: Mask
     shared: int = 0
     experts: np.ndarray | None = field(default=None, compare=False, repr=False)
+    starts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.mask), f"{len(self.tokens)} tokens but a mask of {len(self.mask)}"
@@ -72,12 +75,15 @@ class Document:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Document) or (len(self), self.shared) != (len(other), other.shared):
             return False
+        if self.starts != other.starts:
+            return False
         return list(self.tokens) == list(other.tokens) and list(self.mask) == list(other.mask)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _document, (to_send(self.tokens), to_send(self.mask), self.shared, self.experts)
+        content = (to_send(self.tokens), to_send(self.mask), self.shared, self.experts, self.starts)
+        return _document, content
 
     @property
     def token_array(self) -> np.ndarray:
@@ -96,8 +102,8 @@ class Document:
         return indexOf(self.mask, True) if True in self.mask else len(self)
 
     def after(self, trunk: Document) -> Document:
-        """Returns the document with its prompt shared with `trunk`, if both have the same prompt and the
-        document has an answer; else unchanged.
+        """Returns the document with its prompt shared with `trunk`, if both have the same prompt and are
+        single sequences, and the document has an answer; else unchanged.
 
         The shared document starts at a position that `trunk` and the documents after it have already passed,
         so positions show where it starts.
@@ -105,6 +111,8 @@ class Document:
         prompt = self.answer_start
         same = (
             prompt < len(self)
+            and not self.starts
+            and not trunk.starts
             and trunk.answer_start == prompt
             and trunk.tokens[:prompt] == self.tokens[:prompt]
         )
@@ -112,11 +120,25 @@ class Document:
 
     def cut(self, max_len: int) -> Document:
         """Returns the first `max_len` tokens; no end-of-turn token is added."""
-        return self if len(self) <= max_len else Document(self.tokens[:max_len], self.mask[:max_len])
+        if len(self) <= max_len:
+            return self
+        starts = tuple(start for start in self.starts if start < max_len)
+        return Document(self.tokens[:max_len], self.mask[:max_len], starts=starts)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Returns the position of each token in its sequence, (T,) int64."""
+        places = np.arange(len(self))
+        if not self.starts:
+            return places
+        begins = [0, *self.starts]
+        return places - np.repeat(begins, np.diff([*begins, len(self)]))
 
 
-def _document(tokens: Any, mask: Any, shared: int, experts: np.ndarray | None) -> Document:
-    return Document(received(tokens), received(mask), shared, experts)
+def _document(
+    tokens: Any, mask: Any, shared: int, experts: np.ndarray | None, starts: tuple[int, ...]
+) -> Document:
+    return Document(received(tokens), received(mask), shared, experts, starts)
 
 
 @dataclass(frozen=True)

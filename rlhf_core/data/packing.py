@@ -144,7 +144,12 @@ class Passes(NamedTuple):
         return Parts(items, starts)
 
     def rows_of(self, documents: Sequence[Document]) -> list[list[Document]]:
-        """Returns the rows of a pass."""
+        """Returns the rows of a pass. Raises ValueError for a document of several sequences with `apart`."""
+        if self.apart and any(document.starts for document in documents):
+            raise ValueError(
+                "an episode has several conversations, which this model cannot keep apart in one row: take"
+                " another model, or an agent that only adds to its conversation"
+            )
         if self.tokens is None or self.apart:
             return [[document] for document in documents]
         return [self.branched(documents)]
@@ -179,7 +184,10 @@ class Passes(NamedTuple):
         order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
         if not self.share or self.tokens is None:
             return [[i] for i in order]
-        prompts = [tuple(document.tokens[: document.answer_start]) for document in documents]
+        prompts = [
+            tuple(document.tokens[: len(document) if document.starts else document.answer_start])
+            for document in documents
+        ]
         total = sum(map(len, set(prompts))) + sum(
             len(document) - document.answer_start for document in documents
         )

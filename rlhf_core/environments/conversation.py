@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Message = dict[str, Any]
+from rlhf_core.environments.joined_calls import JoinedCalls, Message
 
 
 class LimitReached(Exception):
@@ -35,11 +35,13 @@ class Call:
 @dataclass(frozen=True)
 class Answer:
     """Holds an answer of the model. `text`: without calls and control tokens. `finished`: False if a token
-    limit cut it."""
+    limit cut it. `prompt_tokens`, `tokens`: before it, and of it."""
 
     text: str
     finished: bool
     calls: list[Call] = field(default_factory=list)
+    prompt_tokens: int = 0
+    tokens: int = 0
 
 
 class Conversation:
@@ -54,15 +56,19 @@ class Conversation:
         self,
         messages: Sequence[Message],
         seed: int,
-        ask: Callable[[list[Message]], Awaitable[dict[str, Any]]],
+        ask: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
     ):
+        """`ask` sends a request: the new messages, the number of their conversation and, for one that this
+        request begins, its tools or what it forks (`CallPlace`)."""
         self.messages = list(messages)
         self.turns = 0
         self.rewards = list[float]()
+        self.answered = list[int]()  # the calls that `rewards` belong to
         self.rewarded = False
         self.random = random.Random(seed)
         self._ask = ask
         self._lost = False
+        self._calls = JoinedCalls()
 
     async def answer(self, *new: str | Message) -> Answer:
         """Adds messages (a string is a user message) and returns the model's answer. Raises LimitReached."""
@@ -85,14 +91,34 @@ class Conversation:
                 "a wait for an answer was cancelled before, so the conversation cannot go on: end the episode"
             )
         self._lost = True
-        reply = await self._ask(added)
+        reply = await self._ask({"ask": added, "conversation": 0})
         self._lost = False
+        answer = self._answer_of(reply)
+        self.messages += [*added, reply["message"]]
+        return answer
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), most: int | None = None
+    ) -> Answer:
+        """Returns the model's answer to a whole list of messages in the form of OpenAI's chat completions, at
+        most `most` tokens. A list that begins with an earlier one and its answer continues that conversation;
+        any other begins one (`joined_calls`). Several calls may wait at once, and may be cancelled. Raises
+        LimitReached, and ValueError for wrong messages."""
+        place = self._calls.place(messages, list(tools))
+        request = {"ask": place.new, "conversation": place.conversation.number, "fork": place.fork}
+        reply = await self._ask(request | {"tools": list(tools), "most": most})
+        answer = self._answer_of(reply)
+        self._calls.answered(place.conversation, reply["message"])
+        return answer
+
+    def _answer_of(self, reply: dict[str, Any]) -> Answer:
         if "limit" in reply:
             raise LimitReached(reply["limit"])
-        self.messages += [*added, reply["message"]]
         self.turns += 1
         self.rewards.append(0.0)
-        return Answer(reply["text"], reply["finished"], [Call(**call) for call in reply["calls"]])
+        self.answered.append(reply["call"])
+        calls = [Call(**call) for call in reply["calls"]]
+        return Answer(reply["text"], reply["finished"], calls, reply["prompt_tokens"], reply["tokens"])
 
     def reward(self, value: float) -> None:
         """Adds to the reward of the last answer."""

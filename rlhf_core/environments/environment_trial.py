@@ -45,9 +45,7 @@ def try_environment(
     except Failed as failed:
         if failed.certain:
             told = f"an episode with made-up answers raised {failed}"
-            raise ValueError(
-                f"the environment {config.class_name}: {told}; correct it, then run again"
-            ) from None
+            raise ValueError(f"the environment {config.title}: {told}; correct it, then run again") from None
         _warn(config, f"failed: {failed}")
     except TimeoutError:
         _warn(config, f"is not done after {SECONDS:g} s")
@@ -58,4 +56,4 @@ def _warn(config: Environment, what: str) -> None:
         f"an episode with made-up answers {what}; the stage goes on, and ends if too many episodes of the"
         " model fail"
     )
-    print(f"warning: the environment {config.class_name}: {told}", flush=True)
+    print(f"warning: the environment {config.title}: {told}", flush=True)

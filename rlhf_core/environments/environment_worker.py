@@ -5,10 +5,11 @@ Both sides write lines of JSON. The worker's first line reports that the class i
 why it is not. Then, for each episode:
 
     in   {"start": ID, "task": {...}, "messages": [...], "seed": N}
-         {"answer": ID, ...}
+         {"answer": ID, "call": N, ...}
          {"cancel": ID}
-    out  {"id": ID, "ask": [messages]}
-         {"id": ID, "rewards": [...]}
+    out  {"id": ID, "call": N, "ask": [messages], ...}, like `Conversation`'s requests
+         {"id": ID, "call": N, "drop": true}, if nobody waits for the answer any more
+         {"id": ID, "rewards": [...], "calls": [N, ...]}
          {"id": ID, "error": "...", "place": "...", "certain": ...}, like `UsersError`
 
 MARK is the descriptor of a shared page. Before each step of an episode the worker writes the episode's ID and
@@ -21,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import itertools
 import json
 import math
 import mmap
@@ -35,7 +37,7 @@ from threading import Thread
 from typing import Any
 
 from rlhf_core.environments.conversation import Conversation, LimitReached
-from rlhf_core.system.processes import users_error, users_module
+from rlhf_core.system.processes import UsersError, users_error, users_module
 
 PAGE = struct.Struct("<QQ")  # the ID of the episode being stepped, plus 1 (0: none), and a step counter
 WORKER = os.getpid()
@@ -108,7 +110,8 @@ class EpisodeRunner:
         self._out = out
         self._page = page
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        # by episode and call
+        self._answers: dict[tuple[int, int], asyncio.Future[dict[str, Any]]] = {}
 
     def say(self, **line: Any) -> None:
         end_if_forked()
@@ -124,7 +127,7 @@ class EpisodeRunner:
             )
         elif (
             "answer" in line
-            and (waiting := self._answers.pop(line["answer"], None)) is not None
+            and (waiting := self._answers.pop((line["answer"], line["call"]), None)) is not None
             and not waiting.done()
         ):
             waiting.set_result(line)
@@ -132,10 +135,19 @@ class EpisodeRunner:
             task.cancel()
 
     async def _run(self, number: int, line: dict[str, Any]) -> None:
-        async def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
-            future = self._answers[number] = asyncio.get_running_loop().create_future()
-            self.say(id=number, ask=messages)
-            return await future
+        calls = itertools.count()
+
+        async def ask(request: dict[str, Any]) -> dict[str, Any]:
+            call = next(calls)
+            future = self._answers[number, call] = asyncio.get_running_loop().create_future()
+            self.say(id=number, call=call, **request)
+            try:
+                return await future
+            except asyncio.CancelledError:
+                self.say(id=number, call=call, drop=True)
+                raise
+            finally:
+                self._answers.pop((number, call), None)
 
         model = Conversation(line["messages"], line["seed"], ask)
         try:
@@ -144,7 +156,7 @@ class EpisodeRunner:
             except LimitReached:
                 final = None
                 whole = False
-            self.say(id=number, rewards=rewards_of(model, final, whole))
+            self.say(id=number, rewards=rewards_of(model, final, whole), calls=model.answered)
         except asyncio.CancelledError:
             pass
         except (
@@ -152,11 +164,19 @@ class EpisodeRunner:
             SystemExit,
             KeyboardInterrupt,
         ) as error:  # any error of the user's code is one failed attempt
-            told = users_error(error, self._file, self._environment.rollout)
+            told = self._told(error)
             self.say(id=number, error=shortened(told.text), place=told.place, certain=told.certain)
         finally:
             self._running.pop(number, None)
-            self._answers.pop(number, None)
+
+    def _told(self, error: BaseException) -> UsersError:
+        """Describes an error, with its line in the user's code: the environment, or what it calls, which it
+        names as `users_function` (None: a command)."""
+        called = getattr(self._environment, "users_function", self._environment.rollout)
+        if called is None:
+            return users_error(error, Path())
+        code = getattr(inspect.unwrap(called), "__code__", None)
+        return users_error(error, Path(code.co_filename) if code else self._file, called)
 
 
 def shortened(text: str) -> str:

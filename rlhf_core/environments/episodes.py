@@ -10,60 +10,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
 
 from rlhf_core.config.rewards import Environment
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.columns import Located, tools_of
 from rlhf_core.environments.admission import Admission
-from rlhf_core.environments.calls import call_format
-from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
-from rlhf_core.environments.trajectory import Full, Limits, Trajectory
-from rlhf_core.rewards.reward_contract import bounded
+from rlhf_core.environments.attempt import Attempt, Clock
+from rlhf_core.environments.calls import CallFormat, call_format
+from rlhf_core.environments.episode_contract import EnginePool, Episode, EpisodeRequest
+from rlhf_core.environments.joined_trajectories import JoinedTrajectories
+from rlhf_core.environments.process import Failed, Process
+from rlhf_core.environments.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
-from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import Sampling
 
-R = TypeVar("R")
-Mail = dict[str, Any] | Failed  # a line from the environment's process, or its end
 ENOUGH = 4  # number of failing episodes, all with the same error, after which it is taken to affect all
 # process deaths that an episode not known to be guilty survives before they count as failed attempts
 DEATHS = 10
-
-
-@dataclass(frozen=True)
-class Episode:
-    """Holds a finished conversation. `rewards`: one per answer, empty if all attempts failed; `failure` then
-    has the reason for the last failure. `attempts`: their number. `seconds`: the environment's own time in
-    the last attempt."""
-
-    trajectory: Trajectory
-    rewards: list[float]
-    failure: str
-    attempts: int
-    seconds: float
-
-
-class EpisodeRequest(NamedTuple):
-    """Describes an episode to run: the prompt, the seed of its answers, and the seed shared by all answers to
-    this prompt."""
-
-    prompt: Prompt
-    seed: int
-    shared: int
-
-
-class EnginePool(Protocol):
-    """Defines the interface of engines that answer single requests (`rlhf_core.rollout.dispatch.Engines`)."""
-
-    def reserve(self) -> int: ...
-
-    def release(self, engine: int) -> None: ...
-
-    async def ask(self, engine: int, tokens: list[int], seed: int, sampling: Sampling) -> SampledAnswer: ...
 
 
 class Episodes:
@@ -97,7 +62,7 @@ class Episodes:
         self._admissions = [Admission(config.concurrency) for _ in self._processes]
         try:
             self._tools = background.run(self._process(0)).tools
-            self._calls = call_format(renderer) if self._tools else None
+            self._calls: CallFormat | None = call_format(renderer) if self._tools else None
         except BaseException:
             self.close()
             raise
@@ -123,29 +88,32 @@ class Episodes:
                 if attempt or deaths
                 else asked.seed
             )
-            trajectory = self._trajectory(asked.prompt)
+            trajectories = self._trajectories(asked.prompt)
             clock = Clock(self._config.timeout)
             number = next(self._numbers)
             try:
                 async with self._admissions[number % len(self._processes)]:
                     rewards = await self._attempt(
-                        number, asked, seed, trajectory, sampling, clock, self._engines
+                        number, asked, seed, trajectories, sampling, clock, self._engines
                     )
                 self._finished = True
-                return Episode(trajectory, rewards, "", attempt + 1, clock.spent)
+                return Episode(trajectories, rewards, "", attempt + 1, clock.spent)
             except Failed as failed:
                 self._check(episode, failed)
                 deaths += not failed.guilty
                 attempt += failed.guilty or deaths > DEATHS
                 if attempt >= self._config.max_attempts:
                     if failed.late:
-                        trajectory.cut()
-                    return Episode(trajectory, [], str(failed), attempt, clock.spent)
+                        trajectories.cut()
+                    return Episode(trajectories, [], str(failed), attempt, clock.spent)
 
-    def _trajectory(self, prompt: Prompt) -> Trajectory:
+    def _trajectories(self, prompt: Prompt) -> JoinedTrajectories:
         tools = [*tools_of(Located("the prompts", prompt.row)), *self._tools]
-        self._calls = self._calls or (call_format(self._renderer) if tools else None)
-        return Trajectory(prompt, self._renderer, self._limits, tools, self._calls)
+        return JoinedTrajectories(prompt, self._renderer, self._limits, tools, self._format_of_calls)
+
+    def _format_of_calls(self) -> CallFormat:
+        self._calls = self._calls or call_format(self._renderer)
+        return self._calls
 
     async def try_once(self, prompt: Prompt, sampling: Sampling, engines: EnginePool, seconds: float) -> None:
         """Runs one episode with the answers of `engines`. Raises Failed when the environment fails,
@@ -155,7 +123,7 @@ class Episodes:
             next(self._numbers),
             EpisodeRequest(prompt, 0, 0),
             0,
-            self._trajectory(prompt),
+            self._trajectories(prompt),
             sampling,
             clock,
             engines,
@@ -170,7 +138,7 @@ class Episodes:
         same = len(self._raised) == 1 and "" not in self._raised
         if same and not self._finished and len(self._failing) == self._asked >= ENOUGH:
             raise ValueError(
-                f"the environment {self._config.class_name}: each episode raised {failed}; correct it, then"
+                f"the environment {self._config.title}: each episode raised {failed}; correct it, then"
                 " run again"
             )
 
@@ -179,70 +147,20 @@ class Episodes:
         number: int,
         asked: EpisodeRequest,
         seed: int,
-        trajectory: Trajectory,
+        trajectories: JoinedTrajectories,
         sampling: Sampling,
         clock: Clock,
         engines: EnginePool,
     ) -> list[float]:
-        """Runs one attempt and returns the reward of each answer. Raises Failed. The engine stops answering
-        if the environment stops waiting for it."""
+        """Runs one attempt and returns the reward of each answer. Raises Failed."""
         which = number % len(self._processes)
         process = await self._process(which)
-        engine = engines.reserve()
-        turn = 0
-        done = False
-        early: Mail | None = None  # a line that came while the engine answered
-        mailbox = process.episodes[number] = asyncio.Queue()
-        task = {**asked.prompt.row, "messages": list(asked.prompt.messages)}
-        process.send(start=number, task=task, messages=list(asked.prompt.messages), seed=asked.shared)
-        try:
-            while True:
-                try:
-                    told = await clock.wait(mailbox.get()) if early is None else early
-                    early = None
-                except TimeoutError:
-                    if process.held() or process.ended:  # the mailbox will report whose fault it is
-                        clock.extend(2 * LOOK_SECONDS)
-                        continue
-                    raise Failed(f"took more than {self._config.timeout:g} s (timeout)", late=True) from None
-                if isinstance(told, Failed):
-                    done = True
-                    raise told
-                if "error" in told:
-                    done = True
-                    raise Failed(told["error"], place=told["place"], certain=told["certain"])
-                if "rewards" in told:
-                    done = True
-                    if len(told["rewards"]) != trajectory.turns:  # a wait for an answer was cancelled
-                        raise Failed(
-                            "an answer came that nobody waited for: the environment cancelled model.answer()"
-                        )
-                    self._admissions[which].finished()
-                    return [float(reward) for reward in bounded(told["rewards"])]
-                try:
-                    tokens, room = trajectory.ask(told["ask"])
-                except Full as full:
-                    process.send(answer=number, limit=str(full))
-                    continue
-                except (ValueError, TypeError) as error:  # the environment's messages do not fit the template
-                    raise Failed(str(error)) from error
-                seed_of_turn = seed if not turn else random.Random(f"{seed}-turn-{turn}").getrandbits(48)
-                how = sampling._replace(n=1, max_new_tokens=room)
-                answer, early = await first_of(engines.ask(engine, tokens, seed_of_turn, how), mailbox)
-                if answer is None and isinstance(early, dict) and "rewards" in early:
-                    raise Failed(
-                        "the episode ended while the model answered: the environment cancelled model.answer()"
-                    )
-                if answer is None:
-                    continue
-                seen, message = trajectory.take(answer)
-                turn += 1
-                process.send(answer=number, **asdict(seen), message=message)
-        finally:
-            engines.release(engine)
-            process.episodes.pop(number, None)
-            if not done:
-                process.send(cancel=number)
+        attempt = Attempt(
+            process, number, asked, seed, trajectories, sampling, clock, self._config.timeout, engines
+        )
+        rewards = await attempt.run()
+        self._admissions[which].finished()
+        return rewards
 
     async def _process(self, which: int) -> Process:
         """Returns a process, after starting it if it is not running."""
@@ -253,7 +171,7 @@ class Episodes:
                     self._admissions[which].died(process.episodes_at_end)
                 own = self._config
                 process = await Process.start(
-                    str(own.file), own.class_name, own.options, own.timeout, own.sandbox
+                    str(own.file), own.class_name, own.arguments, own.timeout, own.sandbox
                 )
                 self._processes[which] = process
             return process
@@ -268,38 +186,3 @@ class Episodes:
 
         if not self._background.closed:
             self._background.run(end())
-
-
-async def first_of(
-    work: Coroutine[Any, Any, R], mailbox: asyncio.Queue[Mail]
-) -> tuple[R | None, Mail | None]:
-    """Waits for work or a line in the mailbox. Returns the result of the work and the line, None for either
-    that has not come. If the line comes first, the work is cancelled."""
-    working = asyncio.create_task(work)
-    hearing = asyncio.create_task(mailbox.get())
-    try:
-        await asyncio.wait((working, hearing), return_when=asyncio.FIRST_COMPLETED)
-        result = working.result() if working.done() else None
-        return result, hearing.result() if hearing.done() else None
-    finally:
-        working.cancel()
-        hearing.cancel()
-
-
-class Clock:
-    """Limits the total time of several waits to `limit` seconds."""
-
-    def __init__(self, limit: float):
-        self._limit = limit
-        self.spent = 0.0
-
-    def extend(self, seconds: float) -> None:
-        self._limit += seconds
-
-    async def wait(self, work: Coroutine[Any, Any, R]) -> R:
-        """Waits for work. Raises TimeoutError when the limit is reached."""
-        start = time.monotonic()
-        try:
-            return await asyncio.wait_for(work, max(0.01, self._limit - self.spent))
-        finally:
-            self.spent += time.monotonic() - start

@@ -5,6 +5,7 @@ The environment's messages between the answers are rendered by the chat template
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,8 @@ from rlhf_core.data.documents import Document, Message, Prompt, compact
 from rlhf_core.environments.calls import CallFormat
 from rlhf_core.environments.conversation import Answer, Call
 from rlhf_core.rollout.engine_contract import SampledAnswer
+
+NO_LIMIT = sys.maxsize
 
 
 class Full(Exception):
@@ -32,9 +35,19 @@ class Limits(NamedTuple):
     answer_tokens: int | None
 
 
+class AnswerPlace(NamedTuple):
+    """Where an answer is: its first token, its last token, whether it is complete, and the number of messages
+    up to it."""
+
+    first: int
+    last: int
+    finished: bool
+    messages: int
+
+
 class Trajectory:
     """Holds the tokens of one conversation. `prompt`: all messages before the first answer, once that is
-    requested."""
+    requested. `whole`: a prompt over its limit is refused; otherwise it is cut."""
 
     def __init__(
         self,
@@ -43,6 +56,7 @@ class Trajectory:
         limits: Limits,
         tools: Sequence[dict[str, Any]],
         calls: CallFormat | None,
+        whole: bool = False,
     ):
         self.prompt = prompt
         self.messages = list[Message](prompt.messages)
@@ -50,28 +64,29 @@ class Trajectory:
         self._limits = limits
         self._tools = tools
         self._calls = calls
+        self._whole = whole
         self._tokens = list[int]()
         self._mask = list[bool]()
         self._logprobs = list[float]()
-        self._ends = list[int]()  # index of the last token of each answer
-        self._finished = True  # the last answer is complete
+        self._answers = list[AnswerPlace]()
+        self._copied = 0  # number of answers that another trajectory has too
         self._cut = False  # a limit ended the conversation after the last answer
         self._versions = list[tuple[int, int]]()
         self._called = 0
         self._experts: np.ndarray | None = None
 
-    def ask(self, new: Sequence[Message]) -> tuple[list[int], int]:
-        """Adds messages. Returns all tokens, and how many the next answer may have. Raises Full, or
-        ValueError for messages that the template rejects; adds nothing then. After Full the conversation is
-        not `finished`, unless another answer follows."""
-        if not self._ends:
-            self._open(new)
-            return self._tokens, self._room(0)
-        if len(self._ends) >= self._limits.turns:
+    def ask(self, new: Sequence[Message], left: int = NO_LIMIT) -> tuple[list[int], int]:
+        """Adds messages. Returns all tokens, and how many the next answer may have. `left`: tokens that the
+        episode has left. Raises Full, or ValueError for messages that the template rejects; adds nothing
+        then. After Full the conversation is not `finished`, unless another answer follows."""
+        if not self._answers:
+            return self._open(new, left)
+        if self.turns >= self._limits.turns:
             self.cut()
             raise Full(f"the conversation has its {self._limits.turns} answers (max_turns)")
-        added = self._renderer.follow(self.messages, new, self._finished, self._tools)
-        room = self._room(len(self._tokens) - len(self.prompt.tokens) + len(added))
+        added = self._renderer.follow(self.messages, new, self.ended, self._tools)
+        used = len(self._tokens) - len(self.prompt.tokens) + len(added)
+        room = min(self._room(used), left - len(added))
         if room < 1:
             self.cut()
             raise Full(f"the conversation has its {self._limits.tokens} tokens (generate_max_len)")
@@ -85,13 +100,23 @@ class Trajectory:
         """Records that a limit ended the conversation, which is then not `finished`."""
         self._cut = True
 
-    def _open(self, new: Sequence[Message]) -> None:
-        if new or self._tools:
-            self.messages += new
-            tokens, cut = self._renderer.prompt_within(self.messages, self._limits.prompt_tokens, self._tools)
-            self.prompt = Prompt(tuple(self.messages), tokens, self.prompt.row, cut)
-        self._tokens = list(self.prompt.tokens)
-        self._mask, self._logprobs = [False] * len(self._tokens), [0.0] * len(self._tokens)
+    def _open(self, new: Sequence[Message], left: int) -> tuple[list[int], int]:
+        """Renders the prompt, and returns the same as `ask`."""
+        prompt = self.prompt
+        if new or self._tools or not prompt.tokens:
+            messages = [*self.messages, *new]
+            tokens, cut = self._renderer.prompt_within(messages, self._limits.prompt_tokens, self._tools)
+            prompt = Prompt(tuple(messages), tokens, prompt.row, cut)
+        room = min(self._room(0), left - len(prompt.tokens))
+        if room < 1 or (self._whole and prompt.truncated):
+            limit = self._limits.prompt_tokens
+            raise Full(f"the messages have more tokens than are left, at most {limit} (prompt_max_len)")
+        self.prompt = prompt
+        self.messages = list(prompt.messages)
+        self._tokens = list(prompt.tokens)
+        self._mask = [False] * len(self._tokens)
+        self._logprobs = [0.0] * len(self._tokens)
+        return self._tokens, room
 
     def _room(self, used: int) -> int:
         left = self._limits.tokens - used
@@ -99,12 +124,11 @@ class Trajectory:
 
     def take(self, answer: SampledAnswer) -> tuple[Answer, Message]:
         """Adds the model's answer. Returns it in the environment's form and as a message."""
-        self._versions += [(len(self._tokens) + first, version) for first, version in answer.versions]
+        start = len(self._tokens)
+        self._versions += [(start + first, version) for first, version in answer.versions]
         self._tokens += answer.tokens
         self._mask += [True] * len(answer.tokens)
         self._logprobs += list(answer.logprobs) or [0.0] * len(answer.tokens)
-        self._ends.append(len(self._tokens) - 1)
-        self._finished = answer.finished
         self._experts = answer.experts
         self._cut = False
         text = self._renderer.decoded(answer.tokens, True)
@@ -123,12 +147,35 @@ class Trajectory:
                 for c in calls
             ]
         self.messages.append(message)
-        return Answer(text, answer.finished, calls), message
+        place = AnswerPlace(start, len(self._tokens) - 1, answer.finished, len(self.messages))
+        self._answers.append(place)
+        return Answer(text, answer.finished, calls, start, len(answer.tokens)), message
+
+    def forked(self, answers: int) -> Trajectory:
+        """Returns a trajectory that goes on after the first `answers` answers of this one. The tokens that it
+        has from this one are masked, since this one trains on them."""
+        end = self._answers[answers - 1].last + 1
+        made = Trajectory(self.prompt, self._renderer, self._limits, self._tools, self._calls, self._whole)
+        made.messages = self.messages[: self._answers[answers - 1].messages]
+        made._tokens = self._tokens[:end]
+        made._mask = [False] * end
+        made._logprobs = [0.0] * end
+        made._answers = self._answers[:answers]
+        made._copied = answers
+        made._called = self._called
+        return made
+
+    def leave_out(self, answer: int) -> None:
+        """Masks an answer, given by its index, so that it is not trained on."""
+        place = self._answers[answer]
+        size = place.last + 1 - place.first
+        self._mask[place.first : place.last + 1] = [False] * size
+        self._logprobs[place.first : place.last + 1] = [0.0] * size
 
     @property
     def document(self) -> Document:
         """Returns the whole conversation up to the last answer; before the first answer, the prompt."""
-        end = self._ends[-1] + 1 if self._ends else len(self._tokens)
+        end = self._answers[-1].last + 1 if self._answers else len(self._tokens)
         if not end:
             return compact(self.prompt.tokens, ())
         return Document(array("i", self._tokens[:end]), array("b", self._mask[:end]), experts=self._experts)
@@ -147,26 +194,26 @@ class Trajectory:
 
     @property
     def turns(self) -> int:
-        """Returns the number of answers."""
-        return len(self._ends)
+        """Returns the number of answers that this trajectory trains on."""
+        return len(self._answers) - self._copied
+
+    @property
+    def size(self) -> int:
+        """Returns the number of tokens so far, including messages that wait for an answer."""
+        return len(self._tokens)
 
     @property
     def finished(self) -> bool:
         """Returns False if a limit ended the conversation: on tokens or turns, within the last answer or
         before the environment was done, or on time (`cut`)."""
-        return self._finished and not self._cut
+        return self.ended and not self._cut
 
     @property
     def ended(self) -> bool:
         """Returns whether the last answer is complete, even if the conversation was cut after it."""
-        return self._finished
+        return not self._answers or self._answers[-1].finished
 
-    def early(self, rewards: Sequence[float]) -> np.ndarray | None:
-        """Returns the rewards (T,) of all answers but the last, each at its answer's last token; None if they
-        are all 0."""
-        if not any(rewards[:-1]):
-            return None
-        placed = np.zeros(len(self.document), np.float32)
-        for end, reward in zip(self._ends[:-1], rewards[:-1], strict=True):
-            placed[end] = reward
-        return placed
+    @property
+    def ends(self) -> list[int]:
+        """Returns the index of the last token of each answer that this trajectory trains on."""
+        return [place.last for place in self._answers[self._copied :]]

@@ -197,7 +197,7 @@ DROPPED: dict[str, str] = {
     "no_advantage_std_norm": "dr_grpo is the estimator without the standard deviation",
     "save_value_network": "the critic stays in the stage's resume checkpoints",
     "label_key": "a reward function receives the whole row, with this column",
-    "agent_func_path": "an agent is a class that ppo.environment names: docs/how-to/environments.md",
+    "agent_func_path": "an agent is what ppo.environment.agent names: docs/how-to/agents.md",
     "async_train": "only ppo samples ahead",
     "async_queue_size": "max_staleness bounds how far answers are ahead, and 1 is set: raise it",
     "partial_rollout_enable": "with max_staleness of 2 or more answers go on over updates",

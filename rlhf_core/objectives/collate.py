@@ -19,12 +19,13 @@ from rlhf_core.data.documents import Document
 class Batch:
     """Tensors of shape (B, T).
 
-    tokens: int64, the pad token on padding. positions: int64, 0, 1, ... in each document; every pad has
-    position 0, so that attention treats it as its own document. A document with a shared prompt begins at a
-    later position: it attends to the first tokens of the last document that began at 0. documents: int64,
-    index of the document in the flattened rows, -1 on pads. mask: bool, True for tokens in the loss. experts:
-    int16, (B, T, layers, k), the experts that a sampler chose for each token, -1 if unknown; None if not
-    requested or no document has them. on_host: the same batch in host memory, if this one is on a GPU.
+    tokens: int64, the pad token on padding. positions: int64, 0, 1, ... in each sequence of each document;
+    every pad has position 0, so that attention treats it as its own document. A document with a shared prompt
+    begins at a later position: it attends to the first tokens of the last document that began at 0.
+    documents: int64, index of the document in the flattened rows, -1 on pads. mask: bool, True for tokens in
+    the loss. experts: int16, (B, T, layers, k), the experts that a sampler chose for each token, -1 if
+    unknown; None if not requested or no document has them. on_host: the same batch in host memory, if this
+    one is on a GPU.
     """
 
     tokens: torch.Tensor
@@ -101,7 +102,7 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, experts: bool
         for document in row:
             here = slice(start, start + len(document) - document.shared)
             tokens.numpy()[b, here] = document.token_array[document.shared :]
-            positions[b, here] = torch.arange(document.shared, len(document))
+            positions.numpy()[b, here] = document.positions[document.shared :]
             documents[b, here] = index
             mask.numpy()[b, here] = document.mask_array[document.shared :]
             if chosen is not None and document.experts is not None:

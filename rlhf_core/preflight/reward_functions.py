@@ -21,6 +21,7 @@ from rlhf_core.recipe.sentences import unknown
 from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.rewards.reward_trial import call_once, made_up_answers
 
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 SECONDS = 10.0  # for a function's imports and its call
 # keyed by source and mtime of its file, because a run checks twice: before its flow and in it
 _known: dict[tuple[FunctionReward, int], str] = {}
@@ -39,6 +40,11 @@ def code_problems(node: Node) -> list[str]:
         problems.append(
             _file_problem(f"{where}.environment", "class", environment.file, environment.class_name)
         )
+    if environment is not None:
+        problems += [
+            _file_problem(f"{where}.environment.{field}", "function", file, name)
+            for field, (file, name) in environment.functions.items()
+        ]
     return [problem for problem in problems if problem]
 
 
@@ -66,7 +72,7 @@ def _file_problem(where: str, kind: str, file: Path, name: str) -> str:
         return f"{where}: {file} cannot be read ({error.strerror}); correct the path of the {kind}"
     except (SyntaxError, UnicodeDecodeError) as error:
         return f"{where}: {file} is no Python file ({error}); correct it"
-    defined = [part.name for part in code.body if isinstance(part, ast.FunctionDef | ast.ClassDef)]
+    defined = [part.name for part in code.body if isinstance(part, DEFINITIONS)]
     targets = [target for part in code.body if isinstance(part, ast.Assign) for target in part.targets]
     assigned = [target.id for target in targets if isinstance(target, ast.Name)]
     imported = [

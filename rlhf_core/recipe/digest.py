@@ -85,6 +85,8 @@ def deciding(value: Any, digests: Digests) -> Any:
             content |= {"function": value.function_name, "code": digests.of(value.file)}
         if isinstance(value, Environment) and value.own:
             content |= {"path": value.class_name, "code": digests.of(value.file)}
+        if isinstance(value, Environment):
+            content |= _agent_content(value, digests)
         if isinstance(value, ZeroFields) and not deciding_options(value.deepspeed):
             del content["deepspeed"]
         elif isinstance(value, ZeroFields):
@@ -101,6 +103,12 @@ def deciding(value: Any, digests: Digests) -> Any:
     if isinstance(value, dict):
         return {key: deciding(item, digests) for key, item in value.items()}
     return [deciding(item, digests) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _agent_content(environment: Environment, digests: Digests) -> dict[str, Any]:
+    """Returns an agent's functions by name, with their files' digests."""
+    found = environment.functions
+    return {field: [name, digests.of(file)] for field, (file, name) in found.items()}
 
 
 def _content(place: str, digests: Digests) -> str:

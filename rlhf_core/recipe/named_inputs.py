@@ -28,7 +28,7 @@ from rlhf_core.hub.ids import is_remote, parted
 PLACES = {  # fields that name a model or a file, in addition to those in KINDS
     Source: ("path",),
     FunctionReward: ("function",),
-    Environment: ("path",),
+    Environment: ("path", "agent", "checker"),
     ModelReward: ("model",),
     AlignmentTax: ("tasks",),
     Evaluation: ("parents",),
@@ -206,6 +206,8 @@ def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
             yield where, value.function
         case Environment() if value.own:
             yield where, value.path
+        case Environment():
+            yield from ((f"{where}.{field}", getattr(value, field)) for field in value.functions)
         case AlignmentTax():
             yield from ((f"{where}.tasks", task) for task in value.tasks if is_path(task))
     if isinstance(value, BaseModel):

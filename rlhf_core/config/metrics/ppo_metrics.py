@@ -229,6 +229,12 @@ ROLLOUT = (
         when=FILTERED,
     ),
     Metric("environment/turns", "mean answers of an episode", "count", EPISODES),
+    Metric(
+        "environment/conversations",
+        "mean conversations of an episode; above 1 only for an agent that begins several",
+        "count",
+        EPISODES,
+    ),
     Metric("environment/attempts", "mean attempts of an episode", "count", EPISODES),
     Metric(
         "environment/seconds",

@@ -215,12 +215,12 @@ def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Returns means over episodes of an environment: answers, attempts, the environment's own seconds; empty
-    without an environment."""
+    """Returns means over episodes of an environment: answers, conversations, attempts, the environment's own
+    seconds; empty without an environment."""
     own = [rollout.own for rollout in rollouts if rollout.own is not None]
     return {
         f"environment/{name}": sum(getattr(o, name) for o in own) / len(own)
-        for name in ("turns", "attempts", "seconds")
+        for name in ("turns", "conversations", "attempts", "seconds")
         if own
     }
 

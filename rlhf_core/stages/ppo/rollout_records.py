@@ -33,6 +33,7 @@ class Own(NamedTuple):
     attempts: int
     seconds: float
     ended: bool = True
+    conversations: int = 1
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def stored(rollout: Rollout) -> dict[str, Any]:
         "logprobs": rollout.sampler_logprobs[mask].tolist(),
         "versions": list(rollout.versions),
     }
+    if rollout.document.starts:
+        row["starts"] = list(rollout.document.starts)
     if rollout.own is None:
         return row
     early = None if rollout.own.early is None else rollout.own.early.tolist()
@@ -91,7 +94,8 @@ def restored(row: Mapping[str, Any], prompt: Prompt, experts: np.ndarray | None)
         mask[start:end] = True
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask] = row["logprobs"]
-    document = Document(array("i", row["tokens"]), array("b", mask.tobytes()), experts=experts)
+    starts = tuple(row.get("starts", ()))
+    document = Document(array("i", row["tokens"]), array("b", mask.tobytes()), experts=experts, starts=starts)
     versions = [(start, version) for start, version in row["versions"]]
     if "own" not in row:
         return Rollout(prompt, document, logprobs, row["finished"], versions=versions)

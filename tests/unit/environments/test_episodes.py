@@ -19,7 +19,8 @@ import pytest
 from rlhf_core.config.rewards import Environment
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
-from rlhf_core.environments.episodes import Episode, EpisodeRequest, Episodes
+from rlhf_core.environments.episode_contract import Episode, EpisodeRequest
+from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling

@@ -186,16 +186,3 @@ def test_a_conversation_that_a_limit_ends_is_not_finished(renderers: dict[str, R
     short.ask(question)
     short.take(sampled(renderer, "c"))
     assert short.finished, "a shorter question was answered"
-
-
-def test_rewards_of_turns_stand_at_their_ends(renderers: dict[str, Renderer]) -> None:
-    renderer = renderers["hermes"]
-    path = begun(renderer)
-    for turn in range(3):
-        path.ask([{"role": "user", "content": "b"}] if turn else [])
-        path.take(sampled(renderer, "a"))
-    placed = path.early([0.5, 0.0, 2.0])
-    assert placed is not None and placed.sum() == 0.5
-    place = int(placed.argmax())
-    assert path.document.tokens[place] == renderer.end_token_id and sum(path.document.mask[:place]) == 1
-    assert path.early([0.0, 0.0, 1.0]) is None

@@ -74,7 +74,7 @@ HttpReward.url rlhf_core/rewards/clients.py source.url
 HttpReward.api_key_env rlhf_core/rewards/clients.py source.api_key_env
 EnvironmentReward.normalize rlhf_core/rewards/combine.py source.normalize
 Environment.path rlhf_core/config/rewards.py self.path
-Environment.options rlhf_core/environments/episodes.py own.options
+Environment.options rlhf_core/config/rewards.py self.options
 Environment.answer_max_len rlhf_core/stages/ppo/train.py config.environment.answer_max_len
 Environment.timeout rlhf_core/environments/episodes.py self._config.timeout
 RequestLimits.timeout evaluation/answers/chat_client.py self.limits.timeout

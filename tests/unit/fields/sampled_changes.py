@@ -336,6 +336,8 @@ SAMPLED = {
         Change("max_turns", 3, asked),
         Change("options", {"a": 1}, asked),
         Change("path", "tools", asked),
+        Change("agent", "b.py:run", asked, {"path": "agent", "agent": "a.py:run"}),
+        Change("checker", "c.py:check", asked, {"path": "agent", "agent": "a.py:run"}),
     ],
     "RuleJudge": [
         Change("answer_key", "known", ruled),

@@ -22,7 +22,8 @@ from rlhf_core.cluster.worker_group import WorkerGroup, in_order, put_on_nodes
 from rlhf_core.config import PPO
 from rlhf_core.config.metrics.shared_metrics import SURVIVES
 from rlhf_core.data.documents import Document, Prompt, compact
-from rlhf_core.environments.episodes import Episode, EpisodeRequest, Episodes
+from rlhf_core.environments.episode_contract import Episode, EpisodeRequest
+from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
@@ -230,6 +231,7 @@ def of_episode(episode: Episode) -> Rollout:
         episode.attempts,
         episode.seconds,
         path.ended,
+        path.conversations,
     )
     own = own._replace(early=path.early(rewards)) if rewards else own
     return Rollout(

@@ -1,0 +1,95 @@
+"""Runs an agent that is a command: one process for each episode.
+
+It gets the task as JSON on its standard input, the endpoint as OPENAI_BASE_URL and OPENAI_API_KEY, which
+OpenAI's clients read, and a folder for temporary files, which is removed after the episode, as TMPDIR.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlhf_core.system.processes import how_ended
+
+LONGEST_OUTPUT = 2**20  # bytes of its output that are kept, from the end
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+TOLD = 400  # bytes of its error output in a message
+
+
+class AgentFailed(Exception):
+    """Reports that the command ended with an error."""
+
+
+async def run_command(command: str, task: Mapping[str, Any], base_url: str, key: str) -> str:
+    """Runs the command and returns its standard output. Raises AgentFailed when it exits with another status
+    than 0. Whatever it started is killed when it ends, and all of it when this call is cancelled."""
+    with tempfile.TemporaryDirectory(prefix="alignflow-agent-") as folder:
+        # files in place of pipes, which a process that it leaves behind would keep open
+        given, out, error = (Path(folder) / name for name in ("task.json", "stdout", "stderr"))
+        given.write_text(json.dumps(task, default=str))
+        with given.open("rb") as stdin, out.open("wb") as stdout, error.open("wb") as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *shlex.split(command),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=agent_environment(folder, base_url, key),
+            )
+        try:
+            code = await process.wait()
+        finally:
+            kill_all_of(key, process)
+            await process.wait()
+        if code:
+            said = tail(error, TOLD).strip()
+            raise AgentFailed(f"the agent {how_ended(code)}: {said or 'it wrote no error'}")
+        return tail(out, LONGEST_OUTPUT)
+
+
+def tail(file: Path, size: int) -> str:
+    """Returns the last `size` bytes of a file as text."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - size))
+        return stream.read().decode(errors="replace")
+
+
+def agent_environment(folder: str, base_url: str, key: str) -> dict[str, str]:
+    """Returns the variables of the command: this process's, the endpoint, and a folder for its files."""
+    own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "TMPDIR": folder}
+    return {**os.environ, **own, "PYTHONUNBUFFERED": "1"}
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own parent has ended, so that they are found.
+    Linux."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_all_of(key: str, process: asyncio.subprocess.Process) -> None:
+    """Kills a command, if it still runs, and all processes of its episode that it has started. They are in
+    the process group of this process, and end with it at the latest."""
+    if process.returncode is None:
+        kill_tree(psutil.Process(process.pid))
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.pid != process.pid and child.environ().get("OPENAI_API_KEY") == key:
+                kill_tree(child)
+                os.waitpid(child.pid, 0)
+
+
+def kill_tree(process: psutil.Process) -> None:
+    """Kills a process and its descendants."""
+    with suppress(psutil.NoSuchProcess):
+        for found in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                found.kill()

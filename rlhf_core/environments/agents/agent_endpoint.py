@@ -1,0 +1,184 @@
+"""Answers the requests of agents with the policy: an OpenAI-compatible endpoint on a port of loopback, in an
+environment's process.
+
+Each episode has a key of its own, which the agent sends as a bearer token and which names the episode's
+conversations. Answers come from the stage's engines, and their tokens are kept as sampled
+(`joined_trajectories`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rlhf_core.environments.agents.chat_protocol import (
+    POLICY,
+    AgentRequest,
+    chat_chunks,
+    chat_completion,
+    read_chat_request,
+)
+from rlhf_core.environments.agents.responses_protocol import (
+    messages_of,
+    read_responses_request,
+    response_events,
+    response_of,
+)
+from rlhf_core.environments.conversation import Answer, Conversation, LimitReached
+from rlhf_core.environments.joined_calls import Message
+
+LOOPBACK = "127.0.0.1"
+
+
+class AgentSession:
+    """An episode as its agent sees it. `limited`: why a limit refused one of its requests. `responses`: the
+    messages up to each response, by its ID. `last`: the text of the last answer."""
+
+    def __init__(self, model: Conversation):
+        self.limited = ""
+        self.responses = dict[str, list[Message]]()
+        self.last = ""
+        self._model = model
+        self._working = set[asyncio.Task[Answer]]()
+
+    async def complete(self, asked: AgentRequest, gone: Coroutine[Any, Any, None]) -> Answer | None:
+        """Returns the model's answer; None if the client is `gone` before. Raises LimitReached, ValueError,
+        and CancelledError when the session ends."""
+        working = asyncio.create_task(self._model.complete(asked.messages, asked.tools, asked.most))
+        leaving = asyncio.create_task(gone)
+        self._working.add(working)
+        try:
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                return None
+            self.last = working.result().text
+            return working.result()
+        except LimitReached as limit:
+            self.limited = str(limit)
+            raise
+        finally:
+            working.cancel()
+            leaving.cancel()
+            self._working.discard(working)
+
+    def close(self) -> None:
+        """Ends requests that wait for an answer."""
+        for task in self._working:
+            task.cancel()
+
+
+class AgentEndpoint:
+    """The endpoint of one environment process. `url`: its address, as clients take it as `base_url`. Must be
+    created while an event loop runs."""
+
+    def __init__(self) -> None:
+        self._sessions = dict[str, AgentSession]()
+        routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/responses", self._responses, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+        ]
+        config = uvicorn.Config(
+            Starlette(routes=routes), log_level="warning", access_log=False, lifespan="off"
+        )
+        self._server = uvicorn.Server(config)
+        self._socket = socket.socket()
+        self._socket.bind((LOOPBACK, 0))
+        self.url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/v1"
+        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+
+    @contextmanager
+    def session(self, model: Conversation) -> Iterator[tuple[str, AgentSession]]:
+        """Yields a key for the episode of `model`, which is valid within the block, and its session."""
+        key = f"episode-{secrets.token_urlsafe(24)}"
+        self._sessions[key] = AgentSession(model)
+        try:
+            yield key, self._sessions[key]
+        finally:
+            self._sessions.pop(key).close()
+
+    async def _models(self, request: Request) -> Response:
+        if self._session(request) is None:
+            return _refusal(401, "the key is not one of an episode that runs", "invalid_api_key")
+        model = {"id": POLICY, "object": "model", "created": 0, "owned_by": "alignflow"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _chat(self, request: Request) -> Response:
+        def written(asked: AgentRequest, answer: Answer, session: AgentSession) -> Response:
+            if asked.stream:
+                usage = bool((asked.body.get("stream_options") or {}).get("include_usage"))
+                return _stream(chat_chunks(answer, usage))
+            return JSONResponse(chat_completion(answer))
+
+        return await self._answered(request, lambda body, session: read_chat_request(body), written)
+
+    async def _responses(self, request: Request) -> Response:
+        def read(body: dict[str, Any], session: AgentSession) -> AgentRequest:
+            before = body.get("previous_response_id")
+            if before is not None and before not in session.responses:
+                raise ValueError(f"previous_response_id: this episode has no response {before!r:.60}")
+            earlier = session.responses[before] if before is not None else []
+            return read_responses_request(body, earlier)
+
+        def written(asked: AgentRequest, answer: Answer, session: AgentSession) -> Response:
+            response = response_of(answer, asked)
+            session.responses[response["id"]] = [*asked.messages, *messages_of(response["output"])]
+            return _stream(response_events(response)) if asked.stream else JSONResponse(response)
+
+        return await self._answered(request, read, written)
+
+    async def _answered(
+        self,
+        request: Request,
+        read: Callable[[dict[str, Any], AgentSession], AgentRequest],
+        written: Callable[[AgentRequest, Answer, AgentSession], Response],
+    ) -> Response:
+        """Answers a request with the policy, or says why not. A client that is gone is not waited for."""
+        session = self._session(request)
+        if session is None:
+            return _refusal(401, "the key is not one of an episode that runs", "invalid_api_key")
+        try:
+            body = await request.json()
+            if not isinstance(body, dict):
+                raise ValueError("the body must be a JSON object")
+            asked = read(body, session)
+            answer = await session.complete(asked, gone(request))
+        except LimitReached as limit:
+            return _refusal(400, str(limit), "context_length_exceeded")
+        except asyncio.CancelledError:
+            return _refusal(409, "the episode has ended", "episode_ended")
+        except (ValueError, TypeError, AttributeError) as error:
+            return _refusal(400, str(error), "invalid_request")
+        if answer is None:
+            return Response(status_code=499)
+        return written(asked, answer, session)
+
+    def _session(self, request: Request) -> AgentSession | None:
+        given = str(request.headers.get("authorization", ""))
+        return self._sessions.get(given.removeprefix("Bearer "))
+
+
+async def gone(request: Request) -> None:
+    """Waits until the client disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _stream(events: Iterator[str]) -> Response:
+    return StreamingResponse(events, media_type="text/event-stream")
+
+
+def _refusal(status: int, message: str, code: str) -> Response:
+    """Returns an error in OpenAI's form, which its clients do not retry."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return JSONResponse({"error": error}, status, {"x-should-retry": "false"})

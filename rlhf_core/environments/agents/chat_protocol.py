@@ -1,0 +1,119 @@
+"""Reads requests of OpenAI's chat completions, and writes their answers, whole or as a stream.
+
+Source: https://platform.openai.com/docs/api-reference/chat. Sampling belongs to the stage: `temperature`,
+`top_p`, `seed` and penalties of a request are not used. What would change which tokens are sampled, and that
+the engines of a stage do not do here, is refused: `stop`, `n` above 1, a response format, a forced call.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rlhf_core.environments.conversation import Answer, Call
+
+POLICY = "policy"  # the model's name in answers
+
+
+class AgentRequest(NamedTuple):
+    """A request in the form of chat completions. `most`: tokens of the answer at most. `body`: what the
+    client sent."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any]
+    most: int | None
+    stream: bool
+    body: Mapping[str, Any]
+
+
+def read_chat_request(body: Mapping[str, Any]) -> AgentRequest:
+    """Reads the body of `POST /v1/chat/completions`. Raises ValueError for what is refused."""
+    refuse_fields(body)
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        raise ValueError("messages must be a list")
+    tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    return AgentRequest(messages, tools, _count(most), bool(body.get("stream")), body)
+
+
+def refuse_fields(body: Mapping[str, Any]) -> None:
+    """Raises ValueError for fields that would change the sampling."""
+    if body.get("n") not in (None, 1):
+        raise ValueError("n must be 1: ask several times")
+    if body.get("stop"):
+        raise ValueError("stop is not supported: answers end with the template's end of turn")
+    if (body.get("response_format") or {}).get("type") not in (None, "text"):
+        raise ValueError("response_format is not supported: the policy writes text")
+    if body.get("tool_choice") not in (None, "none", "auto"):
+        raise ValueError("tool_choice must be auto or none: calls are not forced")
+
+
+def _count(value: Any) -> int | None:
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"the limit of tokens must be a whole number above 0, not {value!r:.40}")
+    return value
+
+
+def chat_completion(answer: Answer) -> dict[str, Any]:
+    """Returns the body of an answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        message["tool_calls"] = [_call(call) for call in answer.calls]
+    choice = {"index": 0, "message": message, "finish_reason": _reason(answer), "logprobs": None}
+    return _head("chat.completion") | {"choices": [choice], "usage": _usage(answer)}
+
+
+def chat_chunks(answer: Answer, usage: bool) -> Iterator[str]:
+    """Yields the server-sent events of an answer, which is complete when its stream begins. `usage`: the
+    client asked for an event with the numbers of tokens."""
+    head = _head("chat.completion.chunk")
+    delta: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.calls:
+        delta["tool_calls"] = [{"index": i} | _call(call) for i, call in enumerate(answer.calls)]
+    choices = [(delta, None), ({}, _reason(answer))]
+    for delta, reason in choices:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        yield event(head | {"choices": [choice]})
+    if usage:
+        yield event(head | {"choices": [], "usage": _usage(answer)})
+    yield "data: [DONE]\n\n"
+
+
+def event(content: Mapping[str, Any], name: str = "") -> str:
+    """Returns a server-sent event."""
+    named = f"event: {name}\n" if name else ""
+    return f"{named}data: {json.dumps(content)}\n\n"
+
+
+def _head(kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": POLICY,
+    }
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    total = answer.prompt_tokens + answer.tokens
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.tokens,
+        "total_tokens": total,
+    }
+
+
+def _reason(answer: Answer) -> str:
+    if not answer.finished:
+        return "length"
+    return "tool_calls" if answer.calls else "stop"
+
+
+def _call(call: Call) -> dict[str, Any]:
+    """Returns a call. Arguments that could not be parsed stay empty."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}

@@ -1,0 +1,177 @@
+"""Runs one attempt at an episode: sends the environment's requests to an engine, several at once, and reads
+its rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import asdict
+from typing import Any
+
+from rlhf_core.data.documents import Prompt
+from rlhf_core.environments.episode_contract import EnginePool, EpisodeRequest
+from rlhf_core.environments.joined_trajectories import JoinedTrajectories
+from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
+from rlhf_core.environments.trajectory import Full
+from rlhf_core.rewards.reward_contract import bounded
+from rlhf_core.rollout.engine_contract import Sampling
+
+Mail = dict[str, Any] | Failed  # a line from the environment's process, or its end
+
+
+class Clock:
+    """Counts the seconds of an environment's own time against `limit`."""
+
+    def __init__(self, limit: float):
+        self.limit = limit
+        self.spent = 0.0
+
+    def extend(self, seconds: float) -> None:
+        self.limit += seconds
+
+    @property
+    def left(self) -> float:
+        return max(0.01, self.limit - self.spent)
+
+
+class Attempt:
+    """One attempt at an episode. `number`: its ID in the environment's process. `seed`: of its answers.
+    `timeout`: the environment's own seconds, for messages."""
+
+    def __init__(
+        self,
+        process: Process,
+        number: int,
+        asked: EpisodeRequest,
+        seed: int,
+        trajectories: JoinedTrajectories,
+        sampling: Sampling,
+        clock: Clock,
+        timeout: float,
+        engines: EnginePool,
+    ):
+        self._process = process
+        self._number = number
+        self._asked = asked
+        self._seed = seed
+        self._trajectories = trajectories
+        self._sampling = sampling
+        self._clock = clock
+        self._timeout = timeout
+        self._engines = engines
+        self._requests = 0
+        self._answering = dict[int, asyncio.Task[None]]()  # by call
+
+    async def run(self) -> list[float]:
+        """Returns the reward of each answer. Raises Failed. The engine stops answering if the environment
+        stops waiting for it."""
+        self._engine = self._engines.reserve()
+        self._mailbox: asyncio.Queue[Mail] = asyncio.Queue()
+        self._process.episodes[self._number] = self._mailbox
+        done = False
+        try:
+            self._send_start(self._asked.prompt)
+            while True:
+                told = await self._next()
+                done = isinstance(told, Failed) or "error" in told or "rewards" in told
+                if isinstance(told, Failed):
+                    raise told
+                if "error" in told:
+                    raise Failed(told["error"], place=told["place"], certain=told["certain"])
+                if "rewards" in told:
+                    return self._rewards(told)
+                if "drop" in told:
+                    self._drop(told["call"])
+                else:
+                    self._begin(told)
+        finally:
+            for task in self._answering.values():
+                task.cancel()
+            self._engines.release(self._engine)
+            self._process.episodes.pop(self._number, None)
+            if not done:
+                self._process.send(cancel=self._number)
+
+    def _send_start(self, prompt: Prompt) -> None:
+        messages = list(prompt.messages)
+        task = {**prompt.row, "messages": messages}
+        self._process.send(start=self._number, task=task, messages=messages, seed=self._asked.shared)
+
+    async def _next(self) -> Mail:
+        """Returns the next line of the environment. Its time counts only while no engine answers. Raises
+        Failed when its time is up, and the error of an engine."""
+        hearing = asyncio.create_task(self._mailbox.get())
+        try:
+            while not hearing.done():
+                alone = not self._answering
+                start = time.monotonic()
+                await asyncio.wait(
+                    {hearing, *self._answering.values()},
+                    timeout=self._clock.left if alone else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                self._clock.spent += (time.monotonic() - start) * alone
+                self._collect_answered()
+                if alone and not hearing.done():
+                    self._check_time()
+            return hearing.result()
+        finally:
+            hearing.cancel()
+
+    def _check_time(self) -> None:
+        if self._process.held() or self._process.ended:  # the mailbox will report whose fault it is
+            self._clock.extend(2 * LOOK_SECONDS)
+        elif self._clock.spent >= self._clock.limit:
+            raise Failed(f"took more than {self._timeout:g} s (timeout)", late=True)
+
+    def _collect_answered(self) -> None:
+        """Forgets the requests that are answered. Raises the error of one that failed."""
+        for call, task in list(self._answering.items()):
+            if task.done():
+                del self._answering[call]
+                task.result()
+
+    def _begin(self, told: dict[str, Any]) -> None:
+        """Sends a request to the engine."""
+        call = told["call"]
+        try:
+            tokens, room = self._trajectories.ask(call, told)
+        except Full as full:
+            self._process.send(answer=self._number, call=call, limit=str(full))
+            return
+        except (ValueError, TypeError) as error:  # the environment's messages do not fit the template
+            raise Failed(str(error)) from error
+        turn = self._requests
+        self._requests += 1
+        seed = self._seed if not turn else random.Random(f"{self._seed}-turn-{turn}").getrandbits(48)
+        how = self._sampling._replace(n=1, max_new_tokens=room)
+        self._answering[call] = asyncio.create_task(self._answer(call, list(tokens), seed, how))
+
+    async def _answer(self, call: int, tokens: list[int], seed: int, how: Sampling) -> None:
+        answer = await self._engines.ask(self._engine, tokens, seed, how)
+        seen, message = self._trajectories.take(call, answer)
+        self._process.send(answer=self._number, call=call, **asdict(seen), message=message)
+
+    def _drop(self, call: int) -> None:
+        """Aborts a request that nobody waits for. A conversation by `model.answer` cannot go on without it,
+        and reports that itself."""
+        task = self._answering.get(call)
+        if task is not None and not self._trajectories.of_row(call):
+            task.cancel()
+            del self._answering[call]
+            self._trajectories.give_up(call)
+
+    def _rewards(self, told: dict[str, Any]) -> list[float]:
+        for call in self._answering:
+            if self._trajectories.of_row(call):
+                raise Failed(
+                    "the episode ended while the model answered: the environment cancelled model.answer()"
+                )
+        given = dict(zip(told["calls"], bounded(told["rewards"]), strict=True))
+        try:
+            return self._trajectories.rewarded({call: float(reward) for call, reward in given.items()})
+        except LookupError:  # a wait for an answer was cancelled
+            raise Failed(
+                "an answer came that nobody waited for: the environment cancelled model.answer()"
+            ) from None

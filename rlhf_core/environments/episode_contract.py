@@ -1,0 +1,42 @@
+"""Defines what an episode is: its request, its result, and the engines that it asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from rlhf_core.data.documents import Prompt
+from rlhf_core.environments.joined_trajectories import JoinedTrajectories
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Holds a finished episode. `rewards`: one per answer, empty if all attempts failed; `failure` then has
+    the reason for the last failure. `attempts`: their number. `seconds`: the environment's own time in the
+    last attempt."""
+
+    trajectory: JoinedTrajectories
+    rewards: list[float]
+    failure: str
+    attempts: int
+    seconds: float
+
+
+class EpisodeRequest(NamedTuple):
+    """Describes an episode to run: the prompt, the seed of its answers, and the seed shared by all answers to
+    this prompt."""
+
+    prompt: Prompt
+    seed: int
+    shared: int
+
+
+class EnginePool(Protocol):
+    """Defines the interface of engines that answer single requests (`rlhf_core.rollout.dispatch.Engines`)."""
+
+    def reserve(self) -> int: ...
+
+    def release(self, engine: int) -> None: ...
+
+    async def ask(self, engine: int, tokens: list[int], seed: int, sampling: Sampling) -> SampledAnswer: ...

@@ -1,0 +1,148 @@
+"""Finds which conversation a call with a whole list of messages continues. Runs in an environment process.
+Standard library only.
+
+Clients of OpenAI's protocols send all messages each time. A call whose messages begin with those of an
+earlier call and its answer, and that has the same tools, continues that conversation: its tokens stay as they
+were sampled. If the conversation has gone on since, or an answer in it is not there yet, the call forks it.
+Any other call begins a conversation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+ROLES = {"developer": "system", "function": "tool"}  # older or newer names
+
+
+@dataclass
+class KnownConversation:
+    """A conversation: its messages so far in `plain_message`'s form, and their number up to each answer.
+    `open`: no call waits for its next answer, and none was given up."""
+
+    number: int
+    tools: Sequence[Any]
+    messages: list[Message] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    open: bool = True
+
+
+class CallPlace(NamedTuple):
+    """Where a call belongs: its conversation, the messages to add, and the conversation and number of answers
+    that it forks, if it does."""
+
+    conversation: KnownConversation
+    new: list[Message]
+    fork: tuple[int, int] | None
+
+
+class JoinedCalls:
+    """Knows the conversations of one episode. Number 0 is the one of `model.answer`."""
+
+    def __init__(self) -> None:
+        self._known = list[KnownConversation]()
+
+    def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> CallPlace:
+        """Returns the place of a call, and closes its conversation until `answered`. Raises ValueError for
+        messages that are no conversation that waits for an answer."""
+        asked = [plain_message(message) for message in messages]
+        if not asked or asked[-1]["role"] == "assistant":
+            raise ValueError("the messages need a last one that is not the assistant's")
+        found = self._longest(asked, tools)
+        if found is None:
+            conversation = self._begun(tools, asked)
+            return CallPlace(conversation, asked, None)
+        known, answers = found
+        end = known.ends[answers - 1]
+        if known.open and answers == len(known.ends):
+            known.open = False
+            known.messages += asked[end:]
+            return CallPlace(known, asked[end:], None)
+        conversation = self._begun(tools, asked, known.ends[:answers])
+        return CallPlace(conversation, asked[end:], (known.number, answers))
+
+    def answered(self, conversation: KnownConversation, message: Message) -> None:
+        """Adds the answer to the conversation's call, which the client has got."""
+        conversation.messages.append(plain_message(message))
+        conversation.ends.append(len(conversation.messages))
+        conversation.open = True
+
+    def _begun(
+        self, tools: Sequence[Any], asked: list[Message], ends: Sequence[int] = ()
+    ) -> KnownConversation:
+        made = KnownConversation(len(self._known) + 1, tools, list(asked), list(ends), open=False)
+        self._known.append(made)
+        return made
+
+    def _longest(self, asked: list[Message], tools: Sequence[Any]) -> tuple[KnownConversation, int] | None:
+        """Returns the conversation, and the number of its answers, that the messages continue furthest."""
+        best: tuple[KnownConversation, int] | None = None
+        longest = 0
+        for known in self._known:
+            for answers, end in enumerate(known.ends, 1):
+                follows = end < len(asked) and asked[end]["role"] != "assistant"
+                better = end > longest or (end == longest and known.open and answers == len(known.ends))
+                same = known.tools == tools and _same(known.messages[:end], asked[:end])
+                if follows and better and same:
+                    best = known, answers
+                    longest = end
+        return best
+
+
+def _same(known: Sequence[Message], asked: Sequence[Message]) -> bool:
+    """Returns whether messages are the same. Clients may strip an answer's text, or leave out a call's ID."""
+    return len(known) == len(asked) and all(
+        _compared(one) == _compared(other) for one, other in zip(known, asked, strict=True)
+    )
+
+
+def _compared(message: Message) -> list[Any]:
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
+    ]
+    return [message["role"], message["content"].strip(), calls]
+
+
+def plain_message(message: Message) -> Message:
+    """Returns a message of OpenAI's chat completions in the form that chat templates read: role, content as
+    one text, calls with their arguments as an object. Raises ValueError for what is no such message, or has
+    parts that are no text."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"a message is an object with a role and a content, not {message!r:.80}")
+    plain: Message = {"role": ROLES.get(message["role"], message["role"]), "content": _text(message)}
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
+    for name in ("tool_call_id", "name"):
+        if isinstance(message.get(name), str):
+            plain[name] = message[name]
+    return plain
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    texts = list[str]()
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ValueError(f"the policy reads text alone, and a message has a part of type {kind!r}")
+        texts.append(text)
+    return "".join(texts).encode(errors="replace").decode()  # replaces lone surrogates
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"a tool call has a function with a name, not {call!r:.80}")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {"": arguments}
+    plain = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", "id": str(call.get("id", "")), "function": plain}

@@ -1,0 +1,222 @@
+"""Joins the conversations of one episode.
+
+An environment that asks by `model.answer` has one conversation. An agent that sends whole lists of messages
+(`joined_calls`) may have several: sub-agents, summaries in place of a history, several goes from one point.
+All of them are trained on with the episode's reward, as one document of several sequences
+(`Document.starts`), in the order of their last answers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhf_core.data.chat import Renderer
+from rlhf_core.data.documents import Document, Message, Prompt
+from rlhf_core.environments.calls import CallFormat
+from rlhf_core.environments.conversation import Answer
+from rlhf_core.environments.trajectory import Full, Limits, Trajectory
+from rlhf_core.rollout.engine_contract import SampledAnswer
+
+
+class TakenAnswer(NamedTuple):
+    """An answer of an episode: the call that it answered, its conversation, its place in the order there."""
+
+    call: int
+    conversation: int
+    place: int
+
+
+class JoinedTrajectories:
+    """Holds the trajectories of an episode by the number of their conversation; number 0 begins with the
+    row's prompt. `tools`: the environment's and the row's, for that one.
+
+    All conversations together have at most `limits.turns` answers, and as many tokens as one may have.
+    `format_of_calls` returns the template's format of tool calls, and raises ValueError if it has none.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        renderer: Renderer,
+        limits: Limits,
+        tools: Sequence[dict[str, Any]],
+        format_of_calls: Callable[[], CallFormat],
+    ):
+        self._renderer = renderer
+        self._limits = limits
+        self._format_of_calls = format_of_calls
+        self._row = prompt.row
+        first = Trajectory(prompt, renderer, limits, tools, format_of_calls() if tools else None)
+        self._paths = {0: first}
+        self._cut = False  # a limit ended the episode after the last answer
+        self._waiting = dict[int, tuple[int, int]]()  # by call: its conversation, its room in tokens
+        self._answers = list[TakenAnswer]()
+
+    def ask(self, call: int, asked: Mapping[str, Any]) -> tuple[list[int], int]:
+        """Adds the messages of a request (`Conversation`). Returns all tokens of its conversation, and how
+        many the answer may have. Raises Full, or ValueError like `Trajectory.ask`."""
+        try:
+            path, tokens, room = self._ask(asked)
+        except Full:
+            self.cut()
+            raise
+        room = min(room, asked.get("most") or room)
+        self._paths[asked["conversation"]] = path
+        self._waiting[call] = (asked["conversation"], room)
+        return tokens, room
+
+    def _ask(self, asked: Mapping[str, Any]) -> tuple[Trajectory, list[int], int]:
+        if len(self._answers) + len(self._waiting) >= self._limits.turns:
+            raise Full(f"the conversation has its {self._limits.turns} answers (max_turns)")
+        path = self._path(asked)
+        used = sum(known.size for known in {*self._paths.values(), path})
+        reserved = sum(room for _, room in self._waiting.values())
+        left = self._limits.prompt_tokens + self._limits.tokens - used - reserved
+        tokens, room = path.ask(asked["ask"], left)
+        return path, tokens, room
+
+    def _path(self, asked: Mapping[str, Any]) -> Trajectory:
+        """Returns the trajectory of a request: one that there is, a fork of one, or a new one."""
+        known = self._paths.get(asked["conversation"])
+        if known is not None:
+            return known
+        if asked.get("fork"):
+            number, answers = asked["fork"]
+            return self._paths[number].forked(answers)
+        tools = asked["tools"]
+        calls = self._format_of_calls() if tools else None
+        prompt = Prompt((), [], self._row, False)
+        return Trajectory(prompt, self._renderer, self._limits, tools, calls, whole=True)
+
+    def take(self, call: int, answer: SampledAnswer) -> tuple[Answer, Message]:
+        """Adds the model's answer to a request. Returns it as `Trajectory.take` does."""
+        number, _ = self._waiting.pop(call)
+        self._cut = False
+        path = self._paths[number]
+        taken = path.take(answer)
+        self._answers.append(TakenAnswer(call, number, path.turns - 1))
+        return taken
+
+    def give_up(self, call: int) -> None:
+        """Records that nobody waits for the answer to a request any more."""
+        number, _ = self._waiting.pop(call)
+        if number and not self._paths[number].turns:
+            del self._paths[number]
+
+    def of_row(self, call: int) -> bool:
+        """Returns whether a request that waits is one of the row's conversation."""
+        return self._waiting[call][0] == 0
+
+    def rewarded(self, rewards: Mapping[int, float]) -> list[float]:
+        """Returns the reward of each answer, in order of arrival. Answers whose call has none never reached
+        the environment, and are masked. Raises LookupError if one of these is of conversation 0."""
+        for taken in self._answers:
+            if taken.call not in rewards:
+                if taken.conversation == 0:
+                    raise LookupError("an answer of the row's conversation has no reward")
+                self._paths[taken.conversation].leave_out(taken.place)
+        return [rewards.get(taken.call, 0.0) for taken in self._answers]
+
+    def cut(self) -> None:
+        """Records that a limit ended the episode, which is then not `finished`."""
+        self._cut = True
+
+    @property
+    def _kept(self) -> list[Trajectory]:
+        """Returns the trajectories with an answer, in the order of their last answers; else the first."""
+        numbers = dict[int, None]()
+        for taken in self._answers:
+            numbers.pop(taken.conversation, None)
+            numbers[taken.conversation] = None
+        return [self._paths[number] for number in numbers] or [self._paths[0]]
+
+    def _starts(self) -> list[int]:
+        """Returns the index of the first token of each kept trajectory."""
+        return list(accumulate((len(path.document) for path in self._kept[:-1]), initial=0))
+
+    @property
+    def prompt(self) -> Prompt:
+        """Returns the prompt at the beginning of the document."""
+        return self._kept[0].prompt
+
+    @property
+    def messages(self) -> list[Message]:
+        """Returns the messages of the conversation with the last answer."""
+        return self._kept[-1].messages
+
+    @property
+    def document(self) -> Document:
+        """Returns all conversations up to their last answers; before the first answer, the prompt."""
+        documents = [path.document for path in self._kept]
+        if len(documents) == 1:
+            return documents[0]
+        return Document(
+            array("i", [token for document in documents for token in document.tokens]),
+            array("b", [bool(flag) for document in documents for flag in document.mask]),
+            experts=joined_experts([document.experts for document in documents]),
+            starts=tuple(self._starts()[1:]),
+        )
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """Returns the sampler's log-probs (T,), 0 off the mask."""
+        return np.concatenate([path.logprobs for path in self._kept])
+
+    @property
+    def versions(self) -> list[tuple[int, int]]:
+        """Returns pairs (first token, version of the weights that sampled from there on)."""
+        return [
+            (start + first, version)
+            for start, path in zip(self._starts(), self._kept, strict=True)
+            for first, version in path.versions
+        ]
+
+    @property
+    def turns(self) -> int:
+        """Returns the number of answers."""
+        return len(self._answers)
+
+    @property
+    def conversations(self) -> int:
+        """Returns the number of conversations with an answer."""
+        return len(self._kept)
+
+    @property
+    def finished(self) -> bool:
+        """Returns False if a limit ended the episode: on tokens, turns or time."""
+        return self._kept[-1].ended and not self._cut
+
+    @property
+    def ended(self) -> bool:
+        """Returns whether the last answer is complete, even if the episode was cut after it."""
+        return self._kept[-1].ended
+
+    def early(self, rewards: Sequence[float]) -> np.ndarray | None:
+        """Returns the rewards (T,) of all answers but the last, each at its answer's last token; None if they
+        are all 0."""
+        if not any(rewards[:-1]):
+            return None
+        starts = dict(zip(map(id, self._kept), self._starts(), strict=True))
+        placed = np.zeros(len(self.document), np.float32)
+        for taken, reward in zip(self._answers[:-1], rewards[:-1], strict=True):
+            path = self._paths[taken.conversation]
+            placed[starts[id(path)] + path.ends[taken.place]] = reward
+        return placed
+
+
+def joined_experts(known: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Joins the experts of sequences, (T - 1, layers, k) each, with -1 (unknown) for the last token of each
+    but the last. Returns None if those of one are unknown."""
+    parts = list[np.ndarray]()
+    for experts in known:
+        if experts is None:
+            return None
+        if parts:
+            parts.append(np.full((1, *experts.shape[1:]), -1, np.int16))
+        parts.append(experts.astype(np.int16))
+    return np.concatenate(parts)
