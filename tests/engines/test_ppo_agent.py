@@ -68,7 +68,7 @@ def test_what_an_agent_got_is_what_is_trained_on(guesser: Path) -> None:
     said = [[message["content"] for message in row["messages"]] for row in rows if row["turns"] == 2]
     lengths = {len(texts) for texts in said}
     assert lengths == {2, 4}, "one conversation of four messages, or the last of two with two messages"
-    assert {texts[2] for texts in said if len(texts) == 4} == {"higher", "lower"}
+    assert {texts[2] for texts in said if len(texts) == 4} <= {"higher", "lower"}
 
 
 @pytest.mark.long

@@ -15,16 +15,15 @@ import psutil
 import pytest
 
 from rlhf_core.config.rewards import Environment
-from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.documents import Prompt
-from rlhf_core.environments.episode_contract import Episode, EpisodeRequest
+from rlhf_core.data.chat import Renderer
+from rlhf_core.environments.episode_contract import Episode
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
-from tests.support.templates import save_tokenizer
+from tests.unit.environments.test_episodes import renderer, run
 
-SAMPLING = Sampling(n=1, temperature=1.0, max_new_tokens=50, stop_token_ids=[])
+__all__ = ["renderer"]
 LIMITS = Limits(turns=6, prompt_tokens=300, tokens=900, answer_tokens=50)
 AGENTS = '''
 import asyncio, json, os, subprocess, sys, threading, time, urllib.request
@@ -184,11 +183,6 @@ class AtOnce:
 Make = Callable[..., tuple[Episodes, AtOnce]]
 
 
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    return Renderer(load_tokenizer(str(save_tokenizer("hermes", tmp_path_factory.mktemp("hermes")))), "chat")
-
-
 @pytest.fixture
 def make(renderer: Renderer, tmp_path: Path) -> Iterator[Make]:
     (tmp_path / "agents.py").write_text(AGENTS)
@@ -207,15 +201,6 @@ def make(renderer: Renderer, tmp_path: Path) -> Iterator[Make]:
     for episodes in made:
         episodes.close()
     background.close()
-
-
-def run(episodes: Episodes, renderer: Renderer, rows: Sequence[dict[str, Any]]) -> list[Episode]:
-    messages = ({"role": "user", "content": "Go"},)
-    asked = [
-        EpisodeRequest(Prompt(messages, renderer.prompt(messages), row, False), 100 * i, i)
-        for i, row in enumerate(rows)
-    ]
-    return episodes._background.start(episodes.run(asked, SAMPLING)).result(timeout=240)
 
 
 def said_of(episode: Episode, renderer: Renderer) -> list[str]:
