@@ -11,9 +11,9 @@ from typing import Any
 
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.episode_contract import EnginePool, EpisodeRequest
-from rlhf_core.environments.joined_trajectories import JoinedTrajectories
 from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
-from rlhf_core.environments.trajectory import Full
+from rlhf_core.environments.trajectories.joined_trajectories import JoinedTrajectories
+from rlhf_core.environments.trajectories.trajectory import Full
 from rlhf_core.rewards.reward_contract import bounded
 from rlhf_core.rollout.engine_contract import Sampling
 

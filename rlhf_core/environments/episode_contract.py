@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from rlhf_core.data.documents import Prompt
-from rlhf_core.environments.joined_trajectories import JoinedTrajectories
+from rlhf_core.environments.trajectories.joined_trajectories import JoinedTrajectories
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 
 

@@ -18,11 +18,11 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.columns import Located, tools_of
 from rlhf_core.environments.admission import Admission
 from rlhf_core.environments.attempt import Attempt, Clock
-from rlhf_core.environments.calls import CallFormat, call_format
 from rlhf_core.environments.episode_contract import EnginePool, Episode, EpisodeRequest
-from rlhf_core.environments.joined_trajectories import JoinedTrajectories
 from rlhf_core.environments.process import Failed, Process
-from rlhf_core.environments.trajectory import Limits
+from rlhf_core.environments.trajectories.calls import CallFormat, call_format
+from rlhf_core.environments.trajectories.joined_trajectories import JoinedTrajectories
+from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine_contract import Sampling
 

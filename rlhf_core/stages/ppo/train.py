@@ -19,7 +19,7 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.environments.environment_trial import try_environment
 from rlhf_core.environments.episodes import Episodes
-from rlhf_core.environments.trajectory import Limits
+from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.forecast.zero_stage import layout_of
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.rewards.own_tokens import OwnTokens, writers

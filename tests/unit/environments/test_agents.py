@@ -18,7 +18,7 @@ from rlhf_core.config.rewards import Environment
 from rlhf_core.data.chat import Renderer
 from rlhf_core.environments.episode_contract import Episode
 from rlhf_core.environments.episodes import Episodes
-from rlhf_core.environments.trajectory import Limits
+from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from tests.unit.environments.test_episodes import renderer, run

@@ -13,7 +13,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments import environment_trial as trial
 from rlhf_core.environments.episodes import Episodes
-from rlhf_core.environments.trajectory import Limits
+from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
 from tests.support.templates import save_tokenizer
 

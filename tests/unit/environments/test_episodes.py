@@ -21,7 +21,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.episode_contract import Episode, EpisodeRequest
 from rlhf_core.environments.episodes import Episodes
-from rlhf_core.environments.trajectory import Limits
+from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.stages.ppo.sampling.rollout_group import of_episode

@@ -13,10 +13,10 @@ import torch
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.packing import Passes
-from rlhf_core.environments.calls import call_format
 from rlhf_core.environments.episode_contract import Episode
-from rlhf_core.environments.joined_trajectories import JoinedTrajectories, joined_experts
-from rlhf_core.environments.trajectory import Full, Limits
+from rlhf_core.environments.trajectories.calls import call_format
+from rlhf_core.environments.trajectories.joined_trajectories import JoinedTrajectories, joined_experts
+from rlhf_core.environments.trajectories.trajectory import Full, Limits
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine_contract import SampledAnswer

@@ -9,9 +9,9 @@ import pytest
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
-from rlhf_core.environments.calls import CallFormat, call_format
 from rlhf_core.environments.conversation import Call
-from rlhf_core.environments.trajectory import Full, Limits, Trajectory
+from rlhf_core.environments.trajectories.calls import CallFormat, call_format
+from rlhf_core.environments.trajectories.trajectory import Full, Limits, Trajectory
 from rlhf_core.rollout.engine_contract import SampledAnswer
 from tests.support.templates import TEMPLATES, WITHOUT_TOOLS, save_tokenizer
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Document, Message, Prompt
-from rlhf_core.environments.calls import CallFormat
 from rlhf_core.environments.conversation import Answer
-from rlhf_core.environments.trajectory import Full, Limits, Trajectory
+from rlhf_core.environments.trajectories.calls import CallFormat
+from rlhf_core.environments.trajectories.trajectory import Full, Limits, Trajectory
 from rlhf_core.rollout.engine_contract import SampledAnswer
 
 

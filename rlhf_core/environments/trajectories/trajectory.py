@@ -15,8 +15,8 @@ import numpy as np
 
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Document, Message, Prompt, compact
-from rlhf_core.environments.calls import CallFormat
 from rlhf_core.environments.conversation import Answer, Call
+from rlhf_core.environments.trajectories.calls import CallFormat
 from rlhf_core.rollout.engine_contract import SampledAnswer
 
 NO_LIMIT = sys.maxsize
