@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,7 @@ class NoReward(WeighedReward):
         return self.name or "none"
 
 
+AGENT_FUNCTION = re.compile(r"\S+\.py:[A-Za-z_]\w*")
 # alignflow's environments and their class in shipped/NAME.py
 SHIPPED = {"guess": "Guess", "tools": "Tools", "agent": "Agent"}
 
@@ -166,7 +168,7 @@ class Environment(Config):
             "path.py:function that returns the reward of an agent's result; default: the result is the reward"
         ),
         json_schema_extra=RECIPE_ONLY,
-        pattern=r"\.py:[A-Za-z_]\w*$",
+        pattern=r"^\S+\.py:[A-Za-z_]\w*$",
     )
     options: dict[str, Any] = Field({}, description="arguments of the class, or of the agent's function")
     max_turns: Positive = Field(8, description="answers of an episode")
@@ -214,8 +216,14 @@ class Environment(Config):
             yield "agent names an agent in place of path: leave path out, or set agent alone"
         if self.checker is not None and self.agent is None:
             yield "checker is for an agent: leave it out, or set agent in place of path"
-        if self.agent is None or ".py:" in self.agent:
+        if self.agent is None or AGENT_FUNCTION.fullmatch(self.agent):
             return
+        try:
+            words = shlex.split(self.agent)
+        except ValueError:
+            words = []
+        if not words or ".py:" in words[0]:
+            yield f"the agent {self.agent!r} is neither path.py:function nor a command: correct it"
         if self.checker is None:
             yield f"the agent {self.agent!r} is a command, which returns no reward: set checker"
         if self.options:
@@ -258,7 +266,8 @@ class Environment(Config):
             return self.options
         places = {"agent": self.agent, "checker": self.checker}
         whole = {name: _absolute(place) for name, place in places.items() if place is not None}
-        return whole | {"options": self.options, "threads": self.concurrency}
+        command = not AGENT_FUNCTION.fullmatch(self.agent)
+        return whole | {"options": self.options, "command": command}
 
     @property
     def functions(self) -> dict[str, tuple[Path, str]]:
@@ -267,14 +276,14 @@ class Environment(Config):
         return {
             field: (Path(place.rpartition(":")[0]).absolute(), place.rpartition(":")[2])
             for field, place in places.items()
-            if place is not None and ".py:" in place
+            if place is not None and AGENT_FUNCTION.fullmatch(place)
         }
 
 
 def _absolute(place: str) -> str:
     """Returns path.py:function with the whole path, and a command as it is."""
     path, colon, name = place.rpartition(":")
-    return f"{Path(path).absolute()}{colon}{name}" if ".py:" in place else place
+    return f"{Path(path).absolute()}{colon}{name}" if AGENT_FUNCTION.fullmatch(place) else place
 
 
 def _environment(value: Any) -> Any:

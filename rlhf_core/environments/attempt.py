@@ -62,6 +62,7 @@ class Attempt:
         self._engines = engines
         self._requests = 0
         self._answering = dict[int, asyncio.Task[None]]()  # by call
+        self._held = list[dict[str, Any]]()  # requests that wait until others have released their tokens
 
     async def run(self) -> list[float]:
         """Returns the reward of each answer. Raises Failed. The engine stops answering if the environment
@@ -113,7 +114,7 @@ class Attempt:
                 )
                 self._clock.spent += (time.monotonic() - start) * alone
                 self._collect_answered()
-                if alone and not hearing.done():
+                if alone and not _ends(hearing):
                     self._check_time()
             return hearing.result()
         finally:
@@ -131,17 +132,30 @@ class Attempt:
             if task.done():
                 del self._answering[call]
                 task.result()
+                self._begin_held()
+
+    def _begin_held(self) -> None:
+        held = self._held
+        self._held = []
+        for told in held:
+            self._begin(told)
 
     def _begin(self, told: dict[str, Any]) -> None:
-        """Sends a request to the engine."""
+        """Sends a request to the engine. Holds one that does not fit beside those that wait for answers."""
         call = told["call"]
         try:
             tokens, room = self._trajectories.ask(call, told)
         except Full as full:
-            self._process.send(answer=self._number, call=call, limit=str(full))
+            if self._answering:
+                self._held.append(told)
+            else:
+                self._process.send(answer=self._number, call=call, limit=str(full))
             return
-        except (ValueError, TypeError) as error:  # the environment's messages do not fit the template
-            raise Failed(str(error)) from error
+        except Exception as error:  # the environment's messages do not fit the template, in some way
+            if told["conversation"] == 0:
+                raise Failed(str(error)) from error
+            self._process.send(answer=self._number, call=call, wrong=f"{type(error).__name__}: {error}")
+            return
         turn = self._requests
         self._requests += 1
         seed = self._seed if not turn else random.Random(f"{self._seed}-turn-{turn}").getrandbits(48)
@@ -156,11 +170,13 @@ class Attempt:
     def _drop(self, call: int) -> None:
         """Aborts a request that nobody waits for. A conversation by `model.answer` cannot go on without it,
         and reports that itself."""
+        self._held = [told for told in self._held if told["call"] != call]
         task = self._answering.get(call)
         if task is not None and not self._trajectories.of_row(call):
             task.cancel()
             del self._answering[call]
             self._trajectories.give_up(call)
+            self._begin_held()
 
     def _rewards(self, told: dict[str, Any]) -> list[float]:
         for call in self._answering:
@@ -175,3 +191,11 @@ class Attempt:
             raise Failed(
                 "an answer came that nobody waited for: the environment cancelled model.answer()"
             ) from None
+
+
+def _ends(hearing: asyncio.Task[Mail]) -> bool:
+    """Returns whether the line that came ends the attempt anyway."""
+    if not hearing.done():
+        return False
+    told = hearing.result()
+    return isinstance(told, Failed) or "rewards" in told or "error" in told

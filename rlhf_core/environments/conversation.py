@@ -107,13 +107,19 @@ class Conversation:
         place = self._calls.place(messages, list(tools))
         request = {"ask": place.new, "conversation": place.conversation.number, "fork": place.fork}
         reply = await self._ask(request | {"tools": list(tools), "most": most})
-        answer = self._answer_of(reply)
+        try:
+            answer = self._answer_of(reply)
+        except (LimitReached, ValueError):
+            self._calls.refused(place)
+            raise
         self._calls.answered(place.conversation, reply["message"])
         return answer
 
     def _answer_of(self, reply: dict[str, Any]) -> Answer:
         if "limit" in reply:
             raise LimitReached(reply["limit"])
+        if "wrong" in reply:
+            raise ValueError(reply["wrong"])
         self.turns += 1
         self.rewards.append(0.0)
         self.answered.append(reply["call"])

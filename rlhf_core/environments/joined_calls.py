@@ -9,23 +9,25 @@ Any other call begins a conversation.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
+DEEPEST = 64  # levels of JSON in tools and arguments of calls
 ROLES = {"developer": "system", "function": "tool"}  # older or newer names
 
 
 @dataclass
 class KnownConversation:
-    """A conversation: its messages so far in `plain_message`'s form, and their number up to each answer.
-    `open`: no call waits for its next answer, and none was given up."""
+    """A conversation: its messages so far, in the form in which they are compared, and their number up to
+    each answer. `open`: no call waits for its next answer, and none was given up."""
 
     number: int
     tools: Sequence[Any]
-    messages: list[Message] = field(default_factory=list)
+    compared: list[Any] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     open: bool = True
 
@@ -44,6 +46,7 @@ class JoinedCalls:
 
     def __init__(self) -> None:
         self._known = list[KnownConversation]()
+        self._numbers = itertools.count(1)
 
     def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> CallPlace:
         """Returns the place of a call, and closes its conversation until `answered`. Raises ValueError for
@@ -51,55 +54,66 @@ class JoinedCalls:
         asked = [plain_message(message) for message in messages]
         if not asked or asked[-1]["role"] == "assistant":
             raise ValueError("the messages need a last one that is not the assistant's")
-        found = self._longest(asked, tools)
+        check_depth([tools, [message.get("tool_calls") for message in asked]])
+        compared = [_compared(message) for message in asked]
+        found = self._longest(asked, compared, tools)
         if found is None:
-            conversation = self._begun(tools, asked)
-            return CallPlace(conversation, asked, None)
+            return CallPlace(self._begun(tools, compared), asked, None)
         known, answers = found
-        end = known.ends[answers - 1]
+        new = asked[known.ends[answers - 1] :]
         if known.open and answers == len(known.ends):
             known.open = False
-            known.messages += asked[end:]
-            return CallPlace(known, asked[end:], None)
-        conversation = self._begun(tools, asked, known.ends[:answers])
-        return CallPlace(conversation, asked[end:], (known.number, answers))
+            known.compared = compared
+            return CallPlace(known, new, None)
+        conversation = self._begun(tools, compared, known.ends[:answers])
+        return CallPlace(conversation, new, (known.number, answers))
 
     def answered(self, conversation: KnownConversation, message: Message) -> None:
         """Adds the answer to the conversation's call, which the client has got."""
-        conversation.messages.append(plain_message(message))
-        conversation.ends.append(len(conversation.messages))
+        conversation.compared.append(_compared(plain_message(message)))
+        conversation.ends.append(len(conversation.compared))
         conversation.open = True
 
+    def refused(self, place: CallPlace) -> None:
+        """Takes a call back that was not answered, so that another one may continue its conversation."""
+        conversation = place.conversation
+        if place.fork or not conversation.ends:
+            self._known.remove(conversation)
+        else:
+            del conversation.compared[conversation.ends[-1] :]
+            conversation.open = True
+
     def _begun(
-        self, tools: Sequence[Any], asked: list[Message], ends: Sequence[int] = ()
+        self, tools: Sequence[Any], compared: list[Any], ends: Sequence[int] = ()
     ) -> KnownConversation:
-        made = KnownConversation(len(self._known) + 1, tools, list(asked), list(ends), open=False)
+        made = KnownConversation(next(self._numbers), tools, compared, list(ends), open=False)
         self._known.append(made)
         return made
 
-    def _longest(self, asked: list[Message], tools: Sequence[Any]) -> tuple[KnownConversation, int] | None:
-        """Returns the conversation, and the number of its answers, that the messages continue furthest."""
+    def _longest(
+        self, asked: list[Message], compared: list[Any], tools: Sequence[Any]
+    ) -> tuple[KnownConversation, int] | None:
+        """Returns the conversation, and the number of its answers, that the messages continue furthest; of
+        equal ones the one that can be continued without a fork."""
         best: tuple[KnownConversation, int] | None = None
-        longest = 0
+        longest = (0, False)
         for known in self._known:
-            for answers, end in enumerate(known.ends, 1):
+            for answers in range(len(known.ends), 0, -1):
+                end = known.ends[answers - 1]
+                how_far = (end, known.open and answers == len(known.ends))
+                if how_far <= longest:
+                    break
                 follows = end < len(asked) and asked[end]["role"] != "assistant"
-                better = end > longest or (end == longest and known.open and answers == len(known.ends))
-                same = known.tools == tools and _same(known.messages[:end], asked[:end])
-                if follows and better and same:
+                if follows and known.tools == tools and known.compared[:end] == compared[:end]:
                     best = known, answers
-                    longest = end
+                    longest = how_far
+                    break
         return best
 
 
-def _same(known: Sequence[Message], asked: Sequence[Message]) -> bool:
-    """Returns whether messages are the same. Clients may strip an answer's text, or leave out a call's ID."""
-    return len(known) == len(asked) and all(
-        _compared(one) == _compared(other) for one, other in zip(known, asked, strict=True)
-    )
-
-
 def _compared(message: Message) -> list[Any]:
+    """Returns what makes two messages the same. Clients may strip an answer's text, or leave out a call's
+    ID."""
     calls = [
         (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
     ]
@@ -142,7 +156,18 @@ def _plain_call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = {"": arguments}
     plain = {"name": function["name"], "arguments": arguments}
     return {"type": "function", "id": str(call.get("id", "")), "function": plain}
+
+
+def check_depth(value: Any) -> None:
+    """Raises ValueError for lists and objects in each other that are more than `DEEPEST`."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [part for part in level if isinstance(part, dict | list | tuple)]
+        if not inner:
+            return
+        level = [item for part in inner for item in (part.values() if isinstance(part, dict) else part)]
+    raise ValueError(f"tools and calls may have {DEEPEST} levels of lists and objects")

@@ -130,7 +130,10 @@ class Process:
             try:
                 line = await self._process.stdout.readline()
                 told = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:  # an endless line, or not JSON: something else writes to the descriptor
+            except (
+                ValueError,
+                RecursionError,
+            ):  # an endless line, or not JSON: something else writes to the descriptor
                 told = None
             if told is None:
                 break

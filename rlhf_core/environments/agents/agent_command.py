@@ -22,6 +22,7 @@ import psutil
 from rlhf_core.system.processes import how_ended
 
 LONGEST_OUTPUT = 2**20  # bytes of its output that are kept, from the end
+RUNNING = set[int]()  # the commands, which asyncio reaps
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 TOLD = 400  # bytes of its error output in a message
 
@@ -33,7 +34,7 @@ class AgentFailed(Exception):
 async def run_command(command: str, task: Mapping[str, Any], base_url: str, key: str) -> str:
     """Runs the command and returns its standard output. Raises AgentFailed when it exits with another status
     than 0. Whatever it started is killed when it ends, and all of it when this call is cancelled."""
-    with tempfile.TemporaryDirectory(prefix="alignflow-agent-") as folder:
+    with tempfile.TemporaryDirectory(prefix="alignflow-agent-", ignore_cleanup_errors=True) as folder:
         # files in place of pipes, which a process that it leaves behind would keep open
         given, out, error = (Path(folder) / name for name in ("task.json", "stdout", "stderr"))
         given.write_text(json.dumps(task, default=str))
@@ -45,11 +46,13 @@ async def run_command(command: str, task: Mapping[str, Any], base_url: str, key:
                 stderr=stderr,
                 env=agent_environment(folder, base_url, key),
             )
+        RUNNING.add(process.pid)
         try:
             code = await process.wait()
         finally:
             kill_all_of(key, process)
             await process.wait()
+            RUNNING.discard(process.pid)
         if code:
             said = tail(error, TOLD).strip()
             raise AgentFailed(f"the agent {how_ended(code)}: {said or 'it wrote no error'}")
@@ -76,13 +79,19 @@ def adopt_orphans() -> None:
 
 
 def kill_all_of(key: str, process: asyncio.subprocess.Process) -> None:
-    """Kills a command, if it still runs, and all processes of its episode that it has started. They are in
-    the process group of this process, and end with it at the latest."""
+    """Kills a command, if it still runs, and all processes of its episode that it has started: those that
+    have its key. They are in the process group of this process, and end with it at the latest. Reaps orphans
+    that have ended."""
     if process.returncode is None:
-        kill_tree(psutil.Process(process.pid))
+        with suppress(psutil.NoSuchProcess):
+            kill_tree(psutil.Process(process.pid))
     for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            if child.pid != process.pid and child.environ().get("OPENAI_API_KEY") == key:
+        if child.pid in RUNNING:
+            continue
+        with suppress(psutil.Error, ChildProcessError):
+            if child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+            elif child.environ().get("OPENAI_API_KEY") == key:
                 kill_tree(child)
                 os.waitpid(child.pid, 0)
 

@@ -9,6 +9,8 @@ conversations. Answers come from the stage's engines, and their tokens are kept 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import json
 import secrets
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -17,7 +19,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -38,31 +40,39 @@ from rlhf_core.environments.conversation import Answer, Conversation, LimitReach
 from rlhf_core.environments.joined_calls import Message
 
 LOOPBACK = "127.0.0.1"
+LARGEST = 2**22  # bytes of a request, which is tokenised in the loop that serves all episodes
+KEEP_ALIVE_SECONDS = 3600  # for which an agent's tools may work between two requests
 
 
 class AgentSession:
-    """An episode as its agent sees it. `limited`: why a limit refused one of its requests. `responses`: the
-    messages up to each response, by its ID. `last`: the text of the last answer."""
+    """An episode as its agent sees it. `limited`: why a limit refused its last request. `responses`: the
+    messages up to each response, by its ID."""
 
     def __init__(self, model: Conversation):
         self.limited = ""
         self.responses = dict[str, list[Message]]()
-        self.last = ""
         self._model = model
         self._working = set[asyncio.Task[Answer]]()
+        self._closed = False
+        self._context = contextvars.copy_context()  # names the episode whose step runs (`episode_now`)
 
     async def complete(self, asked: AgentRequest, gone: Coroutine[Any, Any, None]) -> Answer | None:
         """Returns the model's answer; None if the client is `gone` before. Raises LimitReached, ValueError,
         and CancelledError when the session ends."""
-        working = asyncio.create_task(self._model.complete(asked.messages, asked.tools, asked.most))
+        if self._closed:
+            gone.close()
+            raise asyncio.CancelledError
+        work = self._model.complete(asked.messages, asked.tools, asked.most)
+        working = asyncio.get_running_loop().create_task(work, context=self._context)
         leaving = asyncio.create_task(gone)
         self._working.add(working)
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 return None
-            self.last = working.result().text
-            return working.result()
+            answer = working.result()
+            self.limited = ""
+            return answer
         except LimitReached as limit:
             self.limited = str(limit)
             raise
@@ -72,7 +82,8 @@ class AgentSession:
             self._working.discard(working)
 
     def close(self) -> None:
-        """Ends requests that wait for an answer."""
+        """Ends requests that wait for an answer, and refuses later ones."""
+        self._closed = True
         for task in self._working:
             task.cancel()
 
@@ -116,8 +127,7 @@ class AgentEndpoint:
     async def _chat(self, request: Request) -> Response:
         def written(asked: AgentRequest, answer: Answer, session: AgentSession) -> Response:
             if asked.stream:
-                usage = bool((asked.body.get("stream_options") or {}).get("include_usage"))
-                return _stream(chat_chunks(answer, usage))
+                return _stream(chat_chunks(answer, asked.usage))
             return JSONResponse(chat_completion(answer))
 
         return await self._answered(request, lambda body, session: read_chat_request(body), written)
@@ -131,7 +141,7 @@ class AgentEndpoint:
             return read_responses_request(body, earlier)
 
         def written(asked: AgentRequest, answer: Answer, session: AgentSession) -> Response:
-            response = response_of(answer, asked)
+            response = response_of(answer)
             session.responses[response["id"]] = [*asked.messages, *messages_of(response["output"])]
             return _stream(response_events(response)) if asked.stream else JSONResponse(response)
 
@@ -148,24 +158,40 @@ class AgentEndpoint:
         if session is None:
             return _refusal(401, "the key is not one of an episode that runs", "invalid_api_key")
         try:
-            body = await request.json()
+            body = json.loads(await body_of(request))
             if not isinstance(body, dict):
                 raise ValueError("the body must be a JSON object")
             asked = read(body, session)
             answer = await session.complete(asked, gone(request))
+            return Response(status_code=499) if answer is None else written(asked, answer, session)
         except LimitReached as limit:
             return _refusal(400, str(limit), "context_length_exceeded")
         except asyncio.CancelledError:
             return _refusal(409, "the episode has ended", "episode_ended")
-        except (ValueError, TypeError, AttributeError) as error:
-            return _refusal(400, str(error), "invalid_request")
-        if answer is None:
+        except TooLarge as error:
+            return _refusal(413, str(error), "invalid_request")
+        except ClientDisconnect:
             return Response(status_code=499)
-        return written(asked, answer, session)
+        except Exception as error:  # whatever a request may hold is the client's to correct
+            return _refusal(400, str(error) or type(error).__name__, "invalid_request")
 
     def _session(self, request: Request) -> AgentSession | None:
         given = str(request.headers.get("authorization", ""))
         return self._sessions.get(given.removeprefix("Bearer "))
+
+
+class TooLarge(ValueError):
+    """Reports a request with more than `LARGEST` bytes."""
+
+
+async def body_of(request: Request) -> bytes:
+    """Returns the body of a request. Raises TooLarge."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST:
+            raise TooLarge(f"a request may have {LARGEST} bytes")
+    return bytes(body)
 
 
 async def gone(request: Request) -> None:

@@ -19,14 +19,14 @@ POLICY = "policy"  # the model's name in answers
 
 
 class AgentRequest(NamedTuple):
-    """A request in the form of chat completions. `most`: tokens of the answer at most. `body`: what the
-    client sent."""
+    """A request in the form of chat completions. `most`: tokens of the answer at most. `usage`: a stream ends
+    with the numbers of tokens."""
 
     messages: list[dict[str, Any]]
     tools: list[Any]
     most: int | None
     stream: bool
-    body: Mapping[str, Any]
+    usage: bool
 
 
 def read_chat_request(body: Mapping[str, Any]) -> AgentRequest:
@@ -37,7 +37,10 @@ def read_chat_request(body: Mapping[str, Any]) -> AgentRequest:
         raise ValueError("messages must be a list")
     tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
     most = body.get("max_completion_tokens") or body.get("max_tokens")
-    return AgentRequest(messages, tools, _count(most), bool(body.get("stream")), body)
+    if not isinstance(tools, list):
+        raise ValueError("tools must be a list")
+    usage = bool((body.get("stream_options") or {}).get("include_usage"))
+    return AgentRequest(messages, tools, count_of(most), bool(body.get("stream")), usage)
 
 
 def refuse_fields(body: Mapping[str, Any]) -> None:
@@ -52,8 +55,9 @@ def refuse_fields(body: Mapping[str, Any]) -> None:
         raise ValueError("tool_choice must be auto or none: calls are not forced")
 
 
-def _count(value: Any) -> int | None:
-    if value is not None and (not isinstance(value, int) or value < 1):
+def count_of(value: Any) -> int | None:
+    """Returns a limit of tokens. Raises ValueError."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ValueError(f"the limit of tokens must be a whole number above 0, not {value!r:.40}")
     return value
 

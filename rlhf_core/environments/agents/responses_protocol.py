@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf_core.environments.agents.chat_protocol import POLICY, AgentRequest, event, refuse_fields
+from rlhf_core.environments.agents.chat_protocol import POLICY, AgentRequest, count_of, event, refuse_fields
 from rlhf_core.environments.conversation import Answer
 
 TEXTS = ("input_text", "output_text", "text")
@@ -23,7 +23,7 @@ def read_responses_request(body: Mapping[str, Any], earlier: Sequence[dict[str, 
     """Reads the body of `POST /v1/responses`. `earlier`: the messages up to `previous_response_id`. Raises
     ValueError for what is refused."""
     refuse_fields(body)
-    if (body.get("text") or {}).get("format", {}).get("type") not in (None, "text"):
+    if ((body.get("text") or {}).get("format") or {}).get("type") not in (None, "text"):
         raise ValueError("text.format is not supported: the policy writes text")
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -34,7 +34,8 @@ def read_responses_request(body: Mapping[str, Any], earlier: Sequence[dict[str, 
     rest = [message for message in earlier if not (first and message["role"] == "system")]
     messages = [*first, *rest, *messages_of(items)]
     tools = [] if body.get("tool_choice") == "none" else [_tool(tool) for tool in body.get("tools") or []]
-    return AgentRequest(messages, tools, body.get("max_output_tokens"), bool(body.get("stream")), body)
+    most = count_of(body.get("max_output_tokens"))
+    return AgentRequest(messages, tools, most, bool(body.get("stream")), False)
 
 
 def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
@@ -76,7 +77,7 @@ def _tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name)}}
 
 
-def response_of(answer: Answer, request: AgentRequest) -> dict[str, Any]:
+def response_of(answer: Answer) -> dict[str, Any]:
     """Returns the body of an answer."""
     output = list[dict[str, Any]]()
     if answer.text or not answer.calls:
@@ -97,12 +98,12 @@ def response_of(answer: Answer, request: AgentRequest) -> dict[str, Any]:
         "incomplete_details": cut,
         "error": None,
         "model": POLICY,
-        "instructions": request.body.get("instructions"),
-        "previous_response_id": request.body.get("previous_response_id"),
+        "instructions": None,
+        "previous_response_id": None,
         "output": output,
         "parallel_tool_calls": True,
         "tool_choice": "auto",
-        "tools": request.body.get("tools") or [],
+        "tools": [],
         "metadata": {},
         "temperature": None,
         "top_p": None,

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import shlex
+import shutil
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rlhf_core.environments.agents.agent_command import adopt_orphans, run_command
@@ -22,29 +25,26 @@ from rlhf_core.system.processes import users_module
 
 
 class Agent:
-    """Runs agents. `agent`: path.py:function, or a command. `checker`: path.py:function, or None. `options`:
-    further arguments of the agent's function. `threads`: how many functions that are not async run at
-    once."""
+    """Runs agents. `agent`: path.py:function, or a `command`. `checker`: path.py:function, or None.
+    `options`: further arguments of the agent's function. Raises ValueError for what cannot be called."""
 
     def __init__(
-        self,
-        agent: str,
-        checker: str | None = None,
-        options: dict[str, Any] | None = None,
-        threads: int = 256,
+        self, agent: str, command: bool, checker: str | None = None, options: dict[str, Any] | None = None
     ):
-        self._run = function_of(agent, "agent") if ".py:" in agent else None
-        self._command = agent
-        self._check = function_of(checker, "checker") if checker is not None else None
         self._options = options or {}
-        if self._run is None and self._options:
-            raise ValueError(
-                "options are arguments of a function: leave them out, or write them in the command"
-            )
-        self.users_function = self._run
-        if self._run is None:
+        self._command = agent
+        modules = dict[str, ModuleType]()
+        self.users_function: Callable[..., Any] | None = None
+        if command:
+            require_program(agent)
             adopt_orphans()
-        self._threads = ThreadPoolExecutor(threads)
+        else:
+            self.users_function = function_of(agent, "agent", modules)
+            require_arguments(self.users_function, agent, ({}, "", ""), self._options)
+        self._check = None
+        if checker is not None:
+            self._check = function_of(checker, "checker", modules)
+            require_arguments(self._check, checker, ({}, ""), {})
         self._endpoint = AgentEndpoint()
 
     async def rollout(self, task: dict[str, Any], model: Conversation) -> float:
@@ -56,29 +56,67 @@ class Agent:
                     raise LimitReached(session.limited) from error
                 raise
         if self._check is not None:
-            result = await self._called(self._check, task, result)
+            result = await called(self._check, task, result)
         if not isinstance(result, bool | int | float) and not hasattr(result, "__float__"):
             what = "checker" if self._check is not None else "agent"
             raise ValueError(f"the {what} returned {result!r:.60}, no number: return the reward")
         return float(result)
 
     async def _result(self, task: dict[str, Any], key: str) -> Any:
-        if self._run is None:
+        if self.users_function is None:
             return await run_command(self._command, task, self._endpoint.url, key)
-        return await self._called(self._run, task, self._endpoint.url, key, **self._options)
-
-    async def _called(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Calls a function of the user; one that is not async in a thread."""
-        if inspect.iscoroutinefunction(function):
-            return await function(*args, **named)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: function(*args, **named))
+        return await called(self.users_function, task, self._endpoint.url, key, **self._options)
 
 
-def function_of(place: str, what: str) -> Callable[..., Any]:
-    """Imports `path.py:function`. Raises ValueError."""
+async def called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Calls a function of the user; one that is not async in a thread of its own, which this process does not
+    wait for: one that hangs blocks no other."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **named)
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(set_it: Callable[[Any], None], value: Any) -> None:
+        if not done.done():
+            set_it(value)
+
+    def call() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], Any] = done.set_result, function(*args, **named)
+        except BaseException as error:  # an error of the user's code, whatever its kind
+            outcome = done.set_exception, error
+        loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=call, daemon=True).start()
+    result = await done
+    return await result if inspect.isawaitable(result) else result
+
+
+def function_of(place: str, what: str, modules: dict[str, ModuleType]) -> Callable[..., Any]:
+    """Imports `path.py:function`, each file once. Raises ValueError."""
     path, _, name = place.rpartition(":")
-    found = getattr(users_module(Path(path), what), name, None)
+    if path not in modules:
+        modules[path] = users_module(Path(path), what)
+    found = getattr(modules[path], name, None)
     if not callable(found):
         raise ValueError(f"{path} has no function {name!r}; correct the {what}")
     return found
+
+
+def require_arguments(
+    function: Callable[..., Any], place: str, args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    """Raises ValueError when a function does not take these arguments."""
+    try:
+        inspect.signature(function).bind(*args, **named)
+    except TypeError as error:
+        raise ValueError(
+            f"{place} cannot be called with {len(args)} arguments and options: {error}"
+        ) from None
+
+
+def require_program(command: str) -> None:
+    """Raises ValueError when there is no such program."""
+    program = shlex.split(command)[0]
+    if shutil.which(program) is None:
+        raise ValueError(f"the agent {command!r}: there is no program {program!r}; correct the command")

@@ -53,7 +53,7 @@ class JoinedTrajectories:
         self._row = prompt.row
         first = Trajectory(prompt, renderer, limits, tools, format_of_calls() if tools else None)
         self._paths = {0: first}
-        self._cut = False  # a limit ended the episode after the last answer
+        self._cut_at: int | None = None  # number of answers when a limit refused a request
         self._waiting = dict[int, tuple[int, int]]()  # by call: its conversation, its room in tokens
         self._answers = list[TakenAnswer]()
 
@@ -96,7 +96,6 @@ class JoinedTrajectories:
     def take(self, call: int, answer: SampledAnswer) -> tuple[Answer, Message]:
         """Adds the model's answer to a request. Returns it as `Trajectory.take` does."""
         number, _ = self._waiting.pop(call)
-        self._cut = False
         path = self._paths[number]
         taken = path.take(answer)
         self._answers.append(TakenAnswer(call, number, path.turns - 1))
@@ -114,17 +113,25 @@ class JoinedTrajectories:
 
     def rewarded(self, rewards: Mapping[int, float]) -> list[float]:
         """Returns the reward of each answer, in order of arrival. Answers whose call has none never reached
-        the environment, and are masked. Raises LookupError if one of these is of conversation 0."""
-        for taken in self._answers:
-            if taken.call not in rewards:
-                if taken.conversation == 0:
-                    raise LookupError("an answer of the row's conversation has no reward")
-                self._paths[taken.conversation].leave_out(taken.place)
-        return [rewards.get(taken.call, 0.0) for taken in self._answers]
+        the environment, and are dropped. Raises LookupError if one of these is of conversation 0."""
+        received = list[TakenAnswer]()
+        for place, taken in enumerate(self._answers):
+            if taken.call in rewards:
+                received.append(taken)
+                continue
+            if taken.conversation == 0:
+                raise LookupError("an answer of the row's conversation has no reward")
+            # the last one: without it, the environment could not go on in this conversation
+            self._paths[taken.conversation].drop_last()
+            if self._cut_at is not None and place < self._cut_at:
+                self._cut_at -= 1
+        self._answers = received
+        return [rewards[taken.call] for taken in received]
 
     def cut(self) -> None:
-        """Records that a limit ended the episode, which is then not `finished`."""
-        self._cut = True
+        """Records that a limit refused a request. The episode is then not `finished`, unless another answer
+        follows."""
+        self._cut_at = len(self._answers)
 
     @property
     def _kept(self) -> list[Trajectory]:
@@ -189,7 +196,8 @@ class JoinedTrajectories:
     @property
     def finished(self) -> bool:
         """Returns False if a limit ended the episode: on tokens, turns or time."""
-        return self._kept[-1].ended and not self._cut
+        was_cut = self._cut_at is not None and len(self._answers) <= self._cut_at
+        return self._kept[-1].ended and not was_cut
 
     @property
     def ended(self) -> bool:

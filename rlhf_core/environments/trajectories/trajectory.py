@@ -105,7 +105,7 @@ class Trajectory:
         prompt = self.prompt
         if new or self._tools or not prompt.tokens:
             messages = [*self.messages, *new]
-            tokens, cut = self._renderer.prompt_within(messages, self._limits.prompt_tokens, self._tools)
+            tokens, cut = self._rendered(messages)
             prompt = Prompt(tuple(messages), tokens, prompt.row, cut)
         room = min(self._room(0), left - len(prompt.tokens))
         if room < 1 or (self._whole and prompt.truncated):
@@ -117,6 +117,13 @@ class Trajectory:
         self._mask = [False] * len(self._tokens)
         self._logprobs = [0.0] * len(self._tokens)
         return self._tokens, room
+
+    def _rendered(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
+        """Returns the tokens of the prompt, and whether it is too long: then cut, unless `whole`."""
+        if not self._whole:
+            return self._renderer.prompt_within(messages, self._limits.prompt_tokens, self._tools)
+        tokens = self._renderer.prompt(messages, self._tools)
+        return tokens, len(tokens) > self._limits.prompt_tokens
 
     def _room(self, used: int) -> int:
         left = self._limits.tokens - used
@@ -165,12 +172,14 @@ class Trajectory:
         made._called = self._called
         return made
 
-    def leave_out(self, answer: int) -> None:
-        """Masks an answer, given by its index, so that it is not trained on."""
-        place = self._answers[answer]
-        size = place.last + 1 - place.first
-        self._mask[place.first : place.last + 1] = [False] * size
-        self._logprobs[place.first : place.last + 1] = [0.0] * size
+    def drop_last(self) -> None:
+        """Drops the last answer, and the messages that it answers."""
+        self._answers.pop()
+        end = self._answers[-1].last + 1 if self._answers else len(self.prompt.tokens)
+        messages = self._answers[-1].messages if self._answers else len(self.prompt.messages)
+        del self.messages[messages:], self._tokens[end:], self._mask[end:], self._logprobs[end:]
+        self._versions = [(first, version) for first, version in self._versions if first < end]
+        self._experts = None
 
     @property
     def document(self) -> Document:

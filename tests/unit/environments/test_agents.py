@@ -59,6 +59,7 @@ async def delegates(task, base_url, api_key):
         reply = await client.chat.completions.create(model="any", messages=[asks(f"part {number}")])
         return reply.choices[0].message.content
     parts = await asyncio.gather(*map(sub, range(3)))
+    assert len(parts) == 3
     reply = await client.chat.completions.create(model="any", messages=[asks(" ".join(parts))])
     return 0.5
 
@@ -131,6 +132,44 @@ def tools(task, base_url, api_key):
     messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "blue"}]
     client.chat.completions.create(model="any", messages=messages, tools=[tool])
     return 1.0
+
+async def hostile(task, base_url, api_key):
+    """Requests that are wrong: each is refused once, and costs no other episode anything."""
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    seen = []
+    async def refused(status, path, body):
+        try: await client.post(path, body=body, cast_to=object)
+        except Exception as error: seen.append(getattr(error, "status_code", error))
+        else: seen.append(200)
+        assert seen[-1] == status, (seen, body if len(str(body)) < 500 else path)
+    chat, responses, ask = "/chat/completions", "/responses", [asks("a")]
+    await refused(400, responses, {"input": "a", "max_output_tokens": -1})
+    await refused(400, responses, {"input": "a", "max_output_tokens": 10.5})
+    await refused(400, responses, {"input": [{"type": "image_generation_call"}]})
+    await refused(400, responses, {"input": "a", "tools": [{"type": "web_search"}]})
+    await refused(400, chat, {"messages": ask, "tools": [1]})
+    await refused(400, chat, {"messages": ask, "tools": "abc"})
+    await refused(400, chat, {"messages": [{"role": "user", "content": {"a": 1}}]})
+    await refused(400, chat, {"messages": ask, "stream": True, "stream_options": "x"})
+    await refused(413, chat, {"messages": [asks("x" * 2 ** 23)]})
+    await refused(400, chat, {"messages": [asks("word " * 2000)]})
+    await refused(400, chat, [1])
+    await client.chat.completions.create(model="any", messages=[asks("begin")])
+    return 1.0
+
+def hangs(task, base_url, api_key):
+    if task.get("hangs"): time.sleep(1000)
+    return linear(task, base_url, api_key, turns=1)
+
+def insists(task, base_url, api_key):
+    """Repeats what was refused, for ever."""
+    client = OpenAI(base_url=base_url, api_key=api_key)
+    client.chat.completions.create(model="any", messages=[asks("begin")])
+    while True:
+        try: client.chat.completions.create(model="any", messages=[asks("word " * 2000)])
+        except BadRequestError: pass
+
+def two_arguments(task, base_url): ...
 
 async def nothing(task, base_url, api_key):
     return 1.0
@@ -232,8 +271,12 @@ def test_a_summary_begins_a_conversation(make: Make, renderer: Renderer) -> None
     assert "so far: ok" in renderer.decoded(list(second), True)
 
 
-def test_sub_agents_ask_at_once(make: Make, renderer: Renderer) -> None:
-    (found,) = run(make("delegates")[0], renderer, [{}])
+@pytest.mark.parametrize("answer_tokens", [50, None])
+def test_sub_agents_ask_at_once(make: Make, renderer: Renderer, answer_tokens: int | None) -> None:
+    """Without a limit for an answer, each waits until the one before has released what it did not use."""
+    limits = LIMITS._replace(answer_tokens=answer_tokens)
+    (found,) = run(make("delegates", limits)[0], renderer, [{}])
+    assert found.failure == ""
     assert (found.trajectory.turns, found.trajectory.conversations) == (4, 4)
     assert len(said_of(found, renderer)) == 4 and sum(found.rewards) == 0.5
 
@@ -262,6 +305,25 @@ def test_an_answer_that_its_client_does_not_wait_for_is_aborted(make: Make, rend
     assert found.failure == "" and engines.aborted == 1 and found.trajectory.turns == 1
 
 
+def test_wrong_requests_are_refused_one_by_one(make: Make, renderer: Renderer) -> None:
+    found = run(make("hostile")[0], renderer, [{}, {}])
+    for episode in found:
+        assert episode.failure == "" and sum(episode.rewards) == 1.0
+        assert (episode.trajectory.turns, episode.trajectory.conversations) == (1, 1)
+
+
+def test_functions_that_hang_block_no_others(make: Make, renderer: Renderer) -> None:
+    rows = [{"hangs": i < 3} for i in range(6)]
+    found = run(make("hangs", timeout=20.0, concurrency=2)[0], renderer, rows)
+    assert [episode.rewards for episode in found] == [[]] * 3 + [[4.0]] * 3
+    assert all("took more than 20 s" in episode.failure for episode in found[:3])
+
+
+def test_an_agent_that_repeats_a_refused_request_runs_out_of_time(make: Make, renderer: Renderer) -> None:
+    (found,) = run(make("insists", timeout=8.0)[0], renderer, [{}])
+    assert found.rewards == [] and "took more than 8 s" in found.failure
+
+
 def test_faults_name_the_agents_line(make: Make, renderer: Renderer, tmp_path: Path) -> None:
     (found,) = run(make("wrong")[0], renderer, [{}])
     line = next(i for i, text in enumerate(AGENTS.splitlines(), 1) if "nowhere" in text)
@@ -272,6 +334,13 @@ def test_faults_name_the_agents_line(make: Make, renderer: Renderer, tmp_path: P
     assert "without an answer of the model" in silent.failure
     with pytest.raises(ValueError, match="has no function 'nobody'"):
         make("nobody")
+    with pytest.raises(ValueError, match="cannot be called with 3 arguments"):
+        make("two_arguments")
+    with pytest.raises(ValueError, match="unexpected keyword argument 'depth'"):
+        make("linear", options={"depth": 1})
+    with pytest.raises(ValueError, match="no program"):
+        config = Environment(agent="no-such-program --x", checker=f"{tmp_path / 'agents.py'}:check")
+        Episodes(config, renderer, LIMITS, Background(), AtOnce(renderer))
 
 
 def test_a_command(make: Make, renderer: Renderer, tmp_path: Path) -> None:
@@ -310,6 +379,9 @@ def test_a_hanging_command_ends_with_its_episode(make: Make, renderer: Renderer,
         ({"path": "guess", "checker": "a.py:check"}, "checker is for an agent"),
         ({"agent": "agent", "checker": "a.py:check", "options": {"a": 1}}, "in the command"),
         ({"agent": "a.py:run", "checker": "check"}, "checker"),
+        ({"agent": "it's"}, "neither path.py:function nor a command"),
+        ({"agent": "   "}, "neither path.py:function nor a command"),
+        ({"agent": "solve.py:run now", "checker": "a.py:check"}, "neither path.py:function nor a command"),
     ],
 )
 def test_wrong_fields(fields: dict[str, Any], told: str) -> None:

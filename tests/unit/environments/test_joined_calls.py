@@ -107,3 +107,32 @@ def test_messages_have_one_form() -> None:
 def test_what_is_no_conversation_is_refused(messages: list[Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         JoinedCalls().place(messages, [])
+
+
+def test_a_refused_call_is_taken_back() -> None:
+    calls = JoinedCalls()
+    answered(calls, [user("a")], "one")
+    long = calls.place([user("a"), said("one"), user("long")], [])
+    calls.refused(long)
+    short = calls.place([user("a"), said("one"), user("short")], [])
+    assert short.fork is None and short.conversation is long.conversation
+    calls.refused(short)
+    for text in "bc":
+        begun = calls.place([user(text)], [])
+        calls.refused(begun)
+    first = calls.place([user("a"), said("one"), user("b")], [])
+    fork = calls.place([user("a"), said("one"), user("c")], [])
+    calls.refused(fork)
+    calls.answered(first.conversation, said("two"))
+    assert len(calls._known) == 1, "what was refused is forgotten"
+
+
+def test_nesting_is_bounded() -> None:
+    deep: Any = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(ValueError, match="64 levels"):
+        JoinedCalls().place([user("a")], [TOOL | {"parameters": deep}])
+    call = {"id": "c", "function": {"name": "look", "arguments": "[" * 5000}}
+    place = JoinedCalls().place([user("a"), said("") | {"tool_calls": [call]}, user("b")], [])
+    assert place.new[1]["tool_calls"][0]["function"]["arguments"] == {"": "[" * 5000}

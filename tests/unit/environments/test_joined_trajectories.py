@@ -110,16 +110,33 @@ def test_rewards_stand_at_the_ends_of_their_answers(renderer: Renderer) -> None:
     assert paths.early([0.0, 0.0, 0.0, 1.0]) is None
 
 
-def test_an_answer_that_nobody_got_is_not_trained_on(renderer: Renderer) -> None:
+def test_an_answer_that_nobody_got_is_not_there(renderer: Renderer) -> None:
     paths = episode(renderer)
-    assert paths.rewarded({0: 0.0, 1: 0.0, 3: 1.0}) == [0.0, 0.0, 0.0, 1.0]
-    document = paths.document
-    said = renderer.decoded(list(document.token_array[document.mask_array]), True)
-    assert said == "twoonefour" and not paths.logprobs[~document.mask_array].any()
+    paths.ask(4, begins(3, "on"))
+    paths.take(4, SampledAnswer([5, 6], [-9.0, -9.0], False, versions=((0, VERSION),)))
+    asked(paths, renderer, 5, begins(4, "alone"), "five")
+    assert paths.turns == 6 and paths.conversations == 4
+    expected = episode(renderer)
+    assert paths.rewarded({0: 0.0, 1: 0.0, 2: 0.0, 3: 1.0}) == [0.0, 0.0, 0.0, 1.0]
+    assert paths.document == expected.document and (paths.logprobs == expected.logprobs).all()
+    assert paths.versions == expected.versions and paths.messages == expected.messages
+    assert (paths.turns, paths.conversations, paths.finished, paths.ended) == (4, 3, True, True)
     one = joined(renderer)
     asked(one, renderer, 0, {"conversation": 0, "ask": []}, "lost")
     with pytest.raises(LookupError):
         one.rewarded({})
+
+
+def test_an_answer_that_nobody_got_does_not_follow_a_refusal(renderer: Renderer) -> None:
+    paths = joined(renderer, LIMITS._replace(turns=2))
+    asked(paths, renderer, 0, begins(1, "a"), "one")
+    paths.ask(1, begins(2, "b"))
+    with pytest.raises(Full):
+        paths.ask(2, begins(3, "c"))
+    paths.take(1, answer(renderer, "two"))
+    assert paths.finished
+    paths.rewarded({0: 1.0})
+    assert not paths.finished
 
 
 def test_limits_hold_for_all_conversations(renderer: Renderer) -> None:

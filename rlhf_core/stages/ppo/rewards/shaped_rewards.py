@@ -44,12 +44,19 @@ def truncated(rollouts: Sequence[Rollout]) -> Tensor:
     return torch.tensor([not rollout.finished for rollout in rollouts])
 
 
+def used_tokens(rollout: Rollout, config: PPO) -> int:
+    """Returns how many of `generate_max_len` tokens an answer or episode has used. All conversations of an
+    episode share them and the prompt's."""
+    document = rollout.document
+    return len(document) - (config.prompt_max_len if document.starts else document.answer_start)
+
+
 def penalties_of(rollouts: Sequence[Rollout], cut: Tensor, config: PPO) -> dict[str, Tensor]:
     """Returns the penalties to add to rewards, (B,) each, by the name of their metric. `cut` (B,): a limit
     ended the answer or episode."""
     found = dict[str, Tensor]()
     if config.overlong_buffer:
-        used = torch.tensor([len(rollout.document) - rollout.document.answer_start for rollout in rollouts])
+        used = torch.tensor([used_tokens(rollout, config) for rollout in rollouts])
         limit = config.generate_max_len
         buffer = config.overlong_buffer
         factor = config.overlong_penalty
