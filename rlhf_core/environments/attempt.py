@@ -35,7 +35,7 @@ class Clock:
         return max(0.01, self.limit - self.spent)
 
 
-class Attempt:
+class EpisodeAttempt:
     """One attempt at an episode. `number`: its ID in the environment's process. `seed`: of its answers.
     `timeout`: the environment's own seconds, for messages."""
 

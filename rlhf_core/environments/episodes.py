@@ -17,7 +17,7 @@ from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.columns import Located, tools_of
 from rlhf_core.environments.admission import Admission
-from rlhf_core.environments.attempt import Attempt, Clock
+from rlhf_core.environments.attempt import Clock, EpisodeAttempt
 from rlhf_core.environments.episode_contract import EnginePool, Episode, EpisodeRequest
 from rlhf_core.environments.process import Failed, Process
 from rlhf_core.environments.trajectories.calls import CallFormat, call_format
@@ -155,7 +155,7 @@ class Episodes:
         """Runs one attempt and returns the reward of each answer. Raises Failed."""
         which = number % len(self._processes)
         process = await self._process(which)
-        attempt = Attempt(
+        attempt = EpisodeAttempt(
             process, number, asked, seed, trajectories, sampling, clock, self._config.timeout, engines
         )
         rewards = await attempt.run()

@@ -85,7 +85,9 @@ def deciding(value: Any, digests: Digests) -> Any:
             content |= {"function": value.function_name, "code": digests.of(value.file)}
         if isinstance(value, Environment) and value.own:
             content |= {"path": value.class_name, "code": digests.of(value.file)}
-        if isinstance(value, Environment):
+        if isinstance(value, Environment) and value.agent is None:
+            del content["agent"], content["checker"]
+        elif isinstance(value, Environment):
             content |= _agent_content(value, digests)
         if isinstance(value, ZeroFields) and not deciding_options(value.deepspeed):
             del content["deepspeed"]
