@@ -144,16 +144,17 @@ class NoReward(WeighedReward):
         return self.name or "none"
 
 
+IN_PLACE_OF_PATH = {"agent": "agent", "mcp": "mcp_tools"}
 AGENT_FUNCTION = re.compile(r"\S+\.py:[A-Za-z_]\w*")
 # alignflow's environments and their class in shipped/NAME.py
-SHIPPED = {"guess": "Guess", "tools": "Tools", "agent": "Agent"}
+SHIPPED = {"guess": "Guess", "tools": "Tools", "agent": "Agent", "mcp_tools": "McpTools"}
 
 
 class Environment(Config):
     """The environment that the policy talks to over several turns. The short form `environment:
     path.py:Class` means `{path: path.py:Class}`."""
 
-    path: str = Field(description="path.py:Class of your own, or guess or tools; agent if agent is set")
+    path: str = Field(description="path.py:Class of your own, or guess or tools; left out with agent or mcp")
     agent: str | None = Field(
         None,
         description=(
@@ -162,10 +163,16 @@ class Environment(Config):
         ),
         json_schema_extra=RECIPE_ONLY,
     )
+    mcp: tuple[str, ...] = Field(
+        (),
+        description="addresses or commands of MCP servers, whose tools the model may call",
+        json_schema_extra=RECIPE_ONLY,
+    )
     checker: str | None = Field(
         None,
         description=(
-            "path.py:function that returns the reward of an agent's result; default: the result is the reward"
+            "path.py:function that returns the reward: of an agent's result (default: the result is the"
+            " reward), or of the last answer with mcp (default: 1 if it equals the row's answer)"
         ),
         json_schema_extra=RECIPE_ONLY,
         pattern=r"^\S+\.py:[A-Za-z_]\w*$",
@@ -208,14 +215,25 @@ class Environment(Config):
     @model_validator(mode="before")
     @classmethod
     def _of_agent(cls, given: Any) -> Any:
-        return {"path": "agent", **given} if isinstance(given, dict) and given.get("agent") else given
+        if not isinstance(given, dict):
+            return given
+        for field, path in IN_PLACE_OF_PATH.items():
+            if given.get(field):
+                given = {"path": path, **given}
+        if isinstance(given.get("mcp"), str):
+            given = {**given, "mcp": (given["mcp"],)}
+        return given
 
     @check
     def _check_agent(self) -> Iterator[str]:
-        if (self.path == "agent") != (self.agent is not None):
-            yield "agent names an agent in place of path: leave path out, or set agent alone"
-        if self.checker is not None and self.agent is None:
-            yield "checker is for an agent: leave it out, or set agent in place of path"
+        for field, path in IN_PLACE_OF_PATH.items():
+            if (self.path == path) != bool(getattr(self, field)):
+                yield f"{field} stands in place of path: leave path out, or set {field} alone"
+        if self.checker is not None and self.path not in IN_PLACE_OF_PATH.values():
+            yield "checker is for agent and mcp: leave it out, or set one of them in place of path"
+        for server in self.mcp:
+            if "@" in (urlsplit(server).netloc if "://" in server else ""):
+                yield "an address in mcp holds a password: name its variable in options.token_env"
         if self.agent is None or AGENT_FUNCTION.fullmatch(self.agent):
             return
         try:
@@ -262,12 +280,13 @@ class Environment(Config):
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of the class."""
+        checker = {} if self.checker is None else {"checker": _absolute(self.checker)}
+        if self.mcp:
+            return {**self.options, "servers": self.mcp} | checker
         if self.agent is None:
             return self.options
-        places = {"agent": self.agent, "checker": self.checker}
-        whole = {name: _absolute(place) for name, place in places.items() if place is not None}
         command = not AGENT_FUNCTION.fullmatch(self.agent)
-        return whole | {"options": self.options, "command": command}
+        return {"agent": _absolute(self.agent), "options": self.options, "command": command} | checker
 
     @property
     def functions(self) -> dict[str, tuple[Path, str]]:

@@ -85,10 +85,10 @@ def deciding(value: Any, digests: Digests) -> Any:
             content |= {"function": value.function_name, "code": digests.of(value.file)}
         if isinstance(value, Environment) and value.own:
             content |= {"path": value.class_name, "code": digests.of(value.file)}
-        if isinstance(value, Environment) and value.agent is None:
-            del content["agent"], content["checker"]
-        elif isinstance(value, Environment):
+        if isinstance(value, Environment):
             content |= _agent_content(value, digests)
+            unset = [field for field in ("agent", "checker", "mcp") if not getattr(value, field)]
+            content = {name: item for name, item in content.items() if name not in unset}
         if isinstance(value, ZeroFields) and not deciding_options(value.deepspeed):
             del content["deepspeed"]
         elif isinstance(value, ZeroFields):

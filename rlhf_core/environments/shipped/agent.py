@@ -8,20 +8,16 @@ likes. Its result is the function's return value, or the command's output. `chec
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import shlex
 import shutil
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rlhf_core.environments.agents.agent_command import adopt_orphans, run_command
 from rlhf_core.environments.agents.agent_endpoint import AgentEndpoint
+from rlhf_core.environments.agents.users_functions import called, function_of, require_arguments, reward_of
 from rlhf_core.environments.conversation import Conversation, LimitReached
-from rlhf_core.system.processes import users_module
 
 
 class Agent:
@@ -57,62 +53,12 @@ class Agent:
                 raise
         if self._check is not None:
             result = await called(self._check, task, result)
-        if not isinstance(result, bool | int | float) and not hasattr(result, "__float__"):
-            what = "checker" if self._check is not None else "agent"
-            raise ValueError(f"the {what} returned {result!r:.60}, no number: return the reward")
-        return float(result)
+        return reward_of(result, "agent" if self._check is None else "checker")
 
     async def _result(self, task: dict[str, Any], key: str) -> Any:
         if self.users_function is None:
             return await run_command(self._command, task, self._endpoint.url, key)
         return await called(self.users_function, task, self._endpoint.url, key, **self._options)
-
-
-async def called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Calls a function of the user; one that is not async in a thread of its own, which this process does not
-    wait for: one that hangs blocks no other."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args, **named)
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(set_it: Callable[[Any], None], value: Any) -> None:
-        if not done.done():
-            set_it(value)
-
-    def call() -> None:
-        try:
-            outcome: tuple[Callable[[Any], None], Any] = done.set_result, function(*args, **named)
-        except BaseException as error:  # an error of the user's code, whatever its kind
-            outcome = done.set_exception, error
-        loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=call, daemon=True).start()
-    result = await done
-    return await result if inspect.isawaitable(result) else result
-
-
-def function_of(place: str, what: str, modules: dict[str, ModuleType]) -> Callable[..., Any]:
-    """Imports `path.py:function`, each file once. Raises ValueError."""
-    path, _, name = place.rpartition(":")
-    if path not in modules:
-        modules[path] = users_module(Path(path), what)
-    found = getattr(modules[path], name, None)
-    if not callable(found):
-        raise ValueError(f"{path} has no function {name!r}; correct the {what}")
-    return found
-
-
-def require_arguments(
-    function: Callable[..., Any], place: str, args: tuple[Any, ...], named: dict[str, Any]
-) -> None:
-    """Raises ValueError when a function does not take these arguments."""
-    try:
-        inspect.signature(function).bind(*args, **named)
-    except TypeError as error:
-        raise ValueError(
-            f"{place} cannot be called with {len(args)} arguments and options: {error}"
-        ) from None
 
 
 def require_program(command: str) -> None:

@@ -120,11 +120,13 @@ def make(renderer: Renderer, tmp_path: Path) -> Iterator[Make]:
     background.close()
 
 
-def run(episodes: Episodes, renderer: Renderer, rows: Sequence[dict[str, Any]]) -> list[Episode]:
-    messages = ({"role": "user", "content": "Go"},)
+def run(
+    episodes: Episodes, renderer: Renderer, rows: Sequence[dict[str, Any]], said: Sequence[str] = ()
+) -> list[Episode]:
+    prompts = [({"role": "user", "content": text},) for text in said or ["Go"] * len(rows)]
     asked = [
         EpisodeRequest(Prompt(messages, renderer.prompt(messages), row, False), 100 * i, i)
-        for i, row in enumerate(rows)
+        for i, (row, messages) in enumerate(zip(rows, prompts, strict=True))
     ]
     return episodes._background.start(episodes.run(asked, SAMPLING)).result(timeout=300)
 

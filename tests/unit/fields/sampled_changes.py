@@ -338,6 +338,7 @@ SAMPLED = {
         Change("path", "tools", asked),
         Change("agent", "b.py:run", asked, {"path": "agent", "agent": "a.py:run"}),
         Change("checker", "c.py:check", asked, {"path": "agent", "agent": "a.py:run"}),
+        Change("mcp", ("http://b/",), asked, {"path": "mcp_tools", "mcp": ("http://a/",)}),
     ],
     "RuleJudge": [
         Change("answer_key", "known", ruled),

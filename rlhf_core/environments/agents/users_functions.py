@@ -1,0 +1,67 @@
+"""Imports and calls the functions of a user that an environment names: agents and checkers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlhf_core.system.processes import users_module
+
+
+async def called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Calls a function of the user; one that is not async in a thread of its own, which this process does not
+    wait for: one that hangs blocks no other."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **named)
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(set_it: Callable[[Any], None], value: Any) -> None:
+        if not done.done():
+            set_it(value)
+
+    def call() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], Any] = done.set_result, function(*args, **named)
+        except BaseException as error:  # an error of the user's code, whatever its kind
+            outcome = done.set_exception, error
+        loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=call, daemon=True).start()
+    result = await done
+    return await result if inspect.isawaitable(result) else result
+
+
+def function_of(place: str, what: str, modules: dict[str, ModuleType]) -> Callable[..., Any]:
+    """Imports `path.py:function`, each file once. Raises ValueError."""
+    path, _, name = place.rpartition(":")
+    if path not in modules:
+        modules[path] = users_module(Path(path), what)
+    found = getattr(modules[path], name, None)
+    if not callable(found):
+        raise ValueError(f"{path} has no function {name!r}; correct the {what}")
+    return found
+
+
+def require_arguments(
+    function: Callable[..., Any], place: str, args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    """Raises ValueError when a function does not take these arguments."""
+    try:
+        inspect.signature(function).bind(*args, **named)
+    except TypeError as error:
+        raise ValueError(
+            f"{place} cannot be called with {len(args)} arguments and options: {error}"
+        ) from None
+
+
+def reward_of(result: Any, what: str) -> float:
+    """Returns the reward that `what` returned. Raises ValueError for what is no number."""
+    if not isinstance(result, bool | int | float) and not hasattr(result, "__float__"):
+        raise ValueError(f"the {what} returned {result!r:.60}, no number: return the reward")
+    return float(result)
