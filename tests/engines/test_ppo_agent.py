@@ -44,7 +44,7 @@ def play(task, base_url, api_key, forgets=False):
 
 def played(guesser: Path, name: str, iterations: int, **options: bool) -> Path:
     (guesser / "player.py").write_text(PLAYER)
-    agent = {"agent": f"{guesser / 'player.py'}:play", "max_turns": 2, "options": options}
+    agent = {"agent": f"{guesser / 'player.py'}:play", "max_turns": 2, "options": options, "timeout": 600.0}
     config = ppo(guesser, agent, max_steps=iterations)
     write_request(guesser / name, config, {"base": str(guesser / "sft" / "checkpoint")})
     finish(guesser / name)

@@ -98,10 +98,10 @@ def survives(task, base_url, api_key):
 
 def gives_up(task, base_url, api_key):
     """A client that leaves before its answer, and asks again."""
-    client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=1.0)
+    client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=5.0)
     try: client.chat.completions.create(model="any", messages=[asks("slow")])
     except Exception as error: assert "timed out" in str(error)
-    client.with_options(timeout=60).chat.completions.create(model="any", messages=[asks("begin")])
+    client.with_options(timeout=250).chat.completions.create(model="any", messages=[asks("begin")])
     return 1.0
 
 def wrong(task, base_url, api_key):
@@ -231,7 +231,7 @@ def make(renderer: Renderer, tmp_path: Path) -> Iterator[Make]:
 
     def build(agent: str, limits: Limits = LIMITS, **fields: Any) -> tuple[Episodes, AtOnce]:
         named = agent if agent.startswith(sys.executable) else f"{tmp_path / 'agents.py'}:{agent}"
-        config = Environment(agent=named, **{"timeout": 60.0, "max_attempts": 1, **fields})
+        config = Environment(agent=named, **{"timeout": 250.0, "max_attempts": 1, **fields})
         engines = AtOnce(renderer)
         made.append(Episodes(config, renderer, limits, background, engines))
         return made[-1], engines
@@ -314,9 +314,9 @@ def test_wrong_requests_are_refused_one_by_one(make: Make, renderer: Renderer) -
 
 def test_functions_that_hang_block_no_others(make: Make, renderer: Renderer) -> None:
     rows = [{"hangs": i < 3} for i in range(6)]
-    found = run(make("hangs", timeout=20.0, concurrency=2)[0], renderer, rows)
+    found = run(make("hangs", timeout=30.0, concurrency=2)[0], renderer, rows)
     assert [episode.rewards for episode in found] == [[]] * 3 + [[4.0]] * 3
-    assert all("took more than 20 s" in episode.failure for episode in found[:3])
+    assert all("took more than 30 s" in episode.failure for episode in found[:3])
 
 
 def test_an_agent_that_repeats_a_refused_request_runs_out_of_time(make: Make, renderer: Renderer) -> None:

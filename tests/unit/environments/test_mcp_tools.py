@@ -107,7 +107,7 @@ def make(renderer: Renderer, tmp_path: Path) -> Iterator[Make]:
 
     def build(*servers: str, **fields: Any) -> Episodes:
         given = servers or (f"{sys.executable} {tmp_path / 'server.py'}",)
-        config = Environment(mcp=given, **{"timeout": 60.0, "max_attempts": 1, **fields})
+        config = Environment(mcp=given, **{"timeout": 250.0, "max_attempts": 1, **fields})
         made.append(Episodes(config, renderer, LIMITS, background, Caller(renderer)))
         return made[-1]
 
@@ -177,7 +177,9 @@ def test_tools_of_an_address(make: Make, renderer: Renderer, tmp_path: Path) -> 
     ],
 )
 def test_the_model_sees_what_fails(make: Make, renderer: Renderer, name: str, told: str) -> None:
-    (found,) = asked(make(options={"seconds": 2.0}), renderer, [row(name)])
+    seconds = 2.0 if name == "hangs" else 200.0
+    episodes = make(options={"seconds": seconds})
+    (found,) = asked(episodes, renderer, [row(name)])
     assert found.failure == "" and told in found.trajectory.messages[2]["content"]
 
 
