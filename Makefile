@@ -5,7 +5,7 @@
 export PYTHON  # the interpreter .venv is made with, for machines where it is not found: make demo PYTHON=/path/to/python3.12
 
 REPORT := artifacts/tiny-cpu/report.html
-PYTEST := .venv/bin/python -m pytest -n auto --maxprocesses 4
+PYTEST := .venv/bin/python -m pytest -n auto --maxprocesses 4 --durations 25 --durations-min 30
 LIGHT := $(addprefix tests/unit/,config evaluation/report evaluation/scores flows hub migrate project recipe runs system tasks)
 END_TO_END := tests/engines/test_lifecycle.py
 

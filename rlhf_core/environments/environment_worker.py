@@ -82,6 +82,9 @@ class Marked(Coroutine[Any, Any, Any]):
     def __await__(self) -> Any:
         return self._inner.__await__()
 
+    def __getattr__(self, name: str) -> Any:  # such as cr_running, which anyio reads
+        return getattr(self._inner, name)
+
 
 def load(file: Path, name: str, options: dict[str, Any]) -> Any:
     """Creates the environment, which can import modules beside its file. Raises ValueError when this

@@ -79,19 +79,24 @@ def adopt_orphans() -> None:
 
 
 def kill_all_of(key: str, process: asyncio.subprocess.Process) -> None:
-    """Kills a command, if it still runs, and all processes of its episode that it has started: those that
-    have its key. They are in the process group of this process, and end with it at the latest. Reaps orphans
-    that have ended."""
+    """Kills a command, if it still runs, and all processes of its episode that it has started. They are in
+    the process group of this process, and end with it at the latest."""
     if process.returncode is None:
         with suppress(psutil.NoSuchProcess):
             kill_tree(psutil.Process(process.pid))
+    kill_marked("OPENAI_API_KEY", key)
+
+
+def kill_marked(variable: str, value: str) -> None:
+    """Kills the children of this process whose environment has this variable, orphans that it adopted
+    included, and their descendants. Reaps orphans that have ended."""
     for child in psutil.Process().children():
         if child.pid in RUNNING:
             continue
         with suppress(psutil.Error, ChildProcessError):
             if child.status() == psutil.STATUS_ZOMBIE:
                 os.waitpid(child.pid, os.WNOHANG)
-            elif child.environ().get("OPENAI_API_KEY") == key:
+            elif child.environ().get(variable) == value:
                 kill_tree(child)
                 os.waitpid(child.pid, 0)
 

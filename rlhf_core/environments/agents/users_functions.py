@@ -28,6 +28,8 @@ async def called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     def call() -> None:
         try:
             outcome: tuple[Callable[[Any], None], Any] = done.set_result, function(*args, **named)
+        except (StopIteration, asyncio.CancelledError) as error:  # which mean something else to a future
+            outcome = done.set_exception, RuntimeError(f"{type(error).__name__}: {error}")
         except BaseException as error:  # an error of the user's code, whatever its kind
             outcome = done.set_exception, error
         loop.call_soon_threadsafe(settle, *outcome)

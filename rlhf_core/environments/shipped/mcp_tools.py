@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
-import sys
+import secrets
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-import httpx2
 import mcp
-from mcp.client.streamable_http import streamable_http_client
-from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
+from rlhf_core.environments.agents.agent_command import adopt_orphans, kill_marked
+from rlhf_core.environments.agents.mcp_session import McpSession, Servers
 from rlhf_core.environments.agents.users_functions import called, function_of, require_arguments, reward_of
 from rlhf_core.environments.conversation import Answer, Call, Conversation, LimitReached
 from rlhf_core.environments.shipped.tools import is_right
+from rlhf_core.system.processes import users_error
 
 R = TypeVar("R")
-ADDRESSES = ("http://", "https://")
 START_SECONDS = 60.0  # in which all servers must list their tools
+MARK = "ALIGNFLOW_EPISODE"  # the variable that names the episode of a server
 
 
 class McpTools:
@@ -37,6 +37,8 @@ class McpTools:
     `answer`. `seconds`: for one call of a tool. `calls`: in one answer. `longest`: characters of a result.
     `token_env`: the variable with the bearer token for servers with an address. Raises ValueError when a
     server cannot be asked for its tools."""
+
+    users_function = None  # errors name no line, but those of the checker
 
     def __init__(
         self,
@@ -48,26 +50,23 @@ class McpTools:
         longest: int = 8192,
         token_env: str | None = None,
     ):
-        self._servers = list(servers)
+        self._servers = Servers(servers, None if token_env is None else _token(token_env))
         self._column = answer
         self._seconds = seconds
         self._calls = calls
         self._longest = longest
-        self._token = None if token_env is None else _token(token_env)
         self._check: Callable[..., Any] | None = None
-        self.users_function: Callable[..., Any] | None = None
         if checker is not None:
-            modules = dict[str, ModuleType]()
-            self._check = self.users_function = function_of(checker, "checker", modules)
+            self._file = Path(checker.rpartition(":")[0])
+            self._check = function_of(checker, "checker", dict[str, ModuleType]())
             require_arguments(self._check, checker, ({}, ""), {})
-        self._errors = sys.stderr  # of commands: once, while they list their tools
+        adopt_orphans()
         listed = in_a_loop_of_its_own(self._list_tools)
-        self._errors = open(os.devnull, "w", encoding="utf-8")
-        self._server_of = {tool.name: place for place, tools in enumerate(listed) for tool in tools}
         names = [tool.name for tools in listed for tool in tools]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"several servers have a tool {twice[0]!r}: leave one of them out")
+        self._server_of = {tool.name: place for place, tools in enumerate(listed) for tool in tools}
         self.tools = [_schema(tool) for tools in listed for tool in tools]
 
     async def rollout(self, task: dict[str, Any], model: Conversation) -> float:
@@ -75,75 +74,78 @@ class McpTools:
             raise ValueError(
                 f"the prompts have no column {self._column!r}: name it in options.answer, or set checker"
             )
+        answer = await self._in_sessions(model)
+        if self._check is None:
+            return float(is_right(answer.text, str(task[self._column])))
+        try:
+            return reward_of(await called(self._check, task, answer.text), "checker")
+        except Exception as error:
+            told = users_error(error, self._file, self._check)
+            raise ValueError(told.text) from error
+
+    async def _in_sessions(self, model: Conversation) -> Answer:
+        """Returns the last answer. Opens and closes a session with each server around the conversation."""
         talked: Answer | LimitReached | None = None
+        mark = secrets.token_hex(16)
         try:
             async with AsyncExitStack() as stack:
-                clients = [await stack.enter_async_context(self._client(name)) for name in self._servers]
+                sessions = [
+                    await stack.enter_async_context(self._servers.session(place, {MARK: mark}))
+                    for place in range(len(self._servers))
+                ]
                 try:
-                    talked = await self._talk(model, clients)
+                    talked = await self._talk(model, sessions)
                 except LimitReached as limit:  # sessions wrap what leaves them
                     talked = limit
         except BaseExceptionGroup as group:
-            raise first_of(group) from group
+            if talked is None:  # else a server failed while its session was closed
+                raise first_of(group) from group
+        finally:
+            kill_marked(MARK, mark)
         assert talked is not None, "errors were raised"
         if isinstance(talked, LimitReached):
             raise talked
-        if self._check is not None:
-            return reward_of(await called(self._check, task, talked.text), "checker")
-        return float(is_right(talked.text, str(task[self._column])))
+        return talked
 
-    async def _talk(self, model: Conversation, clients: Sequence[mcp.Client]) -> Answer:
+    async def _talk(self, model: Conversation, sessions: Sequence[McpSession]) -> Answer:
         """Returns the first answer without calls."""
         answer = await model.answer()
         while answer.calls and answer.finished:
             results = []
             for number, call in enumerate(answer.calls):
                 over = f"error: an answer may have {self._calls} calls"
-                text = await self._result(call, clients) if number < self._calls else over
-                results.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text})
+                text = await self._result(call, sessions) if number < self._calls else over
+                name = call.name.encode(errors="replace").decode()
+                results.append({"role": "tool", "name": name, "tool_call_id": call.id, "content": text})
             answer = await model.answer(*results)
         return answer
 
-    async def _result(self, call: Call, clients: Sequence[mcp.Client]) -> str:
-        """Returns what the model sees of a call. Raises RuntimeError when the server is gone."""
+    async def _result(self, call: Call, sessions: Sequence[McpSession]) -> str:
+        """Returns what the model sees of a call, at most `longest` characters. Raises ServerGone."""
         if call.wrong or call.name not in self._server_of:
             return f"error: {call.wrong or f'there is no tool {call.name!r}'}"
-        place = self._server_of[call.name]
-        asked = clients[place].call_tool(call.name, call.arguments, read_timeout_seconds=self._seconds)
-        try:
-            found = await asked
-        except mcp.MCPError as error:
-            if error.error.code == CONNECTION_CLOSED:
-                raise RuntimeError(f"the MCP server {self._servers[place]} ended during a call") from error
-            stopped = f"stopped after {self._seconds:g} s"
-            return f"error: {stopped if error.error.code == REQUEST_TIMEOUT else error.error.message}"
-        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in found.content]
-        text = ("error: " if found.is_error else "") + "\n".join(parts)
+        session = sessions[self._server_of[call.name]]
+        text = await session.call(call.name, call.arguments, self._seconds)
         cut = "" if len(text) <= self._longest else f"\n[{len(text) - self._longest} more characters]"
         return text[: self._longest] + cut
 
-    def _client(self, server: str) -> mcp.Client:
-        if not server.startswith(ADDRESSES):
-            program, *arguments = shlex.split(server)
-            started = mcp.StdioServerParameters(command=program, args=arguments)
-            return mcp.Client(mcp.stdio_client(started, errlog=self._errors))
-        if self._token is None:
-            return mcp.Client(server)
-        headers = {"Authorization": f"Bearer {self._token}"}
-        http = httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(START_SECONDS, read=None))
-        return mcp.Client(streamable_http_client(server, http_client=http))
-
     async def _list_tools(self) -> list[list[mcp.Tool]]:
-        """Returns the tools of each server."""
-        listed = []
-        for server in self._servers:
-            try:
-                async with asyncio.timeout(START_SECONDS), self._client(server) as client:
-                    listed.append(list((await client.list_tools()).tools))
-            except BaseExceptionGroup as group:
-                raise ValueError(f"the MCP server {server} lists no tools: {told(first_of(group))}") from None
-            except Exception as error:
-                raise ValueError(f"the MCP server {server} lists no tools: {told(error)}") from None
+        """Returns the tools of each server. Raises ValueError for one that lists none in time."""
+        listed = list[list[mcp.Tool]]()
+        mark = secrets.token_hex(16)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                for place in range(len(self._servers)):
+                    async with self._servers.session(place, {MARK: mark}, quiet=False) as session:
+                        listed.append(await session.tools())
+        except (Exception, BaseExceptionGroup) as error:
+            first = first_of(error)
+            why = str(first) or type(first).__name__
+            raise ValueError(
+                f"the MCP server {self._servers.name(len(listed))} lists no tools: {why}"
+            ) from None
+        finally:
+            kill_marked(MARK, mark)
         return listed
 
 
@@ -174,10 +176,6 @@ def first_of(group: BaseException) -> BaseException:
     while isinstance(group, BaseExceptionGroup):
         group = group.exceptions[0]
     return group
-
-
-def told(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 def _token(variable: str) -> str:

@@ -60,11 +60,7 @@ class JoinedTrajectories:
     def ask(self, call: int, asked: Mapping[str, Any]) -> tuple[list[int], int]:
         """Adds the messages of a request (`Conversation`). Returns all tokens of its conversation, and how
         many the answer may have. Raises Full, or ValueError like `Trajectory.ask`."""
-        try:
-            path, tokens, room = self._ask(asked)
-        except Full:
-            self.cut()
-            raise
+        path, tokens, room = self._ask(asked)
         room = min(room, asked.get("most") or room)
         self._paths[asked["conversation"]] = path
         self._waiting[call] = (asked["conversation"], room)
@@ -77,6 +73,10 @@ class JoinedTrajectories:
         used = sum(known.size for known in {*self._paths.values(), path})
         reserved = sum(room for _, room in self._waiting.values())
         left = self._limits.prompt_tokens + self._limits.tokens - used - reserved
+        if left < 1:
+            raise Full(
+                "the conversations of this episode have their tokens (prompt_max_len, generate_max_len)"
+            )
         tokens, room = path.ask(asked["ask"], left)
         return path, tokens, room
 
@@ -106,6 +106,8 @@ class JoinedTrajectories:
         number, _ = self._waiting.pop(call)
         if number and not self._paths[number].turns:
             del self._paths[number]
+        else:
+            self._paths[number].drop_request()
 
     def of_row(self, call: int) -> bool:
         """Returns whether a request that waits is one of the row's conversation."""
@@ -114,17 +116,16 @@ class JoinedTrajectories:
     def rewarded(self, rewards: Mapping[int, float]) -> list[float]:
         """Returns the reward of each answer, in order of arrival. Answers whose call has none never reached
         the environment, and are dropped. Raises LookupError if one of these is of conversation 0."""
-        received = list[TakenAnswer]()
-        for place, taken in enumerate(self._answers):
+        received = [taken for taken in self._answers if taken.call in rewards]
+        if self._cut_at is not None:
+            self._cut_at = sum(taken.call in rewards for taken in self._answers[: self._cut_at])
+        for taken in self._answers:
             if taken.call in rewards:
-                received.append(taken)
                 continue
             if taken.conversation == 0:
                 raise LookupError("an answer of the row's conversation has no reward")
             # the last one: without it, the environment could not go on in this conversation
             self._paths[taken.conversation].drop_last()
-            if self._cut_at is not None and place < self._cut_at:
-                self._cut_at -= 1
         self._answers = received
         return [rewards[taken.call] for taken in received]
 

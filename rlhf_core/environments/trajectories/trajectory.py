@@ -175,11 +175,15 @@ class Trajectory:
     def drop_last(self) -> None:
         """Drops the last answer, and the messages that it answers."""
         self._answers.pop()
+        self._experts = None
+        self.drop_request()
+
+    def drop_request(self) -> None:
+        """Drops the messages after the last answer."""
         end = self._answers[-1].last + 1 if self._answers else len(self.prompt.tokens)
         messages = self._answers[-1].messages if self._answers else len(self.prompt.messages)
         del self.messages[messages:], self._tokens[end:], self._mask[end:], self._logprobs[end:]
         self._versions = [(first, version) for first, version in self._versions if first < end]
-        self._experts = None
 
     @property
     def document(self) -> Document:

@@ -16,6 +16,7 @@ import pytest
 
 from rlhf_core.config.rewards import Environment
 from rlhf_core.data.chat import Renderer
+from rlhf_core.environments.agents.users_functions import called
 from rlhf_core.environments.episode_contract import Episode
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.trajectories.trajectory import Limits
@@ -376,7 +377,7 @@ def test_a_hanging_command_ends_with_its_episode(make: Make, renderer: Renderer,
         ({"agent": "agent --fast"}, "set checker"),
         ({"agent": "a.py:run", "path": "guess"}, "leave path out"),
         ({"path": "agent"}, "set agent alone"),
-        ({"path": "guess", "checker": "a.py:check"}, "checker is for an agent"),
+        ({"path": "guess", "checker": "a.py:check"}, "checker is for agent and mcp"),
         ({"agent": "agent", "checker": "a.py:check", "options": {"a": 1}}, "in the command"),
         ({"agent": "a.py:run", "checker": "check"}, "checker"),
         ({"agent": "it's"}, "neither path.py:function nor a command"),
@@ -397,3 +398,15 @@ def test_the_functions_are_inputs(tmp_path: Path) -> None:
         "checker": "checks.py",
     }
     assert json.loads(json.dumps(config.arguments))["agent"] == f"{Path.cwd()}/agents.py:run"
+
+
+def test_errors_that_mean_something_else_to_a_future_arrive() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(called(lambda: next(iter(()))))
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(called(lambda: 1 / 0))
+
+    async def later() -> int:
+        return 3
+
+    assert asyncio.run(called(lambda: later())) == 3

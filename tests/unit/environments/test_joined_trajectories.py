@@ -131,8 +131,7 @@ def test_an_answer_that_nobody_got_does_not_follow_a_refusal(renderer: Renderer)
     paths = joined(renderer, LIMITS._replace(turns=2))
     asked(paths, renderer, 0, begins(1, "a"), "one")
     paths.ask(1, begins(2, "b"))
-    with pytest.raises(Full):
-        paths.ask(2, begins(3, "c"))
+    paths.cut()
     paths.take(1, answer(renderer, "two"))
     assert paths.finished
     paths.rewarded({0: 1.0})
@@ -145,18 +144,32 @@ def test_limits_hold_for_all_conversations(renderer: Renderer) -> None:
     few.ask(1, begins(2, "b"))
     with pytest.raises(Full, match="max_turns"):  # the second waits
         few.ask(2, begins(3, "c"))
+    few.cut()
+    assert not few.finished
     few.take(1, answer(renderer, "two"))
     assert few.finished, "an answer came after the refusal"
     size = len(renderer.prompt(begins(1, "a")["ask"]))
     small = joined(renderer, Limits(turns=9, prompt_tokens=size, tokens=size + 10, answer_tokens=None))
     assert small.ask(0, begins(1, "a"))[1] == size + 10
-    with pytest.raises(Full, match="prompt_max_len"):  # the first may take all that is left
+    with pytest.raises(Full, match="prompt_max_len"):  # the first may take all that it needs
         small.ask(1, begins(2, "b"))
     small.take(0, answer(renderer, "x"))
     assert not small.ask(1, begins(2, "b"))[1] > 10
     with pytest.raises(Full, match="prompt_max_len"):
         joined(renderer).ask(0, begins(1, "long " * 200))
     assert joined(renderer).ask(0, begins(1, "a", most=3))[1] == 3
+
+
+def test_a_request_that_is_given_up_leaves_nothing(renderer: Renderer) -> None:
+    paths = joined(renderer)
+    asked(paths, renderer, 0, begins(1, "a"), "one")
+    size = paths._paths[1].size
+    paths.ask(1, begins(1, "more"))
+    paths.ask(2, begins(2, "other"))
+    assert paths._paths[1].size > size
+    paths.give_up(1)
+    paths.give_up(2)
+    assert paths._paths[1].size == size and list(paths._paths) == [0, 1]
 
 
 def test_an_episode_with_several_conversations_is_restored(renderer: Renderer) -> None:

@@ -14,17 +14,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config.rewards import Environment
 from rlhf_core.data.chat import Renderer
+from rlhf_core.data.documents import Prompt
+from rlhf_core.environments.episode_contract import EpisodeRequest
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from tests.support.micro import wait_until
-from tests.unit.environments.test_episodes import renderer, run
+from tests.unit.environments.test_episodes import SAMPLING, renderer, run
 
 __all__ = ["renderer"]
 LIMITS = Limits(turns=4, prompt_tokens=1200, tokens=900, answer_tokens=200)
@@ -117,13 +120,24 @@ def make(renderer: Renderer, tmp_path: Path) -> Iterator[Make]:
     background.close()
 
 
-def row(name: str, answer: str = "", **arguments: int) -> dict[str, Any]:
+def running(server: Path) -> list[psutil.Process]:
+    """Returns the processes of a server's command."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(server) in (p.info["cmdline"] or ())]
+
+
+def row(name: str, answer: str = "", **arguments: Any) -> dict[str, Any]:
     call = json.dumps({"name": name, "arguments": arguments})
     return {"prompt": f"Do {call}.", "answer": answer, "wanted": answer}
 
 
 def asked(episodes: Episodes, renderer: Renderer, rows: Sequence[dict[str, Any]]) -> list[Any]:
     return run(episodes, renderer, rows, [each["prompt"] for each in rows])
+
+
+async def asked_later(episodes: Episodes, renderer: Renderer, one: dict[str, Any]) -> Any:
+    messages = ({"role": "user", "content": one["prompt"]},)
+    prompt = Prompt(messages, renderer.prompt(messages), one, False)
+    return await episodes.run([EpisodeRequest(prompt, 0, 0)], SAMPLING)
 
 
 @contextmanager
@@ -168,19 +182,32 @@ def test_tools_of_an_address(make: Make, renderer: Renderer, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "arguments", "told"),
     [
-        ("fails", "error: Error executing tool fails"),  # servers hide what raised
-        ("nobody", "error: there is no tool 'nobody'"),
-        ("hangs", "error: stopped after 2 s"),
-        ("add", "error:"),  # without its arguments
+        ("fails", {}, "error: Error executing tool fails"),  # servers hide what raised
+        ("nobody", {}, "error: there is no tool 'nobody'"),
+        ("hangs", {}, "error: stopped after 2 s"),
+        ("add", {}, "error:"),
+        ("add", {"a": "\ud800", "b": 1}, "error: the arguments cannot be sent"),
     ],
 )
-def test_the_model_sees_what_fails(make: Make, renderer: Renderer, name: str, told: str) -> None:
+def test_the_model_sees_what_fails(
+    make: Make, renderer: Renderer, tmp_path: Path, name: str, arguments: dict[str, Any], told: str
+) -> None:
     seconds = 2.0 if name == "hangs" else 200.0
     episodes = make(options={"seconds": seconds})
-    (found,) = asked(episodes, renderer, [row(name)])
+    (found,) = asked(episodes, renderer, [row(name, **arguments)])
     assert found.failure == "" and told in found.trajectory.messages[2]["content"]
+    assert not running(tmp_path / "server.py"), "a server ends with its episode, also one that hangs"
+
+
+def test_servers_end_with_the_environments_process(make: Make, renderer: Renderer, tmp_path: Path) -> None:
+    episodes = make(options={"seconds": 200.0})
+    waiting = episodes._background.start(asked_later(episodes, renderer, row("hangs")))
+    wait_until(lambda: running(tmp_path / "server.py"), "the server of the episode")
+    episodes.close()
+    wait_until(lambda: not running(tmp_path / "server.py"), "the end of the server")
+    waiting.cancel()
 
 
 def test_a_long_result_is_cut(make: Make, renderer: Renderer) -> None:
