@@ -4,7 +4,6 @@ command, summaries in place of a history, several calls at once, faults."""
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -369,35 +368,6 @@ def test_a_hanging_command_ends_with_its_episode(make: Make, renderer: Renderer,
     while running():
         assert time.monotonic() < deadline, "the command was not killed"
         time.sleep(0.1)
-
-
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"agent": "agent --fast"}, "set checker"),
-        ({"agent": "a.py:run", "path": "guess"}, "leave path out"),
-        ({"path": "agent"}, "set agent alone"),
-        ({"path": "guess", "checker": "a.py:check"}, "checker is for agent and mcp"),
-        ({"agent": "agent", "checker": "a.py:check", "options": {"a": 1}}, "in the command"),
-        ({"agent": "a.py:run", "checker": "check"}, "checker"),
-        ({"agent": "it's"}, "neither path.py:function nor a command"),
-        ({"agent": "   "}, "neither path.py:function nor a command"),
-        ({"agent": "solve.py:run now", "checker": "a.py:check"}, "neither path.py:function nor a command"),
-    ],
-)
-def test_wrong_fields(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        Environment(**fields)
-
-
-def test_the_functions_are_inputs(tmp_path: Path) -> None:
-    config = Environment(agent="agents.py:run", checker="checks.py:check", options={"a": 1})
-    assert not config.own and config.title == "agents.py:run"
-    assert {name: path.name for name, (path, _) in config.functions.items()} == {
-        "agent": "agents.py",
-        "checker": "checks.py",
-    }
-    assert json.loads(json.dumps(config.arguments))["agent"] == f"{Path.cwd()}/agents.py:run"
 
 
 def test_errors_that_mean_something_else_to_a_future_arrive() -> None:

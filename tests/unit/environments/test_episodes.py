@@ -383,22 +383,3 @@ def test_a_wrong_environment_is_one_sentence(
     with pytest.raises(ValueError, match=r"bad\.py") as raised:
         make(path)
     assert told in str(raised.value) and "\n" not in str(raised.value)
-
-
-GROUPS = """
-import anyio
-
-class World:
-    async def rollout(self, task, model):
-        await model.answer()
-        async with anyio.create_task_group() as group:
-            group.start_soon(anyio.sleep, 1000)
-            group.cancel_scope.cancel()
-        return 1.0
-"""
-
-
-def test_task_groups_of_anyio_can_be_cancelled(make: Make, renderer: Renderer, tmp_path: Path) -> None:
-    (tmp_path / "groups.py").write_text(GROUPS)
-    (found,) = run(make("groups.py:World", max_attempts=1, timeout=60.0), renderer, [{}])
-    assert found.failure == "" and found.rewards == [1.0]
