@@ -41,6 +41,7 @@ from rlhf_core.system.processes import UsersError, users_error, users_module
 
 PAGE = struct.Struct("<QQ")  # the ID of the episode being stepped, plus 1 (0: none), and a step counter
 WORKER = os.getpid()
+SHIPPED = Path(__file__).parent / "shipped"
 episode_now: contextvars.ContextVar[int] = contextvars.ContextVar("episode_now", default=-1)
 
 
@@ -98,6 +99,8 @@ def load(file: Path, name: str, options: dict[str, Any]) -> Any:
     try:
         return kind(**options)
     except Exception as error:
+        if file.parent == SHIPPED and isinstance(error, TypeError | ValueError):  # says what to correct
+            raise ValueError(f"environment: {error}") from error
         told = users_error(error, file, kind.__init__).text
         raise ValueError(
             f"{file}: {name}(**{options}) cannot be made: {told}; correct its options"

@@ -230,8 +230,9 @@ def test_a_limit_ends_the_episode(make: Make, renderer: Renderer) -> None:
 
 
 def test_servers_that_cannot_be_asked_are_named(make: Make) -> None:
-    with pytest.raises(ValueError, match="the MCP server no-such-server lists no tools"):
-        make("no-such-server")
+    with pytest.raises(ValueError, match="environment: the MCP server no-such-server lists no tools") as told:
+        make("no-such-server --key secret")
+    assert "secret" not in str(told.value)
     with pytest.raises(ValueError, match="lists no tools"):
         make(f"http://127.0.0.1:{free_port()}/mcp")
     with pytest.raises(ValueError, match="the variable NO_SUCH_TOKEN is empty"):
