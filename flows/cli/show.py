@@ -310,8 +310,12 @@ def config_docs() -> str:
     classes is listed once."""
     parts: dict[str, type[BaseModel]] = {}
     pages = [_section("Recipe", Recipe, parts)]
-    pages += [_section(f"Stage `{name}`", kind.config, parts) for name, kind in KINDS.items()]
     written: set[str] = set()
+    for stage, kind in KINDS.items():
+        pages.append(_section(f"Stage `{stage}`", kind.config, parts))
+        for group in _own_groups(kind.config):
+            written.add(group.__name__)
+            pages.append(_section(group.__name__, group, parts))
     while rest := [name for name in parts if name not in written]:
         for name in rest:
             written.add(name)
@@ -321,6 +325,17 @@ def config_docs() -> str:
         " default must be given.\n"
     )
     return "\n".join([head, *pages])
+
+
+def _own_groups(config: type[BaseModel]) -> list[type[BaseModel]]:
+    """Returns the groups of fields that no other stage takes, lowest first."""
+    configs = [kind.config for kind in KINDS.values()]
+    groups = []
+    for base in reversed(config.__bases__):
+        users = [other for other in configs if issubclass(other, base)]
+        if users == [config]:
+            groups.append(base)
+    return groups
 
 
 def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel]]) -> str:

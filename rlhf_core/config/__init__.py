@@ -49,7 +49,13 @@ from rlhf_core.config.loop_kinds import (
     SamplingFields,
 )
 from rlhf_core.config.outside_kinds import kinds_of_packages
-from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
+from rlhf_core.config.ppo.policy_objective import (
+    AGGREGATIONS,
+    GROUP_ESTIMATORS,
+    AdvantageEstimator,
+    Aggregation,
+)
+from rlhf_core.config.ppo.ppo_config import PPO
 from rlhf_core.config.sweep import Select
 from rlhf_core.config.training.optimised import Lora, Optimised, Trainable
 from rlhf_core.config.training.preference import DPO, KTO, REFERENCE_FREE, PreferenceLoss, UnpairedLoss

@@ -28,7 +28,7 @@ from rlhf_core.config.metrics import (
     training_metrics,
 )
 from rlhf_core.config.metrics.metric import Metric, Panel, names_for
-from rlhf_core.config.ppo import PPO
+from rlhf_core.config.ppo.ppo_config import PPO
 from rlhf_core.config.sweep import Select
 from rlhf_core.config.training.preference import DPO, KTO
 from rlhf_core.config.training.supervised import SFT, RewardModel

@@ -7,7 +7,7 @@ from rlhf_core.config.metrics.metric import Condition, Metric, Panel, after_run,
 from rlhf_core.config.metrics.sampling_metrics import rewarded
 from rlhf_core.config.metrics.shared_metrics import ANSWERS, DATA, EXPERTS, MERGED_AWAY, SURVIVES
 from rlhf_core.config.metrics.validation_metrics import EXPLOITED, VALIDATION
-from rlhf_core.config.ppo import PPO
+from rlhf_core.config.ppo.ppo_config import PPO
 
 OVERLONG = Condition("with `overlong_buffer`", lambda config: bool(config.overlong_buffer))
 PENALTY = Condition("with `truncated_penalty`", lambda config: bool(config.truncated_penalty))

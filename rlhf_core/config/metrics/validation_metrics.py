@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rlhf_core.config.metrics.metric import Condition, Metric, after_run, each
-from rlhf_core.config.ppo import PPO, pass_sizes
+from rlhf_core.config.ppo.ppo_config import PPO
+from rlhf_core.config.ppo.validation_fields import pass_sizes
 
 EXPLOITED = (
     "PPO's reward is outside its bound: a low one means it does not learn (learning rate, or a reward model"

@@ -17,10 +17,10 @@ Trainable.ranks rlhf_core/training/ranks.py config.ranks
 Trainable.adam_offload rlhf_core/config/training/optimised.py self.adam_offload
 Trainable.param_offload rlhf_core/config/training/optimised.py self.param_offload
 Loop.rounds rlhf_core/recipe/expand.py config.rounds
-PPO.environment rlhf_core/stages/ppo/train.py config.environment
-PPO.timeout rlhf_core/stages/ppo/start_fleet.py config.timeout
-PPO.adam_offload rlhf_core/config/ppo.py self.adam_offload
-PPO.param_offload rlhf_core/config/ppo.py self.param_offload
+RewardShaping.environment rlhf_core/stages/ppo/train.py config.environment
+ModelPlacement.timeout rlhf_core/stages/ppo/start_fleet.py config.timeout
+ModelPlacement.adam_offload rlhf_core/config/ppo/model_placement.py self.adam_offload
+ModelPlacement.param_offload rlhf_core/config/ppo/model_placement.py self.param_offload
 Evaluation.models evaluation/evaluation_stage.py config.models
 Evaluation.baseline evaluation/evaluation_stage.py config.baseline
 Evaluation.questions evaluation/evaluation_stage.py config.questions
@@ -67,7 +67,7 @@ EngineConfig.options rlhf_core/rollout/vllm/vllm_engine.py config.options
 WeighedReward.name rlhf_core/config/rewards.py self.name
 WeighedReward.weight rlhf_core/rewards/combine.py source.weight
 ModelReward.normalize rlhf_core/rewards/combine.py source.normalize
-ModelReward.ranks rlhf_core/config/ppo.py source.ranks
+ModelReward.ranks rlhf_core/config/ppo/model_placement.py source.ranks
 RequestedReward.normalize rlhf_core/rewards/combine.py source.normalize
 RequestedReward.timeout rlhf_core/rewards/clients.py source.timeout
 HttpReward.url rlhf_core/rewards/clients.py source.url

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from rlhf_core.config import PPO
-from rlhf_core.config.ppo import pass_sizes
+from rlhf_core.config.ppo.validation_fields import pass_sizes
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.sources import prompts as load_prompts

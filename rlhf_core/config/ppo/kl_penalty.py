@@ -1,0 +1,59 @@
+"""The KL to a reference model: its coefficient, its estimator, and where it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_core.records import Config, Positive, check
+
+
+class KLPenalty(Config):
+    """The reference that the actor is kept near, and the KL penalty."""
+
+    reference: str | None = Field(
+        None,
+        description=(
+            "KL anchor; default: the actor before training, or, with init_kl_coef 0 and no kl_target, none:"
+            " no KL is measured"
+        ),
+    )
+    init_kl_coef: float = Field(0.01, ge=0, description="coefficient of the per-token KL")
+    kl_in: Literal["reward", "loss"] = Field(
+        "reward", description="the KL is subtracted from the reward, or added to the loss (k2, k3)"
+    )
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "adapt the coefficient so that kl/mean, in nats per token, comes to this (Ziegler et al. 2019,"
+            " whose target is per answer: divide it by the answers' length); default: fixed"
+        ),
+    )
+    kl_horizon: Positive = Field(
+        10000,
+        description="answers over which the coefficient adapts: it changes by 2 % at most in a tenth of them",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1", description="KL estimator (Schulman 2020); k1 suits kl_in reward, k2 suits kl_in loss"
+    )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference is loaded: the recipe names one, or a KL to it is measured."""
+        return self.reference is not None or self.init_kl_coef > 0 or self.kl_target is not None
+
+    @check
+    def _check_kl(self) -> Iterator[str]:
+        if self.kl_target is not None and not self.init_kl_coef:
+            yield (
+                "kl_target multiplies the coefficient, which stays 0 with init_kl_coef 0: set init_kl_coef"
+                " above 0, or leave out kl_target"
+            )
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            yield (
+                "k1 as a loss has an expected gradient of zero: set kl_estimator to k2, whose gradient is"
+                " that of the KL, or kl_in to reward"
+            )

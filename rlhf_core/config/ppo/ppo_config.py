@@ -1,0 +1,131 @@
+"""PPO and its critic-free relatives: all groups of fields together, and the checks across groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from rlhf_core.config.loop_kinds import Rewarded
+from rlhf_core.config.ppo.kl_penalty import KLPenalty
+from rlhf_core.config.ppo.model_placement import ModelPlacement
+from rlhf_core.config.ppo.policy_objective import PolicyObjective
+from rlhf_core.config.ppo.reward_shaping import RewardShaping
+from rlhf_core.config.ppo.rollout_batches import RolloutBatches
+from rlhf_core.config.ppo.sampler_gap import SamplerGap
+from rlhf_core.config.ppo.validation_fields import ValidationFields
+from rlhf_core.config.rewards import NoReward
+from rlhf_core.config.training.optimised import Optimised, Routed, adapter_mistakes
+from rlhf_core.records import check
+
+
+class PPO(
+    ModelPlacement,
+    ValidationFields,
+    SamplerGap,
+    RolloutBatches,
+    RewardShaping,
+    KLPenalty,
+    PolicyObjective,
+    Optimised,
+    Rewarded,
+    Routed,
+):
+    """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives. Each model runs on
+    its own Ray group; vLLM generates the rollouts."""
+
+    stage: Literal["ppo"] = "ppo"
+
+    @property
+    def answering(self) -> Sequence[tuple[str, str]]:
+        return [("actor", self.actor)]
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_max_len + self.generate_max_len
+
+    @property
+    def scorings(self) -> dict[str, int]:
+        """How often each group scores the answers of an iteration."""
+        return dict.fromkeys(self.groups, 1) | {"actor": (not self.one_update) + self.reference_in_actor}
+
+    @property
+    def one_update(self) -> bool:
+        """Whether an iteration is one on-policy optimiser step that needs no log-probs beforehand, neither
+        for rewards nor for masking tokens. The log-probs then come from the training pass."""
+        samples = self.rollout_batch_size * self.n_samples_per_prompt
+        steps = self.max_epochs * (samples // self.train_batch_size)
+        needed = (self.kl_in == "reward" and self.has_reference) or self.sampler_is == "mask"
+        return steps == 1 and not self.freezing_actor_steps and not needed
+
+    @check
+    def _check_reward(self) -> Iterator[str]:
+        if any(isinstance(source, NoReward) for source in self.reward):
+            learns_from_kl = self.reference is not None and self.kl_in == "reward" and self.init_kl_coef
+            if not learns_from_kl or len(self.reward) > 1:
+                yield (
+                    "reward none learns from the KL to a teacher alone: set reference to the teacher,"
+                    " init_kl_coef to 1, kl_in to reward, and name no other reward"
+                )
+            if self.eval_prompts is not None or self.dynamic_filtering:
+                yield "eval_prompts and dynamic_filtering compare rewards, and reward is none: leave them out"
+        if self.bootstrap_truncated and self.dynamic_filtering:
+            yield (
+                "dynamic_filtering compares rewards before the critic's values are known, which"
+                " bootstrap_truncated puts in their place: leave one of them out"
+            )
+        if self.has_critic and self.critic is None and not self.reward_models:
+            yield (
+                "gae needs a critic, and there is no reward model to start it from: set critic, or a"
+                " critic-free estimator"
+            )
+
+    @check
+    def _check_sampling(self) -> Iterator[str]:
+        if self.temperature == 0:
+            yield (
+                "temperature=0 gives the same answer every time, there is nothing to compare: set it above 0,"
+                " usually to 1"
+            )
+        if self.ratio == "sequence" and self.sampler_is == "mask" and self.sampler_is_level == "token":
+            yield (
+                "sampler_is mask leaves out single tokens, and ratio sequence is of whole answers: set"
+                " sampler_is_level to geometric or sequence"
+            )
+        if self.environment is not None and self.stream_batch_size:
+            yield (
+                "stream_batch_size scores answers as they are finished, which episodes of an environment are"
+                " not: leave it out"
+            )
+        if self.stop_when is not None and self.export_at:
+            yield (
+                f"stop_when may end the stage before iteration {max(self.export_at)} of export_at: leave one"
+                " of them out"
+            )
+
+    @check
+    def _check_overlap(self) -> Iterator[str]:
+        for field, what in (("max_staleness", "trains"), ("stream_batch_size", "scores")):
+            if not getattr(self, field):
+                continue
+            if self.colocate_all or self.engine.sleep:
+                yield (
+                    f"{field} {what} while engines generate, so they need GPUs of their own: leave out"
+                    f" colocate_all and engine.sleep, or {field}"
+                )
+            if self.dynamic_filtering:
+                yield (
+                    "dynamic_filtering needs the rewards of all answers to know how many are missing, and"
+                    f" with {field} engines and models work on different ones: leave one of them out"
+                )
+
+    @check
+    def _check_batches(self) -> Iterator[str]:
+        yield from adapter_mistakes(self.engine, self.lora, self.dtype)
+        if self.micro_train_tokens is None:
+            yield from self.batch_mistakes()
+        samples = self.rollout_batch_size * self.n_samples_per_prompt
+        if samples % self.train_batch_size:
+            yield (
+                f"rollout_batch_size x n_samples_per_prompt = {samples} must be a multiple of"
+                f" train_batch_size={self.train_batch_size}: a rollout is cut into whole optimiser steps"
+            )
