@@ -66,7 +66,7 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
             config = node.config
             stage = stage_of_training(config, size, gpu.memory).stage
             held = peak_of_training(config, size, stage, gpu.memory)
-            zero = f", zero_stage {stage}" if config.zero_stage == "auto" else ""
+            zero = f", zero_stage {stage}" if config.sharding is None else ""
             line = (
                 f"[bold]{escape(node.name)}[/]: {held / GIB:.1f} GiB per GPU on {config.ranks.world_size}"
                 f" GPU(s){zero}"
@@ -234,10 +234,10 @@ def _source(source: RewardSource) -> dict[str, Any]:
 
 
 def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
-    """Returns the recipe fields of the fastest passes that fit; tries ZeRO stage 3 if none fits with the
-    stage's own."""
-    whole = config.lora is None or config.lora.quantize == "none"  # 4-bit weights are not sharded
-    for tried in dict.fromkeys((stage, 3 if config.ranks.world_size > 1 and whole else stage)):
+    """Returns the recipe fields of the fastest passes that fit; tries sharded weights if none fits with
+    the stage's own."""
+    sharded = config.ranks.world_size > 1 and not config.quantized  # 4-bit weights are not sharded
+    for tried in dict.fromkeys((stage, config.shardings[-1].stage if sharded else stage)):
         peaks = {
             each: peak_of_training(config, size, tried, gpu.memory, each) for each in alternatives(config)
         }
@@ -260,7 +260,6 @@ def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
 def _to_try(config: Optimised, more: str) -> str:
     """Returns the options that take less memory and are not in the recipe yet, including `more` ranks or
     GPUs."""
-    whole = config.lora is not None and config.lora.quantize != "none"  # 4-bit weights stay whole on each GPU
     frozen = (
         isinstance(config, PPO)
         and config.read_only
@@ -273,7 +272,7 @@ def _to_try(config: Optimised, more: str) -> str:
         ),
         "no zero_hpz": config.zero_hpz,
         "adam_offload": config.lora is None and len(config.offloaded("adam")) < models,
-        "param_offload": not whole and len(config.offloaded("param")) < models,
+        "param_offload": not config.quantized and len(config.offloaded("param")) < models,
         "ref_reward_shard": frozen,
         more: True,
         "lora": config.lora is None,

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import KINDS, PPO, Trainable
+from rlhf_core.config.training.sharding import Training
 from rlhf_core.forecast.hardware import GIB, Gpu
 from rlhf_core.forecast.memory import (
     CONTEXT,
-    Training,
     gpu_phases,
     group_bytes,
     largest_layer,
@@ -23,12 +23,9 @@ from rlhf_core.forecast.memory import (
 )
 from rlhf_core.hub.model_config import Size
 from rlhf_core.runs.resume_state import STATE_BYTES
-from rlhf_core.system.gpu_allocator import pinned_bytes
+from rlhf_core.system.gpu_allocator import ROUNDED
 
 PROCESS = 2 * GIB  # host memory of a process with its libraries (assumed)
-# for weights pinned one by one, each block rounded up to a power of two: 1 to 2, depending on their shapes
-ROUNDED = 1.5
-SUBGROUP = 1e9  # parameters whose fp32 gradients ZeRO-3 holds in one block of pinned memory
 DIRECT = 1 / 3  # of a GPU: smaller models are loaded there without a copy on the host (models/load_model.py)
 
 
@@ -80,7 +77,8 @@ def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) 
     ranks = config.ranks.num_ranks_per_node
     host = _trained_on_host(size, how, KINDS[config.stage].has_vocabulary, gpu)
     if getattr(config, "reference", None) is not None:
-        host = host._replace(scoring=_loaded(size, size.parameters, how.ranks if zero_stage == 3 else 1, gpu))
+        over = how.ranks if how.sharding.weights else 1
+        host = host._replace(scoring=_loaded(size, size.parameters, over, gpu))
     found = _phases(training_phases(config, size, zero_stage, gpu.memory), [host])
     return _exported({phase: each._replace(host=ranks * each.host) for phase, each in found.items()}, size)
 
@@ -167,20 +165,8 @@ def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
     still = PROCESS + (ROUNDED * how.weight * share if how.on_host else 0.0)
     if how.adapters:
         return _Host(still, loading)
-    return _Host(still, loading, STATE_BYTES * share, adam=_adam(size, share, how) if how.offload else 0.0)
-
-
-def _adam(size: Size, share: float, how: Training) -> float:
-    """Returns the bytes that DeepSpeed's Adam takes on the host for `share` parameters. Not pinned are two
-    fp32 moments and, under ZeRO-3, fp32 weights. Pinned are fp32 gradients; the gradients that passes add
-    up, in bf16 or under ZeRO-3 also in fp32; and under ZeRO-1 and 2 fp32 weights, their bf16 form, and the
-    largest weight."""
-    if how.zero_stage == 3:
-        added = (4 if how.sums_in_fp32 else 2) * share
-        return 12 * share + pinned_bytes(added) + share / SUBGROUP * pinned_bytes(4 * SUBGROUP)
-    flat = 2 * pinned_bytes(4 * share) + pinned_bytes(2 * share)
-    added = 0.0 if how.sums_in_fp32 else ROUNDED * 2 * share  # fp32 sums are on the GPU
-    return 8 * share + flat + added + pinned_bytes(2 * size.vocabulary * size.hidden)
+    adam = how.sharding.on_host(how, share, size.vocabulary * size.hidden) if how.offload else 0.0
+    return _Host(still, loading, STATE_BYTES * share, adam=adam)
 
 
 def _loaded(size: Size, count: float, shares: int, gpu: Gpu) -> float:

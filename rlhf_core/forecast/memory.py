@@ -4,8 +4,8 @@ Torch-free.
 Bytes per parameter trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and Adam's
 two moments 12, gradients 2, and their fp32 form during the step 4; if a step has several passes, gradients
 4 from the first pass on. PyTorch's allocator keeps the same amount again from step to step: this was seen
-on H200s and fitted to their peaks; the cause was not investigated. ZeRO-1 and 2 keep whole weights on each
-rank; ZeRO-3 shards everything, including weights that are only read.
+on H200s and fitted to their peaks; the cause was not investigated. What of this a rank holds is in the
+records of config/training/sharding.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import KINDS, PPO, REFERENCE_FREE, Lora, Optimised, Ranks, Trainable
+from rlhf_core.config.training.optimised import SHARDINGS
+from rlhf_core.config.training.sharding import Training
 from rlhf_core.forecast.fitting_passes import Pass, fields_of, on_rank, recipe_pass, sums_in_fp32
 from rlhf_core.forecast.hardware import GIB
 from rlhf_core.hub.model_config import Size
@@ -44,64 +46,40 @@ class ProcessBytes(NamedTuple):
     bucket: float = 0.0
 
 
-class Training(NamedTuple):
-    """Settings that determine the memory of a trained model: ranks, ZeRO stage, share of layers recomputed,
-    tokens per pass, Adam on the host, whether only adapters are trained (their own few bytes are left out),
-    bytes of a GPU, and bytes per weight (QLoRA: NF4)."""
-
-    ranks: int
-    zero_stage: int
-    recomputed: float
-    tokens: int
-    offload: bool = False
-    adapters: bool = False
-    gpu_bytes: float = 0.0
-    weight: float = 2.0
-    on_host: bool = False  # the shards of the weights, between two fetches
-    copies: int = 1  # ranks that share a second copy of the weights (hpZ); 1: no such copy
-    sums_in_fp32: bool = False  # of the gradients of a step's passes
-
-    @property
-    def cut(self) -> bool:
-        """Whether weights are sharded over the ranks while they are loaded. hpZ builds its second copy from
-        whole weights (training/ranks.py)."""
-        return self.zero_stage == 3 and self.copies == 1
-
-
 def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> ProcessBytes:
     """Returns the bytes of a model with its optimiser. `head`: its output is the vocabulary (a policy), not
     one number (a critic)."""
     count = size.parameters - (0 if head else size.head)
     per_rank = count / how.ranks
-    weights = how.weight * (per_rank if how.zero_stage == 3 else count)
+    sharded = how.sharding.weights
+    weights = how.weight * (per_rank if sharded else count)
     fetched = 0.0
-    if how.zero_stage == 3 and how.copies > 1:
+    if sharded and how.copies > 1:
         weights += how.weight * count / how.copies
-    if how.zero_stage == 3 and how.on_host:
+    if sharded and how.on_host:
         weights = 0.0
-    if how.zero_stage == 3:
+    if sharded:
         fetched = FETCHED + (
             2 * count if 2 * count <= KEPT * how.gpu_bytes and not how.adapters and not how.on_host else 0
         )
-    state, gradients = _state_and_gradients(size, how, count)
-    if not (how.adapters or how.offload or how.zero_stage == 0):
-        state += 4 * per_rank  # memory that the allocator keeps
+    state = gradients = step = 0.0
+    if not how.adapters:
+        state, gradients, step = how.sharding.on_gpu(how, count, size.vocabulary * size.hidden)
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
     positions = CHUNK if how.recomputed else how.tokens
     logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0
     # the head's gradient: in fp32, over chunks, and in bf16
     if head and how.recomputed and how.sums_in_fp32 and not how.adapters:
         logits += (4 + 2) * size.vocabulary * size.hidden
-    if how.zero_stage == 3 and not how.adapters:
+    if sharded and not how.adapters:
         # gradients of a layer wait for the layer's last one
         gradients += 2 * (count - (size.head if head else 0)) / size.layers
-    step = 4 * count if how.zero_stage == 0 and not how.adapters else 0.0
     scoring = read(size, scoring_tokens, head).scoring
     training = max(gradients + how.tokens * kept + logits, step)
     whole = how.weight * count
     # Adam's state is created after sharding
     starting = min(FETCHED, whole) if how.cut else max(0.0, whole - weights - state)
-    gathering = group_bytes(size) if how.zero_stage == 3 else 0.0
+    gathering = group_bytes(size) if sharded else 0.0
     return ProcessBytes(
         CONTEXT + weights + state,
         fetched + scoring,
@@ -109,37 +87,6 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Proce
         starting=starting,
         gathering=gathering,
     )
-
-
-def _state_and_gradients(size: Size, how: Training, count: float) -> tuple[float, float]:
-    """Returns the bytes of the optimiser's state, which stays, and of the gradients of `count` parameters,
-    at most."""
-    per_rank = count / how.ranks
-    if how.adapters:
-        return 0.0, 0.0
-    # plain torch, whose fp32 gradients replace the bf16 ones after the pass
-    if how.zero_stage == 0:
-        return 12 * count, (4 if how.sums_in_fp32 else 2) * count
-    sums = 0.0
-    # fp32 sums of this rank's share, and under ZeRO-1 of everything before, in fp32 buckets; otherwise bf16
-    # buckets
-    buckets = 2e9
-    if how.sums_in_fp32:
-        sums = 4 * per_rank
-    if how.sums_in_fp32 and how.zero_stage == 1:
-        sums = sums + 4 * count
-        buckets = 4e9
-    # in addition: the largest weight's gradient, space for its copy, and its fp64 form for the norm
-    if how.offload and how.zero_stage < 3:
-        embeddings = size.vocabulary * size.hidden
-        return 2 * embeddings, buckets + (2 + 8) * embeddings + sums
-    if how.offload:
-        return 0.0, 1e9
-    if how.zero_stage == 3:  # its gradients have their own space from the start
-        return (12 + (4 if how.sums_in_fp32 else 2)) * per_rank, 4 * per_rank
-    if how.sums_in_fp32:  # the step uses the sums directly
-        return 12 * per_rank, buckets + sums
-    return 12 * per_rank, (2 * count if how.zero_stage == 1 else 2 * per_rank) + 4 * per_rank
 
 
 def loaded(size: Size, head: bool, weight: float, ranks: int = 1, on_host: bool = False) -> float:
@@ -215,10 +162,10 @@ def copies(config: Optimised, ranks: Ranks) -> int:
 def training_of_role(config: PPO, role: str, gpu_bytes: float) -> Training:
     """Returns what determines the memory of PPO's actor or critic. The ZeRO stage must already be chosen
     (zero_stage.py)."""
-    assert config.zero_stage != "auto"
+    assert config.sharding is not None
     ranks = config.groups[role]
     tokens, recomputed = recipe_pass(config, ranks.world_size)
-    found = _training(config, role, ranks, config.zero_stage, gpu_bytes, Pass(tokens, recomputed))
+    found = _training(config, role, ranks, config.sharding.stage, gpu_bytes, Pass(tokens, recomputed))
     return found._replace(sums_in_fp32=sums_in_fp32(config, ranks.world_size))
 
 
@@ -235,7 +182,7 @@ def _training(
 ) -> Training:
     return Training(
         ranks=ranks.world_size,
-        zero_stage=zero_stage,
+        sharding=SHARDINGS[zero_stage],
         recomputed=what.recomputed,
         tokens=on_rank(what.tokens, config.sequence_parallel_size),
         offload=role in config.offloaded("adam"),
@@ -312,7 +259,7 @@ def training_phases(
     held = trained(size, how, head, how.tokens)
     score = {}
     if "reference" in KINDS[config.stage].names and getattr(config, "loss", "") not in REFERENCE_FREE:
-        second = read(size, how.tokens, head, ranks=how.ranks if zero_stage == 3 else 1)
+        second = read(size, how.tokens, head, ranks=how.ranks if how.sharding.weights else 1)
         named = getattr(config, "reference", None) is not None
         score["score"] = held.still + (second.still - CONTEXT + second.scoring if named else held.scoring)
     return {

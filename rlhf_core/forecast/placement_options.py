@@ -47,7 +47,7 @@ class PlacementOptions:
     def all_together(self) -> dict[str, dict[str, Any]]:
         """Returns options with all roles on all GPUs."""
         together = self._together()
-        most = self._most_sharded()
+        most = self.config.shardings[-1].stage
         shards = f", ZeRO-{most}" if self.count > 1 else ""  # one GPU has nothing to shard
         zero_stage = most if shards else 0
         offloaded = self._offloaded()
@@ -67,7 +67,7 @@ class PlacementOptions:
                     in_shares | {"adam_offload": offloaded}
                 ),
             }
-        if shards and most == 3 and nodes_of(self.count, self.gpu) > 1:
+        if shards and not self.config.quantized and nodes_of(self.count, self.gpu) > 1:
             options["all together, all offloaded, a copy of the weights on each node (zero_hpz)"] = (
                 together | on_host | {"zero_hpz": True}
             )
@@ -84,7 +84,7 @@ class PlacementOptions:
         left = self.count - actor - judging
         if left < 1 or self.count < 3:
             return {}
-        most = self._most_sharded()
+        most = self.config.shardings[-1].stage
         split = {
             **self._apart(),
             **dict.fromkeys(("actor_ranks", "reference_ranks"), self._ranks(actor)),
@@ -111,18 +111,14 @@ class PlacementOptions:
 
     def weights_on_host(self) -> dict[str, dict[str, Any]]:
         """Returns the option with the trained weights in the host's memory, if they can be sharded."""
-        if self._most_sharded() < 3:
+        if self.config.quantized:
             return {}
         shares = self.count > 1 and self.config.read_only
         frozen = {"ref_reward_shard": True} if shares else {"ref_reward_offload": True}
         offloaded = self._offloaded()
-        on_host = {"adam_offload": offloaded, "param_offload": offloaded, "zero_stage": 3}
+        most = self.config.shardings[-1].stage
+        on_host = {"adam_offload": offloaded, "param_offload": offloaded, "zero_stage": most}
         return {"all together, weights and Adam offloaded": self._together() | frozen | on_host}
-
-    def _most_sharded(self) -> int:
-        """Returns the highest ZeRO stage: 4-bit weights are not sharded."""
-        lora = self.config.lora
-        return 2 if lora is not None and lora.quantize != "none" else 3
 
     def _offloaded(self) -> list[str]:
         return ["actor", "critic"] if self.config.has_critic else ["actor"]

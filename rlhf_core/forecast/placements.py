@@ -85,9 +85,7 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> 
     found = []
     if config.actor_ranks.gpus:
         taken = (
-            f", zero_stage {stage_of_ppo(config, sizes, gpu.memory).stage}"
-            if config.zero_stage == "auto"
-            else ""
+            f", zero_stage {stage_of_ppo(config, sizes, gpu.memory).stage}" if config.sharding is None else ""
         )
         beyond = max(0.0, _gpu_count(config) - count)
         found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, gpu)._replace(beyond=beyond))

@@ -15,15 +15,13 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO
+from rlhf_core.config.training.optimised import SHARDINGS
 from rlhf_core.forecast.fitting_passes import Pass, as_laid
 from rlhf_core.forecast.hardware import GIB, Gpu, gather_seconds, nodes_of
 from rlhf_core.forecast.memory import KEPT, engine_needs
 from rlhf_core.forecast.rates import FAST, SLOW, TYPICAL, Rates
 from rlhf_core.hub.model_config import Size
 
-# Seen on H200s with 1.5B and 7.6B models, in runs without a record: seconds per layer in which the host
-# launches a pass, forward and backward
-LAUNCH = {0: 0.0034, 1: 0.0068, 2: 0.0068, 3: 0.0092}
 HOST_ADAM = 1.5e9
 # parameters per second of an optimiser step on the host, for one rank; for all ranks of a node (assumed)
 NODE_ADAM = 6e9
@@ -65,7 +63,8 @@ def phases(
     Generation that overlaps with scoring and training only counts with the remainder."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
     tokens = answers * config.longest
-    assert config.zero_stage != "auto", "decided before (zero_stage.py)"
+    sharding = config.sharding
+    assert sharding is not None, "decided before (zero_stage.py)"
     scoring = {}
     training = {}
     host = [0.0]
@@ -91,7 +90,7 @@ def phases(
             steps = answers * config.max_epochs / config.train_batch_size
             a_pass, passes = as_laid(config, ranks)
             computed = passes * seconds_of_pass(
-                size, a_pass, config.zero_stage, head, gpu, config.longest, rates
+                size, a_pass, sharding.stage, head, gpu, config.longest, rates
             )
             training[name] = (
                 steps
@@ -105,9 +104,7 @@ def phases(
     gpus = layout.gpus()
     # adapters take no time in comparison
     sent_whole = 0 if config.engine.adapters == "alone" else 2 * engine.parameters
-    gathered = (
-        gather_seconds(sent_whole, config.actor_ranks.world_size, gpu) if config.zero_stage == 3 else 0.0
-    )
+    gathered = gather_seconds(sent_whole, config.actor_ranks.world_size, gpu) if sharding.weights else 0.0
     found = {
         "generate": _generate(config, engine, len(layout.slots["sampler"]), gpu, rates),
         "score": busiest(scoring, gpus),
@@ -134,10 +131,11 @@ def seconds_of_pass(
     """Returns the time of the pass's operations, or the time that the host needs to launch them if that is
     longer. `head`: as in `memory.trained`."""
     again = 1 + what.recomputed / 3  # of 3 parts, one forward and two backward, the first is recomputed
-    share = rates.sharded if zero_stage == 3 else rates.training
+    sharding = SHARDINGS[zero_stage]
+    share = rates.sharded if sharding.weights else rates.training
     return again * max(
         3 * forward_operations(size, head, length) * what.tokens / share / gpu.flops,
-        size.layers * LAUNCH[zero_stage],
+        size.layers * sharding.launch,
     )
 
 
@@ -162,7 +160,9 @@ def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
             return Sending(scoring=whole)
         return Sending(once=weights / gpu.host if config.ref_reward_offload else 0.0)
     reduced = 0.0 if config.lora is not None else whole
-    if config.zero_stage == 3:
+    sharding = config.sharding
+    assert sharding is not None, "decided before (zero_stage.py)"
+    if sharding.weights:
         read = weights / ranks / gpu.host if role in config.param_offload else 0.0
         in_node = gather_seconds(weights, min(ranks, gpu.per_node), gpu)
         again = (
@@ -171,9 +171,9 @@ def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
             else (in_node if config.zero_hpz else whole) + read
         )
         return Sending(whole + read, whole + read + again + reduced)
-    if config.zero_stage == 0 or config.lora is not None:
+    if not sharding.state or config.lora is not None:
         return Sending()
-    return Sending(0.0, reduced, whole) if config.zero_stage == 2 else Sending(0.0, 0.0, reduced + whole)
+    return Sending(0.0, reduced, whole) if sharding.gradients else Sending(0.0, 0.0, reduced + whole)
 
 
 def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:

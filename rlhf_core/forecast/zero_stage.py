@@ -14,6 +14,8 @@ from typing import NamedTuple, TypeVar
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
+from rlhf_core.config.training.optimised import SHARDINGS
+from rlhf_core.config.training.sharding import TORCH
 from rlhf_core.forecast.fitting_passes import Pass
 from rlhf_core.forecast.hardware import GIB
 from rlhf_core.forecast.memory import (
@@ -46,22 +48,12 @@ class Chosen(NamedTuple):
         return f"zero_stage {self.stage}: {self.why}"
 
 
-def layout_of(config: PPO) -> dict[str, int | str]:
-    """Returns the ranks of the trained roles and their ZeRO stage, which a resume state records."""
-    return {
-        **{name: ranks.world_size for name, ranks in config.trained_ranks.items()},
-        "zero_stage": config.zero_stage,
-    }
-
-
 def uses_deepspeed(config: PPO) -> bool:
     """Returns whether actor and critic use DeepSpeed: as `zero_stage` sets it; under `auto`, when one of
     them has several ranks or no GPUs, or the recipe offloads them to the host or has DeepSpeed options."""
-    if config.zero_stage != "auto":
-        return config.zero_stage > 0
-    return config.needs_deepspeed or any(
-        ranks.world_size > 1 or not ranks.gpus for ranks in config.trained_ranks.values()
-    )
+    if config.sharding is not None:
+        return config.sharding is not TORCH
+    return not config.alone or not all(ranks.gpus for ranks in config.trained_ranks.values())
 
 
 def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, gpu_bytes: float) -> Chosen:
@@ -75,12 +67,10 @@ def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, gpu_bytes: float
 
 def stage_of_state(config: Optimised, kept: int) -> Chosen:
     """Returns the ZeRO stage of a resume state, and which fields of the recipe have no effect under it."""
-    wanted = (
-        ("adam_offload", config.offloaded("adam"), 1),
-        ("param_offload", config.offloaded("param"), 3),
-        ("zero_hpz", config.zero_hpz, 3),
-    )
-    ignored = [name for name, on, least in wanted if on and kept < least]
+    sharding = SHARDINGS[kept]
+    ignored = [] if sharding.weights else config.needing_shards
+    if config.offloaded("adam") and not sharding.state:
+        ignored = ["adam_offload", *ignored]
     later = (
         f", so {' and '.join(ignored)} {'count' if ignored[1:] else 'counts'} from the next start without one"
         if ignored
@@ -99,9 +89,12 @@ def peak_of_ppo(config: PPO, sizes: Mapping[str, Size], stage: int, gpu_bytes: f
 
 def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) -> Chosen:
     """Like `stage_of_ppo`, but for a training stage."""
-    alone = config.ranks.world_size == 1 and not config.needs_deepspeed
     return _choose(
-        config, alone, size, lambda known, stage: peak_of_training(config, known, stage, gpu_bytes), gpu_bytes
+        config,
+        config.alone,
+        size,
+        lambda known, stage: peak_of_training(config, known, stage, gpu_bytes),
+        gpu_bytes,
     )
 
 
@@ -116,12 +109,12 @@ def peak_of_training(
 def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
     """Returns the bytes that each of the trained models in `sizes`, by role, takes on every GPU of its
     ranks while it is loaded; under `auto`, with the ZeRO stage that takes the least."""
-    quantized = config.lora is not None and config.lora.quantize != "none"
-    weight = 4.0 if config.dtype == "float32" and not quantized else bytes_of_weights(config.lora)
+    weight = 4.0 if config.dtype == "float32" and not config.quantized else bytes_of_weights(config.lora)
+    sharding = config.sharding or config.shardings[-1]
     found = {}
     for role, size in sizes.items():
         group = config.groups[role] if isinstance(config, PPO) else next(iter(config.trained_ranks.values()))
-        cut = config.zero_stage in (3, "auto") and not quantized and copies(config, group) == 1
+        cut = sharding.weights and copies(config, group) == 1
         on_host = cut and (role if isinstance(config, PPO) else "model") in config.offloaded("param")
         head = role != "critic" and KINDS[config.stage].has_vocabulary
         found[role] = loaded(size, head, weight, group.world_size if cut else 1, on_host)
@@ -204,28 +197,20 @@ def _choose(
 ) -> Chosen:
     """Returns the recipe's stage; 0 for one rank (`alone`); otherwise the lowest stage whose `peak` (bytes,
     from the `known` sizes) fits, among the stages that support what the recipe requires."""
-    if config.zero_stage != "auto":
-        return Chosen(config.zero_stage, "as the recipe says")
+    if config.sharding is not None:
+        return Chosen(config.sharding.stage, "as the recipe says")
     if alone:
-        return Chosen(0, "one rank has nothing to share out")
-    sharded = [
-        name
-        for name, wanted in (("param_offload", config.offloaded("param")), ("zero_hpz", config.zero_hpz))
-        if wanted
-    ]
-    if sharded:
-        return Chosen(3, f"{sharded[0]} is for weights that are sharded")
-    # The memory left on the GPU with Adam on the host is only known for stages 2 and 3.
-    stages = (2, 3) if config.offloaded("adam") else (1, 2, 3)
-    # 4-bit weights are not sharded
-    quantized = config.lora is not None and config.lora.quantize != "none"
+        return Chosen(TORCH.stage, "one rank has nothing to share out")
+    most = config.shardings[-1].stage
+    if config.needing_shards:
+        return Chosen(most, f"{config.needing_shards[0]} is for weights that are sharded")
     if known is None or not gpu_bytes or config.dtype != "bfloat16":
         unknown = "a model's config.json has no sizes" if known is None else "it is not bfloat16"
-        return Chosen(
-            2 if quantized else 3,
-            f"memory cannot be estimated, as {unknown if gpu_bytes else 'there is no GPU'}",
-        )
-    peaks = {stage: peak(known, stage) for stage in stages if not (stage == 3 and quantized)}
+        return Chosen(most, f"memory cannot be estimated, as {unknown if gpu_bytes else 'there is no GPU'}")
+    # The memory left on the GPU with Adam on the host is only known where gradients are sharded.
+    offloaded = config.offloaded("adam")
+    wanted = [each for each in config.shardings if (each.gradients if offloaded else each.state)]
+    peaks = {each.stage: peak(known, each.stage) for each in wanted}
     stage = next((stage for stage, held in peaks.items() if held <= USABLE * gpu_bytes), max(peaks))
     fits = "the lowest that fits" if peaks[stage] <= USABLE * gpu_bytes else "none is estimated to fit"
     tried = ", ".join(

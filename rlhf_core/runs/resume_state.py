@@ -11,6 +11,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+from rlhf_core.config import Optimised
+from rlhf_core.config.training.sharding import TORCH
 from rlhf_core.runs.run_dir import STATE, RunDir
 from rlhf_core.system.files import sync_to_disk, write_text
 
@@ -76,12 +78,20 @@ def latest(run: RunDir) -> Resume | None:
     return Resume(_step(folder), folder, json.loads((folder / LOOP).read_text()))
 
 
-def kept_zero_stage(run: RunDir, layout: Mapping[str, int | str]) -> int | None:
-    """Returns the ZeRO stage of the newest state if it was written with the ranks in `layout`, else None. Any
+def layout_of(config: Optimised) -> dict[str, int | str]:
+    """Returns what a state records of how it was trained: the ranks of each model, and the recipe's
+    `zero_stage`, which may still be `auto` with several ranks."""
+    ranks = {name: ranks.world_size for name, ranks in config.trained_ranks.items()}
+    undecided = config.sharding is None and config.alone
+    return {**ranks, "zero_stage": TORCH.stage if undecided else config.zero_stage}
+
+
+def kept_zero_stage(run: RunDir, config: Optimised) -> int | None:
+    """Returns the ZeRO stage of the newest state if it was written with the ranks of `config`, else None. Any
     number of ranks can read a state under any ZeRO stage."""
     resume = latest(run)
     kept = resume.loop["layout"] if resume else {}
-    same = all(kept.get(name) == number for name, number in layout.items() if name != "zero_stage")
+    same = all(kept.get(name) == ranks.world_size for name, ranks in config.trained_ranks.items())
     return int(kept["zero_stage"]) if kept and same else None
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch reads the first that is not empty
 SEGMENTS = "expandable_segments"
 BLOCK = 2**32  # most bytes of a block of pinned memory that tensors share
+ROUNDED = 1.5  # bytes for each one of weights pinned one by one: 1 to 2, depending on their shapes
 
 
 def give_up_segments(environment: MutableMapping[str, str]) -> None:

@@ -1,18 +1,19 @@
 """What plain torch and DeepSpeed ZeRO do differently: which weights are cut over the ranks while a model is
 loaded, the engine that trains it, and models that are cut and not trained.
 
-Everything else uses `backend_of(config)`. A further backend (FSDP2) is one more class here and a value of
-`zero_stage`'s successor in the recipe.
+Everything else uses `backend_of(config)`. What a backend shards, and the memory that this takes, is in
+`config/training/sharding.py`. A further backend (FSDP2) is one more class here, and a record there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
 
 from rlhf_core.config import Optimised
+from rlhf_core.config.training.sharding import TORCH
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.weights.shards import Shards
 from rlhf_core.training.engine import AdamW, Engine, TorchEngine
@@ -63,9 +64,9 @@ class TorchBackend:
 
 
 def backend_of(config: Optimised) -> TrainingBackend:
-    """Returns the backend of a stage whose `zero_stage` is decided: plain torch for 0, and for auto on one
-    rank."""
-    return TorchBackend() if config.zero_stage in ("auto", 0) else zero_backend()
+    """Returns the backend of a stage whose `zero_stage` is decided, or is auto on one rank: plain torch."""
+    opened: dict[str, Callable[[], TrainingBackend]] = {"torch": TorchBackend, "zero": zero_backend}
+    return opened[(config.sharding or TORCH).backend]()
 
 
 def zero_backend() -> TrainingBackend:

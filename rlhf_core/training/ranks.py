@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
 from rlhf_core.config import KINDS, Lora, Optimised, Trainable
 from rlhf_core.config.metrics.shared_metrics import SURVIVES
+from rlhf_core.config.training.sharding import TORCH
 from rlhf_core.data.data_report import JSON
 from rlhf_core.forecast.by_phase import training_by_phase, training_host_doubt
 from rlhf_core.forecast.hardware import Gpu
@@ -51,7 +52,6 @@ from rlhf_core.system import progress
 from rlhf_core.system.machine import disk_problem, free_memory
 from rlhf_core.training.backends import FrozenModel, backend_of
 from rlhf_core.training.engine import AdamW, Engine, finite, on_cpu
-from rlhf_core.training.train_loop import layout_of
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
 BESIDE = "adapter"  # folder of a merged checkpoint with its adapter
@@ -75,10 +75,10 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
     if config.ranks.world_size == 1:
         set_rank_environment(0, 1, store_address())
         memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-        if config.needs_deepspeed:
-            request = with_zero_stage(request, run, config, memory, free_memory())
-        else:
+        if config.alone:
             _doubt(request, config, memory, free_memory())
+        else:
+            request = with_zero_stage(request, run, config, memory, free_memory())
         try:
             return rank(request, run)
         except torch.OutOfMemoryError as error:
@@ -100,8 +100,8 @@ def with_zero_stage(
     """Resolves `zero_stage: auto`: to that of a resume state from as many ranks, otherwise according to
     `gpu_bytes`, the memory of a GPU (0: none). Warns if that or `host_bytes`, the free memory of a node, may
     not suffice. Raises MachineLacks when the GPU cannot hold what is loaded onto it."""
-    if config.zero_stage == "auto":
-        kept = resume_state.kept_zero_stage(run, layout_of(config))
+    if config.sharding is None:
+        kept = resume_state.kept_zero_stage(run, config)
         chosen = (
             stage_of_training(config, _size(request, config), gpu_bytes)
             if kept is None
@@ -124,7 +124,7 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int, host_bytes:
         return
     require_start([request.name], starts(config, {request.name: size})[request.name], gpu_bytes)
     if config.dtype == "bfloat16":
-        stage = 0 if config.zero_stage == "auto" else config.zero_stage
+        stage = (config.sharding or TORCH).stage
         print(doubt(peak_of_training(config, size, stage, gpu_bytes), gpu_bytes), end="", flush=True)
         print(
             training_host_doubt(training_by_phase(config, size, stage, Gpu(gpu_bytes)), host_bytes),
@@ -142,9 +142,9 @@ def shards_of(config: Optimised, role: str = "model") -> Shards | None:
 def open_frozen(
     path: str, config: Trainable, trust_remote_code: bool, device: torch.device
 ) -> Policy | FrozenModel:
-    """Loads a policy that is not trained: whole on each rank, or cut over the ranks like a trained one under
-    ZeRO-3. Is a collective then."""
-    if config.zero_stage != 3:
+    """Loads a policy that is not trained: whole on each rank, or cut over the ranks if a trained one
+    is. Is a collective then."""
+    if config.sharding is None or not config.sharding.weights:
         return load_policy(path, config.dtype, trust_remote_code).to(device)
     backend = backend_of(config)
     policy = load_policy(path, config.dtype, trust_remote_code, shards=backend.frozen_shards(config.dtype))
@@ -160,7 +160,7 @@ def make_engine(
     `role`: as in `Optimised.offloaded`. Raises ValueError for a model whose sequences cannot be split as
     configured.
     """
-    assert config.zero_stage != "auto" or all(
+    assert config.sharding is not None or all(
         ranks.world_size == 1 for ranks in config.trained_ranks.values()
     ), "decided before"
     sharing = config.sequence_parallel_size

@@ -102,7 +102,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
                 "recent": recent,
                 "evaluation": evaluation,
                 "trained": trained,
-                "layout": layout_of(config),
+                "layout": resume_state.layout_of(config),
             }
             loop |= {"skipped": skipped.count}
             saving.begin(done, loop)
@@ -192,16 +192,6 @@ def order_of_epoch(count: int, epoch: int, seed: int) -> array[int]:
     order = array("q", range(count))
     random.Random(f"{seed}-{epoch}").shuffle(order)
     return order
-
-
-def layout_of(config: Trainable) -> dict[str, int | str]:
-    """Returns the number of ranks and the ZeRO stage for a resume state. With several ranks, `zero_stage` may
-    still be `auto`."""
-    alone = config.ranks.world_size == 1 and not config.needs_deepspeed
-    return {
-        "ranks": config.ranks.world_size,
-        "zero_stage": 0 if alone and config.zero_stage == "auto" else config.zero_stage,
-    }
 
 
 def accumulate(

@@ -13,7 +13,9 @@ from rlhf_core.config.engines import EngineConfig
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.process_groups import Groups
 from rlhf_core.config.sweep import Value, sweep_mistakes, variants
+from rlhf_core.config.training.sharding import TORCH, Sharding
 from rlhf_core.config.training.zero_fields import ZeroFields
+from rlhf_core.config.training.zero_sharding import ZERO_1, ZERO_2, ZERO_3
 from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Rate, Share, check
 
 Recomputed = Annotated[
@@ -23,6 +25,8 @@ Recomputed = Annotated[
 FEW_STEPS = 10  # fewer optimiser steps than this train almost nothing
 # ranks for which vLLM has kernels; an adapter uses the next larger one
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# what each value of `zero_stage` shards
+SHARDINGS: dict[int, Sharding] = {each.stage: each for each in (TORCH, ZERO_1, ZERO_2, ZERO_3)}
 
 
 class Lora(Config):
@@ -170,9 +174,31 @@ class Optimised(Gated, ZeroFields):
         return variants(self, self.sweep) if self.sweep else {}
 
     @property
-    def needs_deepspeed(self) -> bool:
-        """Whether the recipe asks for something that plain torch, which trains on one rank, lacks."""
-        return bool(self.offloaded("adam") or self.offloaded("param") or self.deepspeed)
+    def sharding(self) -> Sharding | None:
+        """What training shards over its ranks; None: `auto`, which is decided when the stage starts."""
+        return None if self.zero_stage == "auto" else SHARDINGS[self.zero_stage]
+
+    @property
+    def shardings(self) -> list[Sharding]:
+        """What can be shared out, least first: 4-bit weights cannot."""
+        return [each for each in SHARDINGS.values() if not (each.weights and self.quantized)]
+
+    @property
+    def needing_shards(self) -> list[str]:
+        """The fields that have an effect only on weights that are sharded."""
+        wanted = {"param_offload": self.offloaded("param"), "zero_hpz": self.zero_hpz}
+        return [name for name, on in wanted.items() if on]
+
+    @property
+    def quantized(self) -> bool:
+        return self.lora is not None and self.lora.quantize != "none"
+
+    @property
+    def alone(self) -> bool:
+        """Whether plain torch could train this: each model on one rank, and nothing that plain torch
+        lacks."""
+        lacking = self.offloaded("adam") or self.offloaded("param") or self.deepspeed
+        return not lacking and all(ranks.world_size == 1 for ranks in self.trained_ranks.values())
 
     @property
     def longest(self) -> int:
@@ -210,40 +236,38 @@ class Optimised(Gated, ZeroFields):
 
     @check
     def _check_zero(self) -> Iterator[str]:
+        sharding = self.sharding
+        plain = sharding is TORCH
         for name, ranks in self.trained_ranks.items():
-            if self.zero_stage == 0 and ranks.world_size > 1:
+            if plain and ranks.world_size > 1:
                 yield (
                     f"zero_stage=0 trains on one rank, {name} are {ranks.world_size}: set zero_stage to 1, 2,"
                     " 3 or auto"
                 )
-        quantized = self.lora is not None and self.lora.quantize != "none"
-        if self.lora is not None and quantized and self.zero_stage == 3:
+        if self.lora is not None and self.quantized and sharding is not None and sharding.weights:
             yield (
                 f"lora.quantize={self.lora.quantize} cannot be trained with zero_stage=3, which would cut"
                 " 4-bit weights into shards: set zero_stage to 2 or less, or quantize to none"
             )
-        sharded = [
-            name
-            for name, wanted in (("param_offload", self.offloaded("param")), ("zero_hpz", self.zero_hpz))
-            if wanted
-        ]
-        if self.lora is not None and quantized:
-            whole = f"lora.quantize={self.lora.quantize} keeps whole weights on the GPU"
-            yield from (f"{whole}: leave out {name}, or set quantize to none" for name in sharded)
-        if self.zero_stage == 0 and self.offloaded("adam"):
+        if self.lora is not None and self.quantized:
+            because = f"lora.quantize={self.lora.quantize} keeps whole weights on the GPU"
+            yield from (
+                f"{because}: leave out {name}, or set quantize to none" for name in self.needing_shards
+            )
+        if plain and self.offloaded("adam"):
             yield (
                 "zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host: set zero_stage to 2,"
                 " 3 or auto"
             )
-        if self.zero_stage == 0 and self.deepspeed:
+        if plain and self.deepspeed:
             yield (
                 "zero_stage=0 is plain torch, without options of DeepSpeed: leave out deepspeed, or set"
                 " zero_stage to 1, 2, 3 or auto"
             )
-        if self.zero_stage not in (3, "auto"):
+        if sharding is not None and not sharding.weights:
             yield from (
                 f"{name} is for weights that are sharded: set zero_stage to 3 or auto, or leave it out"
-                for name in sharded
+                for name in self.needing_shards
             )
         if self.zero_hpz and all(ranks.num_nodes == 1 for ranks in self.trained_ranks.values()):
             yield (

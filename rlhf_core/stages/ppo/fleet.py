@@ -59,8 +59,8 @@ class Fleet:
     @property
     def zero_stage(self) -> int:
         """Returns the ZeRO stage that was chosen for actor and critic."""
-        assert self.config.zero_stage != "auto", "it was chosen"
-        return self.config.zero_stage
+        assert self.config.sharding is not None, "it was chosen"
+        return self.config.sharding.stage
 
     @property
     def sleeps(self) -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PPO
-from rlhf_core.forecast.zero_stage import layout_of
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running
@@ -200,7 +199,7 @@ class IterationLoop:
         """Writes a resume state, once the last one is complete."""
         fleet = self._fleet
         state = iteration_state(self._kl, self._carried) | {
-            "layout": layout_of(self._config) | {"zero_stage": fleet.zero_stage},
+            "layout": resume_state.layout_of(self._config) | {"zero_stage": fleet.zero_stage},
             "best": self.best,
         }
         finish_saving(fleet, self._commit)

@@ -202,7 +202,7 @@ def zero_stage_of(
         for names, needed in starts_of_ppo(config, known):
             if needed > gpu_bytes:  # otherwise no other group is asked
                 require_start(names, needed, min(groups[name].gpu_bytes(config.timeout) for name in names))
-    if config.zero_stage == "auto" and resumed_zero_stage is not None:
+    if config.sharding is None and resumed_zero_stage is not None:
         chosen = stage_of_state(config, resumed_zero_stage)
     else:
         chosen = stage_of_ppo(config, sizes, gpu_bytes)

@@ -20,7 +20,6 @@ from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.environments.environment_trial import try_environment
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.trajectories.trajectory import Limits
-from rlhf_core.forecast.zero_stage import layout_of
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.rewards.own_tokens import OwnTokens, writers
 from rlhf_core.rewards.reward_trial import try_rewards
@@ -58,7 +57,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed
     )
     resume = resume_state.latest(run)
-    resumed_zero_stage = resume_state.kept_zero_stage(run, layout_of(config))
+    resumed_zero_stage = resume_state.kept_zero_stage(run, config)
     # Before any model is loaded: functions and environment may be faulty.
     try_rewards(config.reward, data.items[0], renderer)
     engines = start_rollout_group(config, renderer, groups, data.items[0])

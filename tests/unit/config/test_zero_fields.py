@@ -82,12 +82,9 @@ def test_what_cannot_be_is_refused_in_a_sentence(fields: dict[str, Any], told: s
 
 def test_ppo_names_the_roles() -> None:
     config = ppo(param_offload=True, adam_offload=["critic"])
-    assert (
-        config.offloaded("param") == ("actor", "critic")
-        and config.offloaded("adam") == ("critic",)
-        and config.needs_deepspeed
-    )
-    assert not ppo().needs_deepspeed
+    assert config.offloaded("param") == ("actor", "critic") and config.offloaded("adam") == ("critic",)
+    one = dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks(gpus=1))
+    assert ppo(**one).alone and not ppo().alone and not ppo(**one, adam_offload=["critic"]).alone
     with pytest.raises(
         ValidationError, match="param_offload frees a GPU's memory, and these have none: actor: set gpus"
     ):

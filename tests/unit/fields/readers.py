@@ -12,7 +12,7 @@ Recipe.trust_remote_code rlhf_core/recipe/plan.py self.recipe.trust_remote_code
 Recipe.wandb rlhf_core/recipe/plan.py self.recipe.wandb
 Recipe.stages rlhf_core/recipe/expand.py recipe.stages
 Gated.gates rlhf_core/recipe/gate_checks.py config.gates
-Optimised.zero_stage rlhf_core/training/ranks.py config.zero_stage
+Optimised.zero_stage rlhf_core/config/training/optimised.py self.zero_stage
 Trainable.ranks rlhf_core/training/ranks.py config.ranks
 Trainable.adam_offload rlhf_core/config/training/optimised.py self.adam_offload
 Trainable.param_offload rlhf_core/config/training/optimised.py self.param_offload

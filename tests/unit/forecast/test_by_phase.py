@@ -12,7 +12,6 @@ from rlhf_core.config import DPO, KTO, PPO, SFT, Lora, Ranks
 from rlhf_core.forecast.by_phase import (
     DIRECT,
     PROCESS,
-    ROUNDED,
     PhaseBytes,
     by_phase,
     host_doubts,
@@ -33,6 +32,7 @@ from rlhf_core.forecast.memory import (
 )
 from rlhf_core.forecast.zero_stage import peak_of_training, stage_of_training, starts
 from rlhf_core.hub.model_config import size_of_config
+from rlhf_core.system.gpu_allocator import ROUNDED
 from tests.benchmarks.published import LLAMA, ROLES, SHAPES, recipe
 from tests.support.measured import (
     ALL_RESIDENT,

@@ -19,9 +19,11 @@ from transformers import (
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
+from rlhf_core.config.training.optimised import SHARDINGS
+from rlhf_core.config.training.sharding import Training
 from rlhf_core.forecast.fitting_passes import Pass
 from rlhf_core.forecast.hardware import GIB, Gpu
-from rlhf_core.forecast.memory import ProcessBytes, Training, gpu_peaks, peak, read, roles, trained
+from rlhf_core.forecast.memory import ProcessBytes, gpu_peaks, peak, read, roles, trained
 from rlhf_core.forecast.placements import forecast
 from rlhf_core.forecast.seconds import phases, phases_as_range, seconds_of_pass
 from rlhf_core.hub.model_config import size_of, size_of_config
@@ -196,7 +198,7 @@ def test_what_trains_in_turn_does_not_add_up() -> None:
 @pytest.mark.parametrize(("gpu", "whole"), [(24 * GIB, 0.0), (80 * GIB, 2.0)])
 def test_a_small_model_stays_whole_on_a_large_gpu(gpu: int, whole: float) -> None:
     known, unknown = (
-        trained(SMALL_MODEL, Training(4, 3, 1.0, 8192, gpu_bytes=size), True, 8192).training
+        trained(SMALL_MODEL, Training(4, SHARDINGS[3], 1.0, 8192, gpu_bytes=size), True, 8192).training
         for size in (gpu, 0)
     )
     assert (known - unknown) / SMALL_MODEL.parameters == whole
@@ -204,18 +206,19 @@ def test_a_small_model_stays_whole_on_a_large_gpu(gpu: int, whole: float) -> Non
 
 def test_logits_of_a_large_pass_count_where_they_are_kept() -> None:
     kept, recomputed = (
-        trained(SMALL_MODEL, Training(1, 2, share, 32768), True, 0).training for share in (0.0, 0.01)
+        trained(SMALL_MODEL, Training(1, SHARDINGS[2], share, 32768), True, 0).training
+        for share in (0.0, 0.01)
     )
     assert kept - recomputed > 2 * (32768 - 10240) * SMALL_MODEL.vocabulary
 
 
 def test_what_saves_memory_does() -> None:
-    plain = trained(LARGE_MODEL, Training(1, 2, 0.0, 8192), True, 8192)
+    plain = trained(LARGE_MODEL, Training(1, SHARDINGS[2], 0.0, 8192), True, 8192)
     for other in (
-        Training(1, 2, 1.0, 8192),
-        Training(4, 2, 0.0, 8192),
-        Training(1, 2, 0.0, 4096),
-        Training(1, 2, 0.0, 8192, offload=True),
+        Training(1, SHARDINGS[2], 1.0, 8192),
+        Training(4, SHARDINGS[2], 0.0, 8192),
+        Training(1, SHARDINGS[2], 0.0, 4096),
+        Training(1, SHARDINGS[2], 0.0, 8192, offload=True),
     ):
         held = trained(LARGE_MODEL, other, True, 8192)
         assert held.still + held.training < plain.still + plain.training, other

@@ -37,7 +37,6 @@ from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.start_fleet import start_fleet, zero_stage_of
 from rlhf_core.system.machine import MachineLacks
 from rlhf_core.training.ranks import on_ranks, with_zero_stage
-from rlhf_core.training.train_loop import layout_of as layout_of_training
 
 SHAPE = {
     "hidden_size": 3584,
@@ -530,5 +529,6 @@ def test_what_plain_torch_lacks_is_trained_by_deepspeed_on_one_rank_too() -> Non
     two = dict.fromkeys(("actor_ranks", "critic_ranks"), nodes.ranks)
     assert stage_of_ppo(ppo(**two, zero_hpz=True), sizes(ppo()), 1000 * GIB).stage == 3
     block = alone.model_copy(update={"deepspeed": {"wall_clock_breakdown": True}})
-    assert block.needs_deepspeed and stage_of_training(block, None, 0).stage == 3
-    assert layout_of_training(block)["zero_stage"] == "auto" and layout_of_training(alone)["zero_stage"] == 0
+    assert not block.alone and stage_of_training(block, None, 0).stage == 3
+    layouts = [resume_state.layout_of(config) for config in (block, alone)]
+    assert [layout["zero_stage"] for layout in layouts] == ["auto", 0]

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PPO, SFT
-from rlhf_core.forecast.zero_stage import layout_of as layout_of_ppo
 from rlhf_core.runs import resume_state
+from rlhf_core.runs.resume_state import kept_zero_stage, layout_of
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.training.train_loop import layout_of
 
 
 def sft(**changed: Any) -> SFT:
@@ -41,19 +40,16 @@ def test_what_killed_attempts_wrote_of_a_state_is_removed_by_the_next_one(tmp_pa
 
 def test_a_stage_left_open_takes_that_of_a_state_of_as_many_ranks(tmp_path: Path) -> None:
     run = with_state(tmp_path, layout_of(sft()))
-    assert resume_state.kept_zero_stage(run, layout_of(sft(zero_stage="auto"))) == 2
-    assert (
-        resume_state.kept_zero_stage(run, layout_of(sft(zero_stage="auto", ranks={"num_ranks_per_node": 4})))
-        is None
-    )
-    assert resume_state.kept_zero_stage(RunDir(tmp_path / "new"), layout_of(sft())) is None
+    assert kept_zero_stage(run, sft(zero_stage="auto")) == 2
+    assert kept_zero_stage(run, sft(zero_stage="auto", ranks={"num_ranks_per_node": 4})) is None
+    assert kept_zero_stage(RunDir(tmp_path / "new"), sft()) is None
 
 
 def test_ppo_asks_for_the_ranks_of_both_models(tmp_path: Path) -> None:
     config = PPO.model_validate({"prompts": {"sources": "rows.jsonl"}})
-    run = with_state(tmp_path, layout_of_ppo(config) | {"zero_stage": 3})
+    run = with_state(tmp_path, layout_of(config) | {"zero_stage": 3})
     changed = config.model_copy(
         update={"critic_ranks": config.critic_ranks.model_copy(update={"num_ranks_per_node": 2})}
     )
-    assert resume_state.kept_zero_stage(run, layout_of_ppo(config)) == 3
-    assert resume_state.kept_zero_stage(run, layout_of_ppo(changed)) is None
+    assert kept_zero_stage(run, config) == 3
+    assert kept_zero_stage(run, changed) is None

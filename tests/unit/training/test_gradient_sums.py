@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.config import SFT, Ranks
+from rlhf_core.config.training.optimised import SHARDINGS
+from rlhf_core.config.training.sharding import Training
 from rlhf_core.forecast.fitting_passes import sums_in_fp32
-from rlhf_core.forecast.memory import Training, trained
+from rlhf_core.forecast.memory import trained
 from rlhf_core.models import token_logprobs as head_module
 from rlhf_core.models.token_logprobs import token_logprobs
 from rlhf_core.training.engine import AdamW, TorchEngine
@@ -126,7 +128,7 @@ def test_fp32_sums_are_in_the_forecast(stage: int, ranks: int, more: float) -> N
     """Bytes a parameter. ZeRO-1 also has larger buckets; ZeRO-2 needs less, as its step uses the sums as they
     are."""
     one, several = (
-        trained(LARGE_MODEL, Training(ranks, stage, 0.0, 8192, sums_in_fp32=on), True, 8192)
+        trained(LARGE_MODEL, Training(ranks, SHARDINGS[stage], 0.0, 8192, sums_in_fp32=on), True, 8192)
         for on in (False, True)
     )
     held = (several.still + several.training - one.still - one.training) / LARGE_MODEL.parameters

@@ -1,0 +1,81 @@
+"""Describes what a training backend shards over the ranks of a model, and the memory of its optimiser.
+Torch-free.
+
+There is one record for each value of the recipe's `zero_stage`: plain torch's is here, ZeRO's are in
+`zero_sharding.py`, and `SHARDINGS` in `optimised.py` has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+
+class OptimiserBytes(NamedTuple):
+    """Bytes on a GPU of the optimiser's state, which stays; of the gradients at most; and of the optimiser's
+    step, which begins when activations are gone."""
+
+    state: float
+    gradients: float
+    step: float = 0.0
+
+
+class Sharding(NamedTuple):
+    """What a backend shards, at one value of the recipe's `zero_stage` (`stage`).
+
+    `weights`, `gradients`, `state` (the optimiser's): whether each is sharded. Without any, training has one
+    rank. `launch`: seconds per layer in which the host launches a pass, forward and backward, seen on H200s
+    with 1.5B and 7.6B models, in runs without a record. `on_gpu` returns the optimiser's bytes for a number
+    of trained parameters, the second number being those of the largest weight; `on_host` the bytes in host
+    memory of an optimiser that is offloaded, for a rank's share of the parameters.
+    """
+
+    stage: Literal[0, 1, 2, 3]
+    backend: Literal["torch", "zero"]
+    weights: bool
+    gradients: bool
+    state: bool
+    launch: float
+    on_gpu: Callable[[Training, float, float], OptimiserBytes]
+    on_host: Callable[[Training, float, float], float]
+
+
+class Training(NamedTuple):
+    """Settings that determine the memory of a trained model: ranks, share of layers recomputed, tokens per
+    pass, Adam on the host, whether only adapters are trained (their own few bytes are left out), bytes of a
+    GPU, and bytes per weight (QLoRA: NF4)."""
+
+    ranks: int
+    sharding: Sharding
+    recomputed: float
+    tokens: int
+    offload: bool = False
+    adapters: bool = False
+    gpu_bytes: float = 0.0
+    weight: float = 2.0
+    on_host: bool = False  # the shards of the weights, between two fetches
+    copies: int = 1  # ranks that share a second copy of the weights (hpZ); 1: no such copy
+    sums_in_fp32: bool = False  # of the gradients of a step's passes
+
+    @property
+    def cut(self) -> bool:
+        """Whether weights are sharded over the ranks while they are loaded. hpZ builds its second copy from
+        whole weights (training/ranks.py)."""
+        return self.sharding.weights and self.copies == 1
+
+
+def _in_torch(how: Training, count: float, largest: float) -> OptimiserBytes:
+    """Returns the bytes of plain torch, whose fp32 gradients replace the bf16 ones after the pass."""
+    return OptimiserBytes(12 * count, (4 if how.sums_in_fp32 else 2) * count, step=4 * count)
+
+
+TORCH = Sharding(
+    stage=0,
+    backend="torch",
+    weights=False,
+    gradients=False,
+    state=False,
+    launch=0.0034,
+    on_gpu=_in_torch,
+    on_host=lambda how, share, largest: 0.0,  # its optimiser is never there
+)
