@@ -40,6 +40,11 @@ class NotInDigest:
     recomputes nothing, and a stage resumes with it."""
 
 
+class InDigestIfSet:
+    """Marks a config field, `Annotated[TYPE, InDigestIfSet]`, that decides a stage's result and is in its
+    digest only with another value than the default. A new field with this mark changes no existing digest."""
+
+
 class Frozen(BaseModel):
     """Base of every record and config: immutable, and an unknown key is an error."""
 

@@ -62,7 +62,7 @@ def sampler_weights(
 ) -> Tensor:
     """Returns the importance weights that the recipe asks for, as in `importance_weights`. If it asks for
     none, they are 1 on the mask and `sampler` is not needed."""
-    if config.sampler_is == "off":
+    if not config.weighs_tokens:
         return mask.to(old.dtype)
     assert sampler is not None, "the recipe asks for importance weights"
     bounds = config.sampler_is_bounds
@@ -98,9 +98,9 @@ def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, flo
     }
     weights = _of_level(gaps, lengths, config.sampler_is_level).clamp(max=LARGEST_LOG).exp()
     used = torch.ones_like(weights)
-    if config.sampler_is != "off":
+    if config.weighs_tokens:
         used = bounded(weights, *config.sampler_is_bounds, config.sampler_is == "mask")
-    cut = (used != weights) & (config.sampler_is != "off")
+    cut = (used != weights) & config.weighs_tokens
     total = used.sum(dtype=torch.float64)
     squares = used.double().square().sum()
     return metrics | {

@@ -1,8 +1,9 @@
 """Computes a stage's digest from everything that decides its result. Torch-free, offline.
 
-That is its configuration without the fields marked `NotInDigest`, the digests of its parents and of its local
-data and model folders, the seed, and its kind's version. Hub ids count by name, so changes to a repository go
-unnoticed; `owner/name@REVISION` counts by its commit (revisions.py).
+That is its configuration without the fields marked `NotInDigest`, or `InDigestIfSet` at their defaults, the
+digests of its parents and of its local data and model folders, the seed, and its kind's version. Hub ids
+count by name, so changes to a repository go unnoticed; `owner/name@REVISION` counts by its commit
+(revisions.py).
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from rlhf_core.config import KINDS, AlignmentTax, EngineConfig, Recipe, Source, StageConfig
+from rlhf_core.config import KINDS, SFT, AlignmentTax, EngineConfig, Recipe, Source, StageConfig
 from rlhf_core.config.engines import SPEED_ONLY
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task, task_name
 from rlhf_core.config.rewards import Environment, FunctionReward
 from rlhf_core.config.training.zero_fields import ZeroFields, deciding_options
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.recipe.named_inputs import renamed
-from rlhf_core.records import NotInDigest
+from rlhf_core.records import InDigestIfSet, NotInDigest
 from rlhf_core.system.files import ABSENT, Digests, digest
 
 
@@ -75,10 +77,10 @@ def deciding(value: Any, digests: Digests) -> Any:
     """Returns a config without its fields marked `NotInDigest`, and with the digests of local files beside or
     in place of their paths."""
     if isinstance(value, BaseModel):
-        fields = [
-            name for name, field in type(value).model_fields.items() if NotInDigest not in field.metadata
-        ]
+        fields = [name for name, field in type(value).model_fields.items() if _decides(value, name, field)]
         content = {name: deciding(getattr(value, name), digests) for name in fields}
+        if isinstance(value, SFT):  # it had this field before others did
+            content.setdefault("float8", False)
         if isinstance(value, Source):
             content["path"] = _content(value.path, digests)
         if isinstance(value, FunctionReward):
@@ -105,6 +107,12 @@ def deciding(value: Any, digests: Digests) -> Any:
     if isinstance(value, dict):
         return {key: deciding(item, digests) for key, item in value.items()}
     return [deciding(item, digests) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _decides(config: BaseModel, name: str, field: FieldInfo) -> bool:
+    if InDigestIfSet in field.metadata:
+        return getattr(config, name) != field.get_default(call_default_factory=True)
+    return NotInDigest not in field.metadata
 
 
 def _agent_content(environment: Environment, digests: Digests) -> dict[str, Any]:

@@ -83,7 +83,7 @@ RULES = (
     Rule(
         PPO,
         CLIPS,
-        lambda c: _steps(c) > 1,
+        lambda c: _steps(c) > 1 or c.sampler_is == "in_ratio",
         "where an iteration has several optimiser steps (before the second the policy ratio is 1)",
     ),
     Rule(
@@ -103,7 +103,7 @@ RULES = (
         lambda c: any(source.normalize is None for source in c.reward_models),
         "on reward models that leave normalize out",
     ),
-    Rule(PPO, "sampler_is_level", lambda c: c.sampler_is != "off", "with sampler_is truncate, clamp or mask"),
+    Rule(PPO, "sampler_is_level", lambda c: c.weighs_tokens, "with sampler_is truncate, clamp or mask"),
     Rule(PPO, "sampler_is_cap", lambda c: c.sampler_is == "truncate", "with sampler_is truncate"),
     Rule(
         PPO, "sampler_is_clamp", lambda c: c.sampler_is in ("clamp", "mask"), "with sampler_is clamp or mask"

@@ -19,7 +19,6 @@ from rlhf_core.data.data_report import write_data_report
 from rlhf_core.data.documents import Document, store_suffix
 from rlhf_core.data.packing import Passes, best_fit
 from rlhf_core.data.sources import AnswerDocuments, SuffixOf, answer_documents, sft_documents
-from rlhf_core.models.kernels.float8 import use_float8
 from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate
@@ -73,8 +72,6 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         config.router_aux_coef,
         shards_of(config),
     )
-    if config.float8:
-        use_float8(policy.model)
     engine = make_engine(policy, config, packed=config.packing)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     if engine.rank == 0:

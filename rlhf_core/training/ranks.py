@@ -40,6 +40,7 @@ from rlhf_core.models.checkpoint.save import (
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import split_attention
 from rlhf_core.models.kernels.feed_forward import split_feed_forward
+from rlhf_core.models.kernels.float8 import use_float8
 from rlhf_core.models.kernels.sequence_ranks import sequence_ranks
 from rlhf_core.models.load_model import load_policy, recompute
 from rlhf_core.models.policy import Policy, Scorer
@@ -144,11 +145,12 @@ def open_frozen(
 ) -> Policy | FrozenModel:
     """Loads a policy that is not trained: whole on each rank, or cut over the ranks if a trained one
     is. Is a collective then."""
-    if config.sharding is None or not config.sharding.weights:
-        return load_policy(path, config.dtype, trust_remote_code).to(device)
-    backend = backend_of(config)
-    policy = load_policy(path, config.dtype, trust_remote_code, shards=backend.frozen_shards(config.dtype))
-    return backend.frozen(policy, config.dtype)
+    cut = config.sharding is not None and config.sharding.weights
+    shards = backend_of(config).frozen_shards(config.dtype) if cut else None
+    policy = load_policy(path, config.dtype, trust_remote_code, shards=shards)
+    if config.float8:
+        use_float8(policy.model, required=False)
+    return policy.to(device) if shards is None else backend_of(config).frozen(policy, config.dtype)
 
 
 def make_engine(
@@ -163,6 +165,8 @@ def make_engine(
     assert config.sharding is not None or all(
         ranks.world_size == 1 for ranks in config.trained_ranks.values()
     ), "decided before"
+    if config.float8:
+        use_float8(module.model, required=role != "critic")
     sharing = config.sequence_parallel_size
     if sharing > 1:
         split_attention(module.model, sharing)

@@ -89,6 +89,24 @@ def test_answers_end_at_the_stop_text(truncated: Path, material: Path) -> None:
     assert AutoTokenizer.from_pretrained(truncated / "checkpoint").eos_token
 
 
+def test_the_sampler_is_the_old_policy_of_several_steps(material: Path, tmp_path: Path) -> None:
+    """Two runs of two optimiser steps an iteration, one with a scoring pass of the actor: the same curve, since
+    engine and trainer differ by rounding alone."""
+    how = {**common(material), **ONE_UPDATE, "train_batch_size": 8, "n_samples_per_prompt": 2}
+    how |= {"advantage_estimator": "grpo", "max_steps": 2, "reward": f"{tmp_path / 'checks.py'}:digits"}
+    (tmp_path / "checks.py").write_text(STEPS)
+    for name in ("truncate", "in_ratio"):
+        write_request(tmp_path / name, PPO(**how, sampler_is=name), {"base": str(material / "base")})
+        finish(tmp_path / name)
+    usual, in_ratio = (read_metrics(tmp_path / name) for name in ("truncate", "in_ratio"))
+    assert all("work/actor/score" in line for line in usual)
+    assert not any("work/actor/score" in line for line in in_ratio)
+    for ours, theirs in zip(in_ratio, usual, strict=True):
+        assert ours["sampler/gap"] < 1e-4 and abs(ours["policy/first_ratio"] - 1) < 1e-4
+        for name in ("reward/mean", "kl/mean", "policy/grad_norm", "policy/ratio"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name
+
+
 def test_a_teacher_is_learned_without_a_reward(material: Path, tmp_path: Path) -> None:
     """The teacher is the student after SFT: the KL to it falls by a quarter or more."""
     sizes = {

@@ -46,7 +46,12 @@ class PPO(
     @property
     def scorings(self) -> dict[str, int]:
         """How often each group scores the answers of an iteration."""
-        return dict.fromkeys(self.groups, 1) | {"actor": (not self.one_update) + self.reference_in_actor}
+        return dict.fromkeys(self.groups, 1) | {"actor": self.scores_actor + self.reference_in_actor}
+
+    @property
+    def scores_actor(self) -> bool:
+        """Whether the actor computes log-probs of the answers before it trains on them."""
+        return not self.one_update and self.sampler_is != "in_ratio"
 
     @property
     def one_update(self) -> bool:

@@ -32,11 +32,12 @@ class SamplerGap(SamplingFields):
             " updates; sampler_is corrects for older weights"
         ),
     )
-    sampler_is: Annotated[Literal["truncate", "clamp", "mask", "off"], Off] = Field(
+    sampler_is: Annotated[Literal["truncate", "clamp", "mask", "in_ratio", "off"], Off] = Field(
         "truncate",
         description=(
             "importance weights trainer / sampler: capped at sampler_is_cap, kept within sampler_is_clamp, 0"
-            " outside of it (mask, IcePop), or none"
+            " outside of it (mask, IcePop), or none; in_ratio: the sampler's log-probs are the old policy of"
+            " the clipped ratio and of the KL, and the actor does not score answers before it trains"
         ),
     )
     sampler_is_level: Literal["token", "sequence", "geometric"] = Field(
@@ -70,9 +71,14 @@ class SamplerGap(SamplingFields):
     @property
     def sampler_is_bounds(self) -> tuple[float, float]:
         """The bounds of importance weights."""
-        if self.sampler_is in ("truncate", "off"):
-            return 0.0, self.sampler_is_cap
-        return self.sampler_is_clamp
+        if self.sampler_is in ("clamp", "mask"):
+            return self.sampler_is_clamp
+        return 0.0, self.sampler_is_cap
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether the loss has importance weights beside the policy ratio."""
+        return self.sampler_is not in ("in_ratio", "off")
 
     @property
     def replays_routing(self) -> bool:

@@ -38,23 +38,6 @@ class SFT(Trainable, Routed):
             " reward_key)"
         ),
     )
-    float8: bool = Field(
-        False,
-        description=(
-            "large linear layers multiply in FP8, their weights' gradients in bfloat16: faster on Hopper GPUs"
-            " and newer ones, with rounding errors of 3 to 4 % in each product"
-        ),
-    )
-
-    @check
-    def _check_float8(self) -> Iterator[str]:
-        if self.float8 and self.dtype != "bfloat16":
-            yield (
-                f"float8 is faster than bfloat16 alone, and dtype is {self.dtype}: set dtype to bfloat16, or"
-                " leave float8 out"
-            )
-        if self.float8 and self.lora is not None:
-            yield "float8 trains all weights, lora adapters alone: leave one of them out"
 
     @check
     def _check_data(self) -> Iterator[str]:

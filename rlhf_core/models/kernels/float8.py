@@ -28,9 +28,9 @@ MULTIPLE = 16  # sides of a product's matrices, in elements
 PAYS_FROM = 1024
 
 
-def use_float8(model: PreTrainedModel) -> int:
+def use_float8(model: PreTrainedModel, required: bool = True) -> int:
     """Makes the model's large linear layers, except the head, multiply in FP8; returns their number. Raises
-    ValueError when it has none, RuntimeError on a GPU without FP8."""
+    ValueError when it has none and one is `required`, RuntimeError on a GPU without FP8."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < SINCE:
         found = ".".join(map(str, torch.cuda.get_device_capability()))
         raise RuntimeError(
@@ -43,7 +43,7 @@ def use_float8(model: PreTrainedModel) -> int:
         for part in model.modules()
         if type(part) is nn.Linear and part is not head and pays(*whole_shape(part.weight))
     ]
-    if not layers:
+    if not layers and required:
         raise ValueError(
             f"{type(model).__name__} has no linear layer that is large enough for FP8 to be faster: leave"
             " float8 out"

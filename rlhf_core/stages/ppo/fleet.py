@@ -91,9 +91,11 @@ class Fleet:
             else self.sources.start(rollouts, documents, allowed_failures, turns)
         )
         stored = [StoredColumn("document", 0, False, documents)]
-        if self.config.sampler_is != "off":
-            logprobs = put_on_nodes([rollout.sampler_logprobs for rollout in rollouts])
-            stored.append(StoredColumn("sampler_logprobs", 0, False, logprobs))
+        sampler = [rollout.sampler_logprobs for rollout in rollouts]
+        old = sampler if self.config.sampler_is == "in_ratio" else None
+        if old is not None or self.config.weighs_tokens:
+            field = "sampler_logprobs" if old is None else "old_logprobs"
+            stored.append(StoredColumn(field, 0, False, put_on_nodes(sampler)))
 
         def wait() -> Scores:
             scored = {name: in_order(work.wait(self.timeout)) for name, work in pending.items()}
@@ -102,7 +104,7 @@ class Fleet:
                 if name != "end_values":
                     stored.extend(StoredColumn(name, 0, True, reference) for reference in work.refs)
             return Scores(
-                scored.get("old_logprobs"),
+                scored.get("old_logprobs", old),
                 scored.get("ref_logprobs"),
                 scored.get("values"),
                 known,
@@ -116,7 +118,7 @@ class Fleet:
         """Starts to score documents with actor, reference and critic. Returns the pending results by field of
         Experience, and `end_values` of the cut answers if the recipe asks for them."""
         pending: dict[str, Any] = {}
-        if not self.config.one_update:
+        if self.config.scores_actor:
             pending["old_logprobs"] = turns.start(self.actor, "score", Actor.logprobs, documents)
         if self.reference is not None:
             pending["ref_logprobs"] = turns.start(self.reference, "score", ReferenceModel.logprobs, documents)

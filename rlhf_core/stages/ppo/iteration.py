@@ -14,7 +14,7 @@ from rlhf_core.config import PPO
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, with_answers
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.rewards.credit import Credited, Divergence, credit, divergence
+from rlhf_core.stages.ppo.rewards.credit import Credited, Divergence, credit, distance_to_sampler, divergence
 from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.rollout_records import Rollout, Scores
@@ -106,6 +106,8 @@ def ppo_iteration(
         with _phase(phases, "wake"):
             fleet.wake_engines()
     metrics = credited.metrics | diverged.metrics | sampled.metrics | step_means(steps)
+    if config.sampler_is == "in_ratio":
+        metrics |= distance_to_sampler(rollouts, logprobs, config)
     if config.max_staleness == 1:
         metrics["rollout/age"] = float(sampled.age)
     ahead = None

@@ -139,7 +139,8 @@ class StoredColumn(NamedTuple):
 @dataclass(frozen=True)
 class Scores:
     """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None
-    without the model, and for the actor if the training pass computes its log-probs.
+    without the model. `logprobs` of the old policy: the actor's, the sampler's with `sampler_is: in_ratio`,
+    None if the training pass computes them.
 
     `stored`: references to the nodes' data for the rollouts. `end_values` (N,): the critic's value of each
     whole document that a limit cut, 0 for the others; None unless the recipe asks for them

@@ -110,6 +110,7 @@ def spec_of(
         trust_remote_code=trust_remote_code,
         micro_tokens=config.micro_rollout_tokens,
         sharing=config.sharing_of(role),
+        float8=config.float8,
     )
 
 

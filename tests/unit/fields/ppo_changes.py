@@ -58,6 +58,7 @@ PPO = [
     Change("max_staleness", 2, looped),
     Change("sampler_is", "off", updated),
     Change("sampler_is", "mask", updated),
+    Change("sampler_is", "in_ratio", looped),
     Change("sampler_is_level", "sequence", updated),
     Change("sampler_is_cap", 1.1, updated),
     Change("sampler_is_clamp", (0.9, 1.1), updated, {"sampler_is": "clamp"}),

@@ -131,7 +131,7 @@ def aux(kind: str, field: str) -> Change:
 def float8(world: World, fields: Mapping[str, Any]) -> Any:
     """Whether an SFT stage asks for FP8; layers of tests are too small for it."""
     asked: list[bool] = []
-    world.patch.setattr("rlhf_core.stages.sft.use_float8", lambda _: asked.append(True))
+    world.patch.setattr("rlhf_core.training.ranks.use_float8", lambda *_, **__: asked.append(True))
     return trained("sft")(world, fields), asked
 
 

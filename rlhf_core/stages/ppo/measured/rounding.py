@@ -36,13 +36,14 @@ class Noise(NamedTuple):
     stream: float
 
 
-def noise_of(dtype: str, engine: Mapping[str, Any]) -> Noise:
+def noise_of(dtype: str, engine: Mapping[str, Any], float8: bool = False) -> Noise:
     """Returns the noise between a trainer and an engine of the same `dtype`, each with its own errors.
-    `engine`: vLLM's options, of which `quantization` and `kv_cache_dtype` may name FP8."""
+    `engine`: vLLM's options, of which `quantization` and `kv_cache_dtype` may name FP8. `float8`: the trainer
+    multiplies in FP8."""
     unit = MEAN * UNIT[dtype]
     fp8 = MEAN * UNIT["fp8"]
     branch = 2 * BRANCH * unit**2
-    branch += FP8_WEIGHTS * fp8**2 if "fp8" in str(engine.get("quantization", "")) else 0.0
+    branch += FP8_WEIGHTS * fp8**2 * (float8 + ("fp8" in str(engine.get("quantization", ""))))
     branch += FP8_CACHE * fp8**2 if "fp8" in str(engine.get("kv_cache_dtype", "")) else 0.0
     return Noise(branch**0.5, (2 * SUMS) ** 0.5 * unit)
 

@@ -38,6 +38,7 @@ from rlhf_core.rewards.reward_contract import Steps
 from rlhf_core.rewards.steps import on_tokens
 from rlhf_core.stages.ppo.rewards.shaped_rewards import shaped_rewards, truncated
 from rlhf_core.stages.ppo.rewards.texts import Lengths
+from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
 
 
@@ -146,7 +147,7 @@ def experience_of(
 ) -> list[Experience]:
     """Returns what training reads of each rollout. Fields that no loss reads are None, and are not sent."""
     none = (None,) * len(rollouts)
-    sampler = none if config.sampler_is == "off" else [rollout.sampler_logprobs for rollout in rollouts]
+    sampler = none if not config.weighs_tokens else [rollout.sampler_logprobs for rollout in rollouts]
     references = scores.ref_logprobs if config.kl_in == "loss" else None
     return [
         Experience(rollout.document, old, of_sampler, ref, v, a, value)
@@ -171,27 +172,42 @@ def divergence(
     kl_coef: float,
     config: PPO,
 ) -> Divergence:
-    """Measures the actor's KL to the reference (0 without one) and its distance to the sampler, on the
-    `usable` rollouts."""
-    places = [_response(rollout.document.mask_array) for rollout in rollouts]
-
-    def flat(rows: Sequence[np.ndarray], chosen: Sequence[int]) -> Tensor:
-        """Returns the response tokens of the chosen rows, concatenated."""
-        return torch.from_numpy(np.concatenate([rows[i][places[i]] for i in chosen]))
-
+    """Measures the old policy's KL to the reference (0 without one) and, if it is the actor, its distance to
+    the sampler, on the `usable` rollouts."""
+    chosen = [rollouts[i] for i in usable]
+    own = _of_responses(chosen, [logprobs[i] for i in usable])
     kl = 0.0
     metrics = dict[str, float]()
     if ref_logprobs:
-        estimates = kl_estimate(flat(logprobs, usable), flat(ref_logprobs, usable), config.kl_estimator)
+        reference = _of_responses(chosen, [ref_logprobs[i] for i in usable])
+        estimates = kl_estimate(own, reference, config.kl_estimator)
         kl = float(estimates.mean(dtype=torch.float64))
         metrics = {
             "kl/mean": kl,
             "kl/per_answer": float(estimates.sum(dtype=torch.float64)) / len(usable),
             "kl/coef": kl_coef,
         }
-    gaps = flat(logprobs, usable) - flat([rollout.sampler_logprobs for rollout in rollouts], usable)
-    lengths = torch.tensor([np.count_nonzero(rollouts[i].document.mask_array) for i in usable])
-    return Divergence(kl, metrics | sampler_metrics(gaps, lengths, config))
+    if config.sampler_is != "in_ratio":
+        metrics |= distance_to_sampler(rollouts, [(i, logprobs[i]) for i in usable], config)
+    return Divergence(kl, metrics)
+
+
+def distance_to_sampler(rollouts: Sequence[Rollout], logprobs: Scored, config: PPO) -> dict[str, float]:
+    """Measures the distance between trainer and sampler (`sampler_metrics`). `logprobs` (T,) each: the
+    trainer's, with the index of their rollout; none if the actor was not trained."""
+    if not logprobs:
+        return {}
+    chosen = [rollouts[i] for i, _ in logprobs]
+    own = _of_responses(chosen, [values for _, values in logprobs])
+    gaps = own - _of_responses(chosen, [rollout.sampler_logprobs for rollout in chosen])
+    lengths = torch.tensor([np.count_nonzero(rollout.document.mask_array) for rollout in chosen])
+    return sampler_metrics(gaps, lengths, config)
+
+
+def _of_responses(rollouts: Sequence[Rollout], rows: Sequence[np.ndarray]) -> Tensor:
+    """Returns the values of all response tokens, concatenated."""
+    own = [row[_response(rollout.document.mask_array)] for rollout, row in zip(rollouts, rows, strict=True)]
+    return torch.from_numpy(np.concatenate(own))
 
 
 def nothing_to_learn(answers: int, cut: int, config: PPO) -> str:

@@ -94,7 +94,8 @@ class Actor(Trained):
         """Returns the log-probs of the whole distributions, and the same with noise of the size of rounding
         errors."""
         plain = self.logprobs(documents, 1.0)
-        with noisy(self.module, noise_of(self.config.dtype, self.config.engine.options)):
+        noise = noise_of(self.config.dtype, self.config.engine.options, self.config.float8)
+        with noisy(self.module, noise):
             return plain, self.logprobs(documents, 1.0)
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
@@ -115,9 +116,10 @@ class Actor(Trained):
                 token_values(batch, rows, [getattr(e, name) for e in here])
                 for name in ("old_logprobs", "sampler_logprobs", "ref_logprobs", "advantages")
             )
-            if old is None:
-                old = new.logprobs.detach()
-                read.append(Read(part, rows, batch.real, old))
+            own = new.logprobs.detach()
+            if old is None or self.config.sampler_is == "in_ratio":
+                read.append(Read(part, rows, batch.real, own))
+            old = own if old is None else old
             assert advantages is not None
             weights = sampler_weights(old, sampler, batch.mask, batch.documents, self.config)
             mask = batch.mask

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf_core.data.documents import Document
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import split_attention
+from rlhf_core.models.kernels.float8 import use_float8
 from rlhf_core.models.kernels.sequence_ranks import ALONE, sequence_ranks
 from rlhf_core.models.load_model import load_policy, load_scorer
 from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
@@ -72,6 +73,8 @@ class ReadOnlyModel(ModelRole):
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.sharing = model.sharing
         self.frozen = None if shards is None else zero_backend().frozen(module, model.dtype)
+        if model.float8:
+            use_float8(module.model, required=False)
         self._sequence = ALONE
         if model.sharing > 1:
             split_attention(module.model, model.sharing)

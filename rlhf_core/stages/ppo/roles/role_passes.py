@@ -44,8 +44,8 @@ class ModelHolder(Holder, Protocol):
 
 
 class ModelSpec(NamedTuple):
-    """Specifies the model that a role loads, how many documents or tokens one scoring pass has, and how many
-    ranks compute it together."""
+    """Specifies the model that a role loads, how many documents or tokens one scoring pass has, how many
+    ranks compute it together, and whether a model that is not trained multiplies in FP8."""
 
     path: str
     dtype: str
@@ -54,6 +54,7 @@ class ModelSpec(NamedTuple):
     trust_remote_code: bool
     micro_tokens: int | None = None
     sharing: int = 1
+    float8: bool = False
 
 
 def score_share(

@@ -48,8 +48,8 @@ class Update(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Holds the metrics of each optimiser step, and this rank's log-probs of experience that had none, from
-    the training passes."""
+    """Holds the metrics of each optimiser step, and this rank's log-probs from the passes of the first one if
+    the actor did not score beforehand (`scores_actor`)."""
 
     metrics: list[dict[str, float]]
     logprobs: Scored
@@ -80,13 +80,15 @@ class Trained(ModelRole):
         for number, update in enumerate(updates, 1):
             with at(f"optimiser step {number} of {len(updates)}"):
                 items = [experience[i] for i in update.indices]
-                metrics.append(self.update(items, update, read := list[Read]()))
-                logprobs += [(update.indices[i], values) for i, values in arrays_of(read)]
+                read: list[Read] = []
+                metrics.append(self.update(items, update, read))
+                if number == 1:
+                    logprobs = [(update.indices[i], values) for i, values in arrays_of(read)]
         return Steps(metrics, logprobs)
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
-        """Takes one optimiser step on `items` and returns its metrics. Adds log-probs of items that have none
-        to `read`."""
+        """Takes one optimiser step on `items` and returns its metrics. Adds the log-probs of its passes to
+        `read` if the actor did not score beforehand."""
         raise NotImplementedError
 
     def release(self) -> None:

@@ -143,9 +143,13 @@ def test_what_the_nodes_have_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) 
     rewards = Rewards({"score": np.zeros(3)}, {})
     step = [Update([2, 0], 0.1, 0.0)]
 
-    def trained(weighs: bool, by_reference: bool) -> dict[str, list[dict[str, Any]]]:
+    def trained(sampler_is: str, by_reference: bool) -> dict[str, list[dict[str, Any]]]:
         made: Any = Fleet(
-            fleet_config(sampler_is="truncate" if weighs else "off"),
+            fleet_config(
+                sampler_is=sampler_is,
+                scores_actor=sampler_is != "in_ratio",
+                weighs_tokens=sampler_is == "truncate",
+            ),
             actor,
             critic,
             reference,
@@ -161,9 +165,13 @@ def test_what_the_nodes_have_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) 
         made.train(whole, {"actor": step, "critic": step}, stored=scores.stored if by_reference else ())
         return {name: [vars(one) for one in items] for name, items in got.items()}
 
-    plain = trained(True, False)
-    weighed = trained(True, True)
-    unweighed = trained(False, True)
+    plain = trained("truncate", False)
+    in_ratio = trained("in_ratio", True)
+    assert [one["old_logprobs"].tolist() for one in in_ratio["actor"]] == [
+        rollouts[i].sampler_logprobs.tolist() for i in step[0].indices
+    ]
+    weighed = trained("truncate", True)
+    unweighed = trained("off", True)
     assert [
         (len(one.document), one.old_logprobs is None, one.sampler_logprobs is None) for one in sent[0]
     ] == [(0, True, False)] * 3
