@@ -1,6 +1,6 @@
 """Defines the flow `loop`, which trains the next round of a loop and ends. Meant for a schedule.
 
-The loop's record on disk (rlhf_core/recipe/loop_record.py) has the finished rounds and the next one,
+The loop's record on disk (rlhf_core/recipe/loops/loop_record.py) has the finished rounds and the next one,
 including those of other and of killed runs.
 """
 
@@ -16,18 +16,10 @@ from prefect.states import Completed
 from flows.alignment import flow, require_type, run_all
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.gate_checks import ApprovalAwaited, GateFailed
-from rlhf_core.recipe.loop_record import (
-    LoopState,
-    begin,
-    check_judged,
-    finish,
-    folder_of,
-    follow,
-    loop_lock,
-    loop_of,
-    loop_state,
-    refuse,
-)
+from rlhf_core.recipe.loops.loop_choice import check_judged, loop_of
+from rlhf_core.recipe.loops.loop_record import folder_of, loop_lock
+from rlhf_core.recipe.loops.loop_state import LoopState, loop_state
+from rlhf_core.recipe.loops.round_steps import begin, finish, follow, refuse
 from rlhf_core.runs.remote.remote_files import StoreFault
 from rlhf_core.runs.remote.store import store_of
 from rlhf_core.stages.publication.champion_record import champions_of, complete

@@ -26,7 +26,7 @@ from evaluation.dashboard import compare, cost, dashboard_charts, graph, state
 from evaluation.dashboard.artifacts_folder import Folder, Missing, identity_of, inside, key_of, recipe_of
 from evaluation.report.iterations import WAIT, phases_of, rollouts
 from evaluation.report.template import environment
-from rlhf_core.recipe.loop_record import FILE as LOOP
+from rlhf_core.recipe.loops.loop_record import FILE as LOOP
 from rlhf_core.runs.run_dir import LOG
 from rlhf_core.runs.run_records import RUN, RunRecord
 from rlhf_core.system.redaction import plain, without_passwords

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from flows.cli.named_runs import is_record, recipe_folder
 from rlhf_core.config import KINDS
-from rlhf_core.recipe import loop_record
+from rlhf_core.recipe.loops import loop_record
 from rlhf_core.recipe.yaml_text import parse
 from rlhf_core.records import EvalReport
 from rlhf_core.runs.differences import RunDifference, changed, stage_differences

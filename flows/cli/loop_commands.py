@@ -16,7 +16,9 @@ from rich.console import Console
 from flows.cli.show import Override, RecipePlace, Whole, table_of
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.recipe.load_recipe import load_recipe
-from rlhf_core.recipe.loop_record import LOCK, LoopState, folder_of, loop_of, loop_state
+from rlhf_core.recipe.loops.loop_choice import loop_of
+from rlhf_core.recipe.loops.loop_record import LOCK, folder_of
+from rlhf_core.recipe.loops.loop_state import LoopState, loop_state
 from rlhf_core.system.files import is_locked
 from rlhf_core.system.machine import MachineLacks
 

@@ -32,7 +32,7 @@ from flows.serving.services import LIMIT, POOL, SAFELY
 from flows.serving.silent_runs import watch_silent_runs
 from rlhf_core.config import KINDS, Recipe
 from rlhf_core.recipe.load_recipe import load_recipe
-from rlhf_core.recipe.loop_record import check_judged, loop_of
+from rlhf_core.recipe.loops.loop_choice import check_judged, loop_of
 from rlhf_core.recipe.plan import plan
 
 ASKED = "asked"

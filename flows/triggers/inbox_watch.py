@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.inboxes import ends_of, new_rows
-from rlhf_core.recipe.loop_record import LOCK, folder_of, loop_of, read
+from rlhf_core.recipe.loops.loop_choice import loop_of
+from rlhf_core.recipe.loops.loop_record import LOCK, folder_of, read
 from rlhf_core.system.files import is_locked
 
 LOOK_SECONDS = 5.0  # between two checks of an inbox

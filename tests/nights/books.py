@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.take import VIEWS
-from rlhf_core.recipe.loop_record import Record, read
+from rlhf_core.recipe.loops.loop_record import Record, read
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.publication.champion_record import BRANCH, champions_of
 from tests.nights.life import Life, Night

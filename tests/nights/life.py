@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rlhf_core.recipe.loop_record import read
+from rlhf_core.recipe.loops.loop_record import read
 from rlhf_core.runs.approval_record import asked_in
 from rlhf_core.runs.run_dir import LOCK, LOG
 from rlhf_core.stages.publication.champion_record import champions_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlhf_core.recipe.loop_record import Record, read
+from rlhf_core.recipe.loops.loop_record import Record, read
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.publication.champion_record import champions_of
 from tests.nights.books import LOOP, faults_of

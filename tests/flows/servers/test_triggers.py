@@ -15,7 +15,7 @@ import pytest
 
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
-from rlhf_core.recipe.loop_record import FILE, Record
+from rlhf_core.recipe.loops.loop_record import FILE, Record
 from tests.support import micro
 from tests.support.micro import Serve, ask, wait_until
 

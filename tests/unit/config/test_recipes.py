@@ -11,7 +11,7 @@ import pytest
 from rlhf_core import config
 from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.recipe.load_recipe import load_recipe
-from rlhf_core.recipe.loop_record import loop_of, with_rounds
+from rlhf_core.recipe.loops.loop_choice import loop_of, with_rounds
 from rlhf_core.recipe.plan import plan
 from tests.support.demo_recipe import demo_recipe
 

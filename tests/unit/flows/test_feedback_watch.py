@@ -14,7 +14,7 @@ from flows.triggers.inbox_watch import LONGEST_PAUSE, InboxWatch
 from rlhf_core.config import Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
-from rlhf_core.recipe.loop_record import FILE, LOCK, Record, Round, RoundInProgress, folder_of
+from rlhf_core.recipe.loops.loop_record import FILE, LOCK, Record, Round, RoundInProgress, folder_of
 from rlhf_core.system.files import locked, write_text
 
 DAY = datetime(2026, 5, 1, tzinfo=UTC)

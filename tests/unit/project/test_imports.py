@@ -32,7 +32,7 @@ TORCH_FREE = [  # and all of flows/ and tasks/
     "rlhf_core.config",
     "rlhf_core.runs.launch",
     "rlhf_core.runs.lineage",
-    "rlhf_core.recipe.loop_record",
+    "rlhf_core.recipe.loops.loop_state",
     "rlhf_core.migrate.script",
     "rlhf_core.recipe.plan",
     "rlhf_core.recipe.load_recipe",

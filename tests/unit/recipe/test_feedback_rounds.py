@@ -16,17 +16,10 @@ from rlhf_core.config import Gate, Publication, Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
 from rlhf_core.preflight.inputs import check_inputs
-from rlhf_core.recipe.loop_record import (
-    LoopState,
-    begin,
-    directories,
-    finish,
-    folder_of,
-    follow,
-    loop_state,
-    refuse,
-    with_rounds,
-)
+from rlhf_core.recipe.loops.loop_choice import with_rounds
+from rlhf_core.recipe.loops.loop_record import directories, folder_of
+from rlhf_core.recipe.loops.loop_state import LoopState, loop_state
+from rlhf_core.recipe.loops.round_steps import begin, finish, follow, refuse
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.run_dir import Outcome, RunDir
 

@@ -13,17 +13,10 @@ import pytest
 
 from flows.cli.artifacts_history import survey
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.loop_record import (
-    FILE,
-    begin,
-    finish,
-    folder_of,
-    loop_lock,
-    loop_of,
-    loop_state,
-    read,
-    with_rounds,
-)
+from rlhf_core.recipe.loops.loop_choice import loop_of, with_rounds
+from rlhf_core.recipe.loops.loop_record import FILE, folder_of, loop_lock, read
+from rlhf_core.recipe.loops.loop_state import loop_state
+from rlhf_core.recipe.loops.round_steps import begin, finish
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.run_dir import Outcome, RunDir
 
@@ -196,7 +189,7 @@ def test_a_round_is_compared_with_the_one_before_it_by_one_evaluation(tmp_path: 
 
 def holder(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
     """Another process that holds the loop for so long."""
-    script = "import pathlib, sys, time\nfrom rlhf_core.recipe.loop_record import loop_lock\n"
+    script = "import pathlib, sys, time\nfrom rlhf_core.recipe.loops.loop_record import loop_lock\n"
     script += (
         "with loop_lock(pathlib.Path(sys.argv[1])) as mine:\n    print(mine, flush=True)\n   "
         " time.sleep(float(sys.argv[2]))\n"

@@ -15,7 +15,8 @@ from rlhf_core.config import Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.receive import ReceivedRow, receive
-from rlhf_core.recipe.loop_record import begin, finish, loop_state
+from rlhf_core.recipe.loops.loop_state import loop_state
+from rlhf_core.recipe.loops.round_steps import begin, finish
 from rlhf_core.runs.run_dir import RunDir, run_stage
 
 WORK = {"dpo": rlhf_core.stages.dpo.run, "kto": rlhf_core.stages.kto.run}
