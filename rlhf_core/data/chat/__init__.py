@@ -1,0 +1,16 @@
+"""Renders messages to tokens with the tokenizer's chat template or a plain one, and masks the assistant's
+answers.
+
+The rendered string is split where an answer begins and ends, and the parts are encoded separately, so that no
+token crosses a border: the tokens of `prompt(messages[:i])`, which a sampler continues, are exactly the
+beginning of `conversation(messages)`, which is trained on.
+
+A control token typed inside a message (`<|im_end|>`) stays text: a placeholder replaces it in the template,
+and it is encoded with `split_special_tokens`. This covers all added tokens marked special, in all roles. The
+tokenizer encodes other added tokens (such as `<think>`) as usual. `tools` are JSON schemas of functions,
+which the template describes at the beginning; messages may have `tool_calls`. Not supported: images, and
+content that is not a string.
+"""
+
+from rlhf_core.data.chat.renderer import Renderer as Renderer
+from rlhf_core.data.chat.tokenizer_loading import load_tokenizer as load_tokenizer

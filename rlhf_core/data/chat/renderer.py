@@ -1,0 +1,209 @@
+"""Renders messages to tokens: prompts, conversations and answers. `rlhf_core.data.chat` says how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.chat.message_template import MessageTemplate, Tools
+from rlhf_core.data.chat.text_encoder import Span, TextEncoder, first_stop
+from rlhf_core.data.chat.tokenizer_loading import check_embedding_rows
+from rlhf_core.data.documents import Document, Message, answered, check_limit, with_suffix
+from rlhf_core.data.rows.columns import without_weights
+
+
+class Renderer:
+    """Renders messages `{"role": ..., "content": ...}` with one tokenizer and one template ("chat", or a
+    plain one with one {}).
+
+    `stop_token_ids` are the tokens that end an answer: end-of-sequence, and the template's end-of-turn token
+    if it differs. `end_token_id` is the token that training puts after an answer. `frame_len` is the
+    template's own length in tokens. A plain template puts system messages before the next user message, and
+    the end-of-sequence token after each answer. `prompt_suffix` is appended to the last message of every
+    prompt (`rlhf_core.data.documents`), not to conversations. `verbatim`: the data's answers were sampled, so
+    they already contain the template's prefix of an answer (a space, an empty thought), and `response_tokens`
+    does not add it. The constructor raises ValueError when the template cannot be used with this tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        prompt_suffix: str = "",
+        verbatim: bool = False,
+    ):
+        self.tokenizer = tokenizer
+        self.template = template
+        self.prompt_suffix = prompt_suffix
+        self.verbatim = verbatim
+        self._encoder = TextEncoder(tokenizer)
+        self._template = MessageTemplate(tokenizer, template, self._encoder)
+        self.control_tokens = self._encoder.control_tokens  # control tokens as plain text
+        end_of_turn = self._template.end_of_turn_id
+        self.end_token_id: int = tokenizer.eos_token_id if end_of_turn is None else end_of_turn
+        self.stop_token_ids: list[int] = list(dict.fromkeys([tokenizer.eos_token_id, self.end_token_id]))
+        frame = self.prompt([{"role": "user", "content": ""}])
+        self.frame_len = len(frame)
+        check_embedding_rows(tokenizer, [*frame, *self.stop_token_ids, tokenizer.pad_token_id or 0])
+
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Returns the tokens of the messages and of the generation prompt. Raises ValueError when the last
+        message is the assistant's."""
+        if not messages or messages[-1]["role"] == "assistant":
+            raise ValueError(
+                "a prompt needs at least one message, and its last one must not be the assistant's"
+            )
+        text, spans = self._template.render(with_suffix(messages, self.prompt_suffix), True, tools)
+        return list(self._encoder.encode(text, spans, self.stop_token_ids).tokens)
+
+    def text(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()) -> str:
+        """Returns the rendered template, with placeholders for control tokens typed in messages."""
+        return self._template.render(messages, generation_prompt, tools)[0]
+
+    def follow(
+        self, messages: Sequence[Message], new: Sequence[Message], ended: bool, tools: Tools = ()
+    ) -> list[int]:
+        """Returns the tokens between the last answer in `messages` and the answer to the `new` messages.
+        `ended`: the tokens of the last answer already include its end-of-turn token. The answers themselves
+        are not rendered: sampled tokens stay unchanged.
+
+        Raises ValueError when the template rejects the messages or does not show where the answer ends.
+        """
+        if messages[-1]["role"] != "assistant" or not new or new[-1]["role"] == "assistant":
+            raise ValueError(
+                "new messages follow an answer, and the last of them must not be the assistant's"
+            )
+        after = self._template.after_answer(messages, new, tools)
+        if after is None:
+            raise ValueError(
+                "the chat template does not show where an answer ends once messages follow it: take another"
+                " template"
+            )
+        if ended and self._template.end_of_turn:
+            after = after.removeprefix(self._template.end_of_turn)
+        return self._encoder.encode_part(after, first=False)
+
+    def frame_of(self, tools: Tools) -> int:
+        """Returns the template's own length in tokens, including its description of the tools."""
+        return len(self.prompt([{"role": "user", "content": ""}], tools)) if tools else self.frame_len
+
+    def prompt_within(
+        self, messages: Sequence[Message], limit: int, tools: Tools = ()
+    ) -> tuple[list[int], bool]:
+        """Returns at most `limit` tokens of a prompt, and whether the prompt was cut.
+
+        Keeps the template's own tokens and the end of the prompt. Drops the oldest turns first, then the
+        beginning of the last message, and system messages only if they and the template fill the limit.
+        Raises ValueError like `check_limit`.
+        """
+        frame_len = self.frame_of(tools)
+        check_limit(limit, frame_len)
+        tokens = self.prompt(messages, tools)
+        if len(tokens) <= limit:
+            return tokens, False
+        turns = list(messages)
+        system: list[Message] = []
+        while len(turns) > 1 and turns[0]["role"] == "system":
+            system.append(turns.pop(0))
+        for start in range(1, len(turns)):
+            if turns[start]["role"] == "user":
+                tokens = self.prompt(system + turns[start:], tools)
+                if len(tokens) <= limit:
+                    return tokens, True
+        last = turns[-1]
+        shell = len(self.prompt([*system, {**last, "content": ""}], tools))
+        if shell >= limit:
+            system = []
+            shell = frame_len
+        words = self._encoder.encode_part(self._encoder.hide(last["content"]), first=True)
+        cut = max(len(words) - (limit - shell), 0)
+        while True:
+            # A cut inside a character leaves replacement characters at the beginning.
+            content = str(self.tokenizer.decode(words[cut:], clean_up_tokenization_spaces=False)).lstrip(
+                "\ufffd"
+            )
+            tokens = self.prompt([*system, {**last, "content": content}], tools)
+            if len(tokens) <= limit:
+                return tokens, True
+            if not content:  # check_limit only ensures that an empty user message fits
+                raise ValueError(
+                    f"the role {last['role'][:40]!r} and the template take {len(tokens)} tokens, and the"
+                    f" limit is {limit}"
+                )
+            cut += len(tokens) - limit
+
+    def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> Document:
+        """Returns the messages as a document, with the mask on all answers and their end-of-turn tokens,
+        except answers of weight 0.
+
+        Tokens after the last trained answer are left out. Without such an answer the mask is all False.
+        """
+        text, spans = self._template.render(without_weights(messages), False, tools)
+        document = self._encoder.encode(text, spans, self.stop_token_ids, _untrained(messages, spans))
+        if not any(document.mask):
+            return document
+        end = len(document) - list(document.mask)[::-1].index(True)
+        document = document.cut(end)
+        last = messages[-1]
+        if (
+            last["role"] == "assistant"
+            and "weight" not in last
+            and document.tokens[-1] not in self.stop_token_ids
+        ):
+            return Document([*document.tokens, self.end_token_id], [*document.mask, True])
+        return document
+
+    def answer(self, prompt_messages: Sequence[Message], response: str) -> Document:
+        """Returns the prompt's tokens, the response and the end-of-turn token, with the mask on the last two,
+        as a sampler produces them."""
+        return self.answer_tokens(self.prompt(prompt_messages), response)
+
+    def answer_tokens(self, prompt_tokens: list[int], response: str) -> Document:
+        """Like `answer`, but for given prompt tokens, which may be cut."""
+        return answered(prompt_tokens, self._sampled(response))
+
+    def response_tokens(
+        self, prompt_messages: Sequence[Message], response: str | Message, tools: Tools = ()
+    ) -> list[int]:
+        """Returns the tokens of an answer (a string or a message that calls tools) as in `conversation`, with
+        the template's prefix and the end-of-turn token.
+
+        For `verbatim` answers, and for answers that cannot be found in the rendered template, returns only
+        the response and the end-of-turn token. Raises ValueError when an answer with tool calls cannot be
+        found.
+        """
+        message = {"role": "assistant", "content": response} if isinstance(response, str) else response
+        calls = bool(message.get("tool_calls"))
+        if not calls and (self.verbatim or self.template != "chat"):
+            return self._sampled(message["content"])
+        text = self._template.answer_text(prompt_messages, message, tools)
+        if text is None and calls:
+            raise ValueError(
+                "the chat template does not show where an answer with calls of tools begins: leave such rows"
+                " out"
+            )
+        if text is None:
+            return self._sampled(message["content"])
+        part = self._encoder.encode_part(text, first=False)
+        stop = first_stop(part, self.stop_token_ids)
+        return [*part, self.end_token_id] if stop is None else part[: stop + 1]
+
+    def _sampled(self, response: str) -> list[int]:
+        return [*self._encoder.encode_part(self._encoder.hide(response), first=False), self.end_token_id]
+
+    def decoded(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+
+def _untrained(messages: Sequence[Message], spans: Sequence[Span]) -> set[int]:
+    """Returns the indices of the spans whose answers have weight 0. Raises ValueError if there are such
+    answers and the number of spans differs from the number of answers."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    found = {number for number, message in enumerate(answers) if "weight" in message}
+    if found and len(spans) != len(answers):
+        raise ValueError(
+            f"{len(found)} of {len(answers)} answers have weight 0, and the chat template marks {len(spans)}"
+            " parts as answers: put one {% generation %} block around each answer in the template"
+        )
+    return found
