@@ -42,7 +42,7 @@ WITHOUT = {
     "HttpReward": "batch_size",
     # Gives no reward, under the only normalisation there is.
     "NoReward": "name normalize weight",
-    # Data sets of the Hub: tests/unit/data/test_sources.py.
+    # Data sets of the Hub: tests/unit/data/rows/test_sources.py.
     "Source": "split",
     # Requests to endpoints: tests/unit/evaluation/judges,
     # tests/unit/evaluation/answers/test_remote_answers.py.
