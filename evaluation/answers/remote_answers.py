@@ -9,18 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evaluation.answers.chat_client import (
-    NO_REPLY,
-    ChatClient,
-    ChatReply,
-    appending,
-    cost_of,
-    records_of,
-    remote,
-)
 from evaluation.answers.local_answers import ModelAnswer
 from rlhf_core.config import Evaluation
 from rlhf_core.data.questions import Question
+from rlhf_core.judging.chat_client import NO_REPLY, ChatClient, ChatReply, cost_of, remote
+from rlhf_core.judging.record_lines import appending, records_of
 from rlhf_core.records import Answering, Frozen
 from rlhf_core.system.files import digest
 

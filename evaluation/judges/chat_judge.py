@@ -3,7 +3,7 @@
 Every verdict is cached when it arrives, keyed by (judge prompt, settings of the request, judge, prompt
 version), so a resumed stage requests none twice. If a reply has no verdict, contradicts itself, or was cut
 by the length limit, one reminder follows. Games that still fail are counted but not cached, and stop the
-stage when their share exceeds `max_failed`. Requests and retries: `answers/chat_client.py`.
+stage when their share exceeds `max_failed`. Requests and retries: `rlhf_core/judging/chat_client.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evaluation.answers.chat_client import NO_REPLY, ChatClient, ChatReply, appending, records_of
 from evaluation.judges.judge_prompt import PROMPT_VERSION, judge_prompt, reminder
-from evaluation.judges.judge_reply import JudgeVerdict, read_verdict
 from evaluation.judges.offline import Match
+from rlhf_core.judging.chat_client import NO_REPLY, ChatClient, ChatReply
+from rlhf_core.judging.judge_reply import JudgeVerdict, read_verdict
+from rlhf_core.judging.record_lines import appending, records_of
 from rlhf_core.records import Frozen, Game
 from rlhf_core.system.files import digest
 

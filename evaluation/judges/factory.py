@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evaluation.answers.chat_client import ChatClient, Connection, cost_of, remote
 from evaluation.answers.local_answers import file_name, model_config
 from evaluation.judges.chat_judge import LlmJudge
 from evaluation.judges.offline import Judge, KnownAnswerJudge, RewardModelJudge
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.hub.ids import shown
+from rlhf_core.judging.chat_client import ChatClient, Connection, cost_of, remote
 from rlhf_core.models.precision import stored_dtype
 from rlhf_core.records import Judging, Judgment
 from rlhf_core.runs.run_dir import RunDir, StageRequest

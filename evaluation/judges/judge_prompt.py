@@ -2,7 +2,7 @@
 
 For hard prompts the judge first writes its own answer; for creative writing it does not. The request has
 the user's prompt and both answers between markers. The verdict is one of five labels in double brackets
-(`judge_reply.py`).
+(`rlhf_core/judging/judge_reply.py`).
 """
 
 from __future__ import annotations

@@ -13,16 +13,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from evaluation.scores.style import Style, markdown, style_of
-from rlhf_core.records import POINTS, Game, Judgment, Label
+from rlhf_core.judging.judge_reply import label_of
+from rlhf_core.records import Game, Judgment
 
 V01 = "arena-hard-v0.1"
 V01_BASELINE = "gpt-4-0314"
 JUDGMENTS = ("judgments", "model_judgment")
 ANSWERS = ("answers", "model_answer")
-MIRRORED: dict[str, Label] = {"B<<A": "A>>B", "B<A": "A>B", "B=A": "A=B", "A<B": "B>A", "A<<B": "B>>A"}
 
 TokenCount = Callable[[str], int]
 
@@ -92,12 +92,6 @@ def to_judgment(row: dict[str, Any]) -> Judgment:
         baseline=row.get("baseline", V01_BASELINE) if old else row["baseline"],
         games=(_game(first), _game(second)),
     )
-
-
-def label_of(score: Any) -> Label | None:
-    """Returns one of the five labels, also for mirrored or lower-case forms; None for anything else."""
-    label = MIRRORED.get(score.upper(), score.upper()) if isinstance(score, str) else None
-    return cast(Label, label) if label in POINTS else None
 
 
 def read_styles(folder: Path, count_tokens: TokenCount | None = None) -> dict[tuple[str, str], Style]:

@@ -28,7 +28,6 @@ from rlhf_core.config.judging.judges import (
     Endpoint,
     Judge,
     OpenAIJudge,
-    Remote,
     RewardJudge,
     RuleJudge,
     VllmJudge,
@@ -56,6 +55,7 @@ from rlhf_core.config.ppo.policy_objective import (
     Aggregation,
 )
 from rlhf_core.config.ppo.ppo_config import PPO
+from rlhf_core.config.rewarding.remote_models import Remote
 from rlhf_core.config.sweep import Select
 from rlhf_core.config.training.optimised import Lora, Optimised, Trainable
 from rlhf_core.config.training.preference import DPO, KTO, REFERENCE_FREE, PreferenceLoss, UnpairedLoss

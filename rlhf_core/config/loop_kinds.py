@@ -11,6 +11,7 @@ from rlhf_core.config.data import Data, Text
 from rlhf_core.config.engines import EngineConfig, only_in_ppo
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.process_groups import Groups
+from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.config.rewards import EnvironmentReward, HttpReward, ModelReward, NoReward, RewardSources
 from rlhf_core.config.training.optimised import Routed, Trainable
 from rlhf_core.config.training.preference import PreferenceLoss, UnpairedLoss
@@ -71,7 +72,8 @@ class Rewarded(Gated, SamplingFields):
     reward: RewardSources = Field(
         (ModelReward(),),
         description=(
-            "a reward model, path.py:function, http://..., or a list of these with weights; they are summed"
+            "a reward model, path.py:function, http://..., a judge, or a list of these with weights; they are"
+            " summed"
         ),
     )
     max_failed_rewards: Annotated[Share, NotInDigest] = Field(
@@ -108,8 +110,12 @@ class Rewarded(Gated, SamplingFields):
     @property
     def needed_keys(self) -> Sequence[Key]:
         servers = (source for source in self.reward if isinstance(source, HttpReward))
+        judges = (source for source in self.reward if isinstance(source, JudgeReward))
         return [
             Key(f"the reward {source.title}", source.api_key_env) for source in servers if source.api_key_env
+        ] + [
+            Key(f"the reward {source.title}", source.judge.api_key_env, source.judge.needs_key)
+            for source in judges
         ]
 
 
@@ -147,7 +153,10 @@ class Rounds(Rewarded):
     @check
     def _check_reward(self) -> Iterator[str]:
         if any(isinstance(source, EnvironmentReward | NoReward) for source in self.reward):
-            yield "reward: environments and none are for ppo: name a reward model, a function or a server"
+            yield (
+                "reward: environments and none are for ppo: name a reward model, a function, a server or a"
+                " judge"
+            )
         for source in self.reward_models:
             if source.ranks is not None:
                 yield (

@@ -1,9 +1,10 @@
-"""Configures where rewards come from: reward models, Python functions, HTTP servers. Torch-free. Also parses
-a recipe's shorthands:
+"""Configures where rewards come from: reward models, Python functions, HTTP servers, judges. Torch-free. Also
+parses a recipe's shorthands:
 
 reward: reward_model                          one reward model: a stage, a folder or a Hub id
 reward: [reward_model, checks.py:short, "http://localhost:8000"]
 reward: [{model: reward_model, weight: 0.5}, {function: "checks.py:short", normalize: running}]
+reward: {judge: {model: NAME}, rubric: TEXT}  a chat model that rates each answer
 reward: environment                           the environment that ppo names
 reward: none                                  ppo learns from the KL to a teacher alone
 """
@@ -21,25 +22,14 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from rlhf_core.config.rewarding.judge_reward import JudgeReward
+from rlhf_core.config.rewarding.weighed_reward import StandardisedReward, WeighedReward
 from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Ranks, Rate, Variable, check
 
 
-class WeighedReward(Config):
-    """Fields that all reward sources share."""
-
-    name: str | None = Field(
-        None, description="name in metrics; default: of the model, function or host", pattern=r"^[\w.:-]+$"
-    )
-    weight: float = Field(1.0, description="factor of this source in the sum")
-
-
-class RequestedReward(WeighedReward):
+class RequestedReward(StandardisedReward):
     """Fields that functions and servers share. Requests are retried with growing pauses, up to a limit."""
 
-    normalize: Literal["none", "running"] = Field(
-        "none",
-        description="running: standardise with the mean and std of all rewards so far (of a round: its own)",
-    )
     batch_size: Positive = Field(64, description="answers of one request")
     concurrency: Annotated[Positive, NotInDigest] = Field(
         1, description="requests at once (processes of a function)"
@@ -310,7 +300,8 @@ def _environment(value: Any) -> Any:
 
 
 ShortEnvironment = Annotated[Environment, BeforeValidator(_environment)]
-REWARD_KINDS = {"model": "model", "function": "function", "http": "url"}  # with the field that names each
+# with the field that names each
+REWARD_KINDS = {"model": "model", "function": "function", "http": "url", "judge": "judge"}
 
 
 def _reward_sources(value: Any) -> Any:
@@ -339,7 +330,8 @@ def _reward_source(value: Any) -> Any:
 
 
 RewardSource = Annotated[
-    ModelReward | FunctionReward | HttpReward | EnvironmentReward | NoReward, Field(discriminator="kind")
+    ModelReward | FunctionReward | HttpReward | JudgeReward | EnvironmentReward | NoReward,
+    Field(discriminator="kind"),
 ]
 
 

@@ -1,5 +1,5 @@
-"""Scores one batch of answers in this process: reward models one after another, functions and servers in
-parallel.
+"""Scores one batch of answers in this process: reward models one after another, functions, servers and judges
+in parallel.
 
 Used by stages that score once. PPO's reward models run on the Ray cluster. `Client._batch` in clients.py
 splits a batch to find an answer that hangs.
@@ -8,6 +8,7 @@ splits a batch to find an answer that hangs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 from rlhf_core.config.rewards import ModelReward, RewardSource
@@ -30,15 +31,16 @@ def reward_batch(
     dtype: str = "float32",
     scores: Callable[[str, Sequence[Document]], list[float]] | None = None,
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
+    cache: Path | None = None,
 ) -> Combined:
     """Returns the weighted sum over all sources, (N,) for N answers, which are given as documents (for
-    models) and as samples (for functions and servers).
+    models) and as samples (for functions, servers and judges).
 
     `dtype`: of the reward models; auto: each checkpoint's dtype. `scores`: scores documents with a model
     outside this process. `own_tokens`: by title, for reward models whose tokenizer differs from the
-    documents'. `running` normalisation uses the mean and standard deviation of this batch. Raises
-    RewardsFailed when a source left more than the share `max_failed` of the answers without a reward,
-    ValueError when no answer has a reward from every source.
+    documents'. `cache`: folder for judges' ratings. `running` normalisation uses the mean and standard
+    deviation of this batch. Raises RewardsFailed when a source left more than the share `max_failed` of the
+    answers without a reward, ValueError when no answer has a reward from every source.
     """
     allowed = int(max_failed * len(documents))
     models = [source for source in sources if isinstance(source, ModelReward)]
@@ -51,14 +53,17 @@ def reward_batch(
             paths[source.model], dtype, micro_batch_size, trust_remote_code
         ).score(given)
 
-    clients = Clients([client_of(source) for source in sources if not isinstance(source, ModelReward)])
+    clients = Clients(
+        [client_of(source, cache=cache) for source in sources if not isinstance(source, ModelReward)]
+    )
     try:
         pending = clients.start(samples, allowed)
         rewards = collect(map(score, models), pending, allowed)
     finally:
         clients.close()
     terms = terms_of(sources, paths)
-    return combine(rewards.by_source, terms, with_answers({}, rewards.by_source, terms))
+    combined = combine(rewards.by_source, terms, with_answers({}, rewards.by_source, terms))
+    return combined._replace(metrics=combined.metrics | clients.spent())
 
 
 def terms_of(sources: Sequence[RewardSource], paths: Mapping[str, str]) -> list[Term]:

@@ -1,5 +1,5 @@
-"""Requests rewards from functions and servers while reward models score. `Client._batch` splits a batch to
-find an answer that hangs.
+"""Requests rewards from functions, servers and judges while reward models score. `Client._batch` splits a
+batch to find an answer that hangs.
 
 Requests run in threads and are retried with growing pauses. If all attempts fail, the reward is nan and
 counted as failed. Once a source has left more than `allowed` answers without a reward, no more requests are
@@ -14,24 +14,28 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Event
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
 from rlhf_core.rewards.function import Function
+from rlhf_core.rewards.judge.judge_client import JudgeClient
 from rlhf_core.rewards.remote import HttpRewardClient
 from rlhf_core.rewards.reward_contract import (
     CodeError,
     Reply,
     RewardError,
-    RewardsFailed,
     Sample,
+    SourceRewards,
     Steps,
     WrongReply,
+    check_failures,
 )
 
 if TYPE_CHECKING:
@@ -95,15 +99,6 @@ def join(parts: Sequence[Rewards]) -> Rewards:
     return Rewards(
         {name: np.concatenate([part.by_source[name] for part in parts]) for name in names}, errors, steps
     )
-
-
-class SourceRewards(NamedTuple):
-    """Holds one source's rewards for N answers: (N,), nan for failed ones; the last error; and the steps of
-    answers by index."""
-
-    rewards: np.ndarray
-    error: str
-    steps: Mapping[int, Steps]
 
 
 def collect(
@@ -242,15 +237,40 @@ class Client:
                     self._given_up.wait(random.uniform(0, min(LONGEST_PAUSE, growing)))
         return SourceRewards(rewards, error if np.isnan(rewards).any() else "", steps)
 
+    def spent(self) -> Mapping[str, float]:
+        """Returns no metrics: what functions and servers cost is not known."""
+        return {}
+
     def close(self) -> None:
         """Ends all requests, including open ones, whose answers get no reward."""
         self._given_up.set()
         self._source.close()
 
 
-def client_of(source: RewardSource, others: Sequence[RayNode] = ()) -> Client:
-    """Returns a client for a function or server of a recipe. `others`: further nodes on which a function
-    runs. Raises ValueError when the server's key is not set."""
+class SourceClient(Protocol):
+    """Gets the rewards of one source (`Client`, `JudgeClient`). `spent`: metrics of what requests used since
+    its last call."""
+
+    title: str
+
+    @property
+    def wanted(self) -> Collection[str]: ...
+
+    def score(self, samples: Sequence[Sample], allowed: int) -> SourceRewards: ...
+
+    def spent(self) -> Mapping[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+def client_of(
+    source: RewardSource, others: Sequence[RayNode] = (), cache: Path | None = None
+) -> SourceClient:
+    """Returns a client for a function, server or judge of a recipe. `others`: further nodes on which a
+    function runs. `cache`: folder for a judge's ratings. Raises ValueError when the server's key is not
+    set."""
+    if isinstance(source, JudgeReward):
+        return JudgeClient(source, None if cache is None else cache / f"{source.title}.jsonl")
     assert isinstance(source, FunctionReward | HttpReward), "a reward model is a group of the cluster"
     ready: RewardBackend
     if isinstance(source, FunctionReward):
@@ -271,20 +291,10 @@ def client_of(source: RewardSource, others: Sequence[RayNode] = ()) -> Client:
     return Client(source.title, ready, source.batch_size, source.concurrency, source.max_attempts)
 
 
-def check_failures(title: str, failed: int, allowed: int, requested: int, error: str) -> None:
-    """Raises RewardsFailed when more than `allowed` answers have no reward."""
-    if failed > allowed:
-        raise RewardsFailed(
-            f"the reward source {title} left {failed} of {requested} answers without a reward, more than the"
-            f" {allowed} that max_failed_rewards allows (the last error:"
-            f" {error or 'a score that is not finite'}); look at the source, then run again"
-        )
-
-
 class Clients:
-    """Queries all functions and servers of a stage in parallel."""
+    """Queries all functions, servers and judges of a stage in parallel."""
 
-    def __init__(self, clients: Sequence[Client]):
+    def __init__(self, clients: Sequence[SourceClient]):
         self._clients = clients
         self._pool = ThreadPoolExecutor(max(1, len(clients)))
 
@@ -299,6 +309,10 @@ class Clients:
     def start(self, samples: Sequence[Sample], allowed: int) -> dict[str, Future[SourceRewards]]:
         """Starts the requests. Returns the futures of their results by source."""
         return {client.title: self._pool.submit(client.score, samples, allowed) for client in self._clients}
+
+    def spent(self) -> dict[str, float]:
+        """Returns metrics of what requests used since the last call."""
+        return {name: value for client in self._clients for name, value in client.spent().items()}
 
     def close(self) -> None:
         for client in self._clients:

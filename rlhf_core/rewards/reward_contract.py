@@ -70,6 +70,25 @@ class RewardsFailed(RuntimeError):
     source."""
 
 
+class SourceRewards(NamedTuple):
+    """Holds one source's rewards for N answers: (N,), nan for failed ones; the last error; and the steps of
+    answers by index."""
+
+    rewards: np.ndarray
+    error: str
+    steps: Mapping[int, Steps]
+
+
+def check_failures(title: str, failed: int, allowed: int, requested: int, error: str) -> None:
+    """Raises RewardsFailed when more than `allowed` answers have no reward."""
+    if failed > allowed:
+        raise RewardsFailed(
+            f"the reward source {title} left {failed} of {requested} answers without a reward, more than the"
+            f" {allowed} that max_failed_rewards allows (the last error:"
+            f" {error or 'a score that is not finite'}); look at the source, then run again"
+        )
+
+
 LARGEST = 1e30  # absolute reward; sums of such rewards are finite in float32
 LISTS = frozenset(("prompts", "responses", "rows", "finished", "query"))
 

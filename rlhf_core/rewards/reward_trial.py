@@ -3,8 +3,8 @@ that a bug in it is reported before any work (rlhf_core/preflight/reward_functio
 starts.
 
 Only an error that occurs in every call (`UsersError.certain`) ends the stage. Other errors may be due to the
-made-up answer and are warnings. A reward server is not asked for a reward, which may cost money; only whether
-its address answers is checked.
+made-up answer and are warnings. Servers and judges are not asked for a reward, which may cost money; only
+whether their address answers is checked, and whether the prompt's row has the reference of a judge.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.required_columns import USUAL
@@ -40,8 +41,9 @@ def made_up_answer(row: dict[str, Any]) -> str:
 
 
 def try_rewards(sources: Sequence[RewardSource], prompt: Prompt, renderer: Renderer) -> None:
-    """Tries all functions and servers of a stage, but no reward models. Prints warnings. Raises ValueError
-    for a function that cannot be loaded, or whose code fails for every answer."""
+    """Tries all functions, servers and judges of a stage, but no reward models. Prints warnings. Raises
+    ValueError for a function that cannot be loaded, or whose code fails for every answer, and for a missing
+    column of references."""
     for source in sources:
         if isinstance(source, FunctionReward):
             samples = [sample_of(prompt, text, renderer) for text in made_up_answers(prompt.row)]
@@ -49,7 +51,12 @@ def try_rewards(sources: Sequence[RewardSource], prompt: Prompt, renderer: Rende
             if failed:
                 _warn(source, failed)
         elif isinstance(source, HttpReward):
-            _try_server(source)
+            _try_address(
+                "the reward server", HttpRewardClient(source.url, source.timeout, None).shown, source.url
+            )
+        elif isinstance(source, JudgeReward):
+            require_reference(source, prompt.row)
+            _try_address(f"the judge {source.title} at", source.judge.base_url, source.judge.base_url)
 
 
 def made_up_answers(row: dict[str, Any]) -> list[str]:
@@ -89,13 +96,20 @@ def _warn(source: FunctionReward, what: str) -> None:
     print(f"warning: the reward function {source.title}: {told}", flush=True)
 
 
-def _try_server(source: HttpReward) -> None:
-    try:
-        httpx.head(source.url, timeout=REACH_SECONDS)
-    except httpx.HTTPError as error:
-        shown = HttpRewardClient(source.url, source.timeout, None).shown
-        told = (
-            f"does not answer yet ({type(error).__name__}{proxy_of(source.url)}): start it, or correct its"
-            " address"
+def require_reference(source: JudgeReward, row: dict[str, Any]) -> None:
+    """Raises ValueError when a row of the prompts lacks the column of a judge's reference answers."""
+    if source.reference is not None and source.reference not in row:
+        raise ValueError(
+            f"the reward {source.title}: the prompts have no column {source.reference!r}, only"
+            f" {', '.join(row)}: set reference to the column with the reference answers"
         )
-        print(f"warning: the reward server {shown} {told}", flush=True)
+
+
+def _try_address(who: str, shown: str, url: str) -> None:
+    try:
+        httpx.head(url, timeout=REACH_SECONDS)
+    except httpx.HTTPError as error:
+        told = (
+            f"does not answer yet ({type(error).__name__}{proxy_of(url)}): start it, or correct its address"
+        )
+        print(f"warning: {who} {shown} {told}", flush=True)

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from record import add_options, figure, save
 
-from evaluation.answers.chat_client import ChatClient, remote
 from evaluation.judges.chat_judge import LlmJudge
 from evaluation.judges.offline import Match
 from rlhf_core import config as configs
 from rlhf_core.data.questions import Question
+from rlhf_core.judging.chat_client import ChatClient, remote
 
 ANSWER = "word " * 300  # of about the length of a real one
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluation.answers.chat_client import ChatClient, remote
 from evaluation.judges.chat_judge import LlmJudge
 from evaluation.judges.offline import Match
 from rlhf_core import config as configs
 from rlhf_core.data.questions import Question
+from rlhf_core.judging.chat_client import ChatClient, remote
 from rlhf_core.records import Game
 
 

@@ -13,12 +13,12 @@ from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.judging.judges import (
     Judge,
     OpenAIJudge,
-    Remote,
     RewardJudge,
     VllmJudge,
     names_of_judge,
 )
 from rlhf_core.config.process_groups import Groups
+from rlhf_core.config.rewarding.remote_models import Remote
 from rlhf_core.records import NotInDigest, Positive, check
 from rlhf_core.system.files import digest
 
@@ -85,13 +85,7 @@ class Calibration(Gated):
     def needed_keys(self) -> Sequence[Key]:
         if not isinstance(self.judge, Remote):
             return ()
-        return [
-            Key(
-                f"the judge {self.judge.model}",
-                self.judge.api_key_env,
-                "api.openai.com" in self.judge.base_url,
-            )
-        ]
+        return [Key(f"the judge {self.judge.model}", self.judge.api_key_env, self.judge.needs_key)]
 
 
 def judge_identity(judge: Judge, inputs: Mapping[str, str]) -> str:

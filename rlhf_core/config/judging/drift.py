@@ -9,8 +9,9 @@ from pydantic import Field
 
 from rlhf_core.config.data import Data, Source, Text
 from rlhf_core.config.gates import Gated, Key
-from rlhf_core.config.judging.judges import ChatJudge, Judge, Remote, VllmJudge, names_of_judge
+from rlhf_core.config.judging.judges import ChatJudge, Judge, VllmJudge, names_of_judge
 from rlhf_core.config.process_groups import Groups
+from rlhf_core.config.rewarding.remote_models import Remote
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, check
 
 
@@ -98,7 +99,7 @@ class Drift(Gated):
     def needed_keys(self) -> Sequence[Key]:
         judge = self.anchors.judge if self.anchors else None
         return (
-            [Key(f"the judge {judge.model}", judge.api_key_env, "api.openai.com" in judge.base_url)]
+            [Key(f"the judge {judge.model}", judge.api_key_env, judge.needs_key)]
             if isinstance(judge, Remote)
             else []
         )

@@ -15,7 +15,6 @@ from rlhf_core.config.judging.judges import (
     ChatJudge,
     Endpoint,
     Judge,
-    Remote,
     RewardJudge,
     RuleJudge,
     VllmJudge,
@@ -24,6 +23,7 @@ from rlhf_core.config.judging.judges import (
 from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.loop_kinds import SamplingFields
 from rlhf_core.config.process_groups import Groups, Served
+from rlhf_core.config.rewarding.remote_models import Remote
 from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, check
 
 
@@ -214,10 +214,7 @@ class Evaluation(Gated, SamplingFields):
     def needed_keys(self) -> Sequence[Key]:
         judges = ((f"the judge {judge.model}", judge) for judge in self.judges if isinstance(judge, Remote))
         endpoints = ((f"the endpoint {name}", endpoint) for name, endpoint in self.endpoints.items())
-        return [
-            Key(name, one.api_key_env, "api.openai.com" in one.base_url)
-            for name, one in (*judges, *endpoints)
-        ]
+        return [Key(name, one.api_key_env, one.needs_key) for name, one in (*judges, *endpoints)]
 
 
 class Regression(Evaluation):

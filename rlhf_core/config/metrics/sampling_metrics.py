@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf_core.config.metrics.metric import Condition, Metric, after_run, each
 from rlhf_core.config.metrics.shared_metrics import ANSWERS, DATA
+from rlhf_core.config.rewarding.judge_reward import JudgeReward
 
 MAKES_PAIRS = Condition("with `post_processor: dpo`", lambda config: config.post_processor == "dpo")
 MAKES_ANSWERS = Condition("unless `post_processor: dpo`", lambda config: config.post_processor != "dpo")
@@ -18,6 +19,15 @@ REWARDED_OTHERWISE = (
 
 def sources_of(config: Any) -> list[tuple[str, ...]]:
     return each(source.title for source in config.reward)
+
+
+def judges_of(config: Any) -> list[tuple[str, ...]]:
+    return each(source.title for source in config.reward if isinstance(source, JudgeReward))
+
+
+def priced_judges_of(config: Any) -> list[tuple[str, ...]]:
+    judges = [source for source in config.reward if isinstance(source, JudgeReward)]
+    return each(source.title for source in judges if source.judge.has_prices)
 
 
 def rewarded(summed: str, failed: str) -> tuple[Metric, ...]:
@@ -38,6 +48,21 @@ def rewarded(summed: str, failed: str) -> tuple[Metric, ...]:
             "count",
             of=sources_of,
             failed=NO_REWARDS,
+        ),
+        Metric(
+            "reward/SOURCE/requests",
+            "requests to a judge, with retries; in `ppo` of an iteration, with the validation before it",
+            "count",
+            of=judges_of,
+        ),
+        Metric(
+            "reward/SOURCE/input_tokens reward/SOURCE/output_tokens",
+            "tokens that it read and wrote for them; ratings from its cache need none",
+            "tokens",
+            of=judges_of,
+        ),
+        Metric(
+            "reward/SOURCE/cost", "their cost, where the judge's prices are given", "US$", of=priced_judges_of
         ),
     )
 

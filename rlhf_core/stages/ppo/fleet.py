@@ -244,13 +244,14 @@ class Fleet:
         self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float
     ) -> dict[str, float]:
         """Returns metrics of an iteration of `seconds`: floors of its phases; the metrics of the last sync;
-        memory, work and waits of each role; tokens per step of engines that draft."""
+        memory, work and waits of each role; what judges used; tokens per step of engines that draft."""
         metrics: dict[str, float] = {}
         if self.machine is not None:
             metrics |= floors(rollouts, trained, passes, self.machine, self.config.scorings)
         metrics |= self.engines.synced
         metrics |= memory_metrics(self.models, self.timeout)
         metrics |= work_metrics((*self.models, self.engines.sampler), seconds)
+        metrics |= self.sources.clients.spent()
         return metrics | self.engines.draft_metrics()
 
     def save_state(self, folder: Path) -> None:

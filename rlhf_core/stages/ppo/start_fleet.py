@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,7 @@ from rlhf_core.cluster.ray_cluster import other_nodes
 from rlhf_core.cluster.worker import RankReady
 from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import PPO
+from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.config.rewards import FunctionReward, HttpReward
 from rlhf_core.forecast.by_phase import host_doubts
 from rlhf_core.forecast.hardware import Gpu
@@ -52,12 +54,13 @@ def start_fleet(
     trust_remote_code: bool,
     resumed_zero_stage: int | None = None,
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
+    cache: Path | None = None,
 ) -> Fleet:
     """Starts all roles in their processes side by side and waits until each has loaded its model.
 
     `paths`: each role's model. `engines`: of the groups `sampler` and `actor`. `resumed_zero_stage`: the ZeRO
     stage of a resume state, used when the recipe says `auto`. `own_tokens`: the entries of reward models with
-    another tokenizer, by title.
+    another tokenizer, by title. `cache`: folder for judges' ratings.
     """
     # before loading anything, because it may raise
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)
@@ -72,9 +75,9 @@ def start_fleet(
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
     others = other_nodes()
     clients = [
-        client_of(source, others)
+        client_of(source, others, cache)
         for source in config.reward
-        if isinstance(source, FunctionReward | HttpReward)
+        if isinstance(source, FunctionReward | HttpReward | JudgeReward)
     ]
     fleet = Fleet(
         config=decided,

@@ -21,6 +21,7 @@ from rlhf_core.environments.environment_trial import try_environment
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.hub.vocabulary import require_same_vocabulary
+from rlhf_core.rewards.judge.judge_client import CACHE
 from rlhf_core.rewards.own_tokens import OwnTokens, writers
 from rlhf_core.rewards.reward_trial import try_rewards
 from rlhf_core.rollout.dispatch import Background, Engines
@@ -71,6 +72,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         request.trust_remote_code,
         resumed_zero_stage,
         own_tokens,
+        run / CACHE,
     )
     with closing(fleet):
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)

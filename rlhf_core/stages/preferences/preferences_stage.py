@@ -28,6 +28,7 @@ from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.rewards.batch import reward_batch, terms_of
 from rlhf_core.rewards.combine import Combined
+from rlhf_core.rewards.judge.judge_client import CACHE
 from rlhf_core.rewards.own_tokens import OwnTokens, writers
 from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.rewards.reward_trial import try_rewards
@@ -66,7 +67,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     ]
 
     print("scoring the answers", flush=True)
-    combined = rewards_of(request, config, tokenizer, prompts, answers, texts, own_tokens)
+    combined = rewards_of(request, config, tokenizer, prompts, answers, texts, own_tokens, run)
     scores = combined.rewards.where(combined.scored, math.nan).view(len(prompts), -1).tolist()
 
     finished = [[answer.finished for answer in group] for group in answers]
@@ -132,6 +133,7 @@ def rewards_of(
     answers: Sequence[Sequence[SampledAnswer]],
     texts: Sequence[Sequence[str]],
     own_tokens: Mapping[str, OwnTokens],
+    run: RunDir,
 ) -> Combined:
     """Returns the weighted sums of the rewards of all answers, prompt by prompt."""
     documents = [
@@ -164,6 +166,7 @@ def rewards_of(
         config.dtype,
         scores_of,
         own_tokens,
+        run / CACHE,
     )
 
 

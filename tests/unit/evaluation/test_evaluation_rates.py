@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from evaluation.answers.chat_client import ChatClient
 from evaluation.judges.offline import Match
 from evaluation.scores.reward_accuracy import RewardReports
 from rlhf_core.config import OpenAIJudge, RuleJudge
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.judging.chat_client import ChatClient
 from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.records import Game, Judgment
 from tests.support.evaluations import (

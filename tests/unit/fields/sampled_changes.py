@@ -331,6 +331,10 @@ SAMPLED = {
             ("url", "http://other/"),
         )
     ],
+    "JudgeReward": [
+        Change(name, value, summed, {"kind": "judge", "judge": {"model": "m"}, "rubric": "r"})
+        for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5))
+    ],
     "Environment": [
         Change("answer_max_len", 5, asked),
         Change("max_turns", 3, asked),

@@ -40,6 +40,10 @@ WITHOUT = {
     # Requests: tests/unit/rewards/test_rewards.py.
     "FunctionReward": "batch_size",
     "HttpReward": "batch_size",
+    # Requests: tests/unit/rewards/judge.
+    "JudgeReward": "criteria judge reference rubric scale",
+    "RatingModel": "max_tokens model",
+    "Criterion": "name text weight",
     # Gives no reward, under the only normalisation there is.
     "NoReward": "name normalize weight",
     # Data sets of the Hub: tests/unit/data/rows/test_sources.py.

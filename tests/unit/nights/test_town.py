@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from evaluation.judges.judge_prompt import judge_prompt
-from evaluation.judges.judge_reply import read_verdict
 from evaluation.judges.offline import Match
 from rlhf_core.feedback.parse import Unusable, feedback_of
+from rlhf_core.judging.judge_reply import read_verdict
 from tests.nights import disk, life, town
 from tests.nights.faults import SIGNS, Faults, named, read_faults
 from tests.nights.table import page

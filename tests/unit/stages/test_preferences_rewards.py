@@ -22,6 +22,7 @@ from rlhf_core.rewards.reward_server import application
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from tests.support.asgi import served
+from tests.support.chat_endpoint import SECRET, Reply, completion, serving
 from tests.support.tiny_models import reward_model
 
 ANSWERS = ("3", "44", "555", "6666")
@@ -193,3 +194,35 @@ def test_a_bug_in_a_reward_function_is_told_before_an_engine_starts(
         ValueError, match=r"misspelt: a call with a made-up answer raised NameError: .*code\.py, line 3"
     ):
         run(["rm", "code.py:misspelt"])
+
+
+@pytest.mark.usefixtures("judge_key")
+def test_a_judge_of_known_taste_makes_the_pairs_and_is_paid_once(run: Any, tmp_path: Path) -> None:
+    """It likes the digit 5, and forgets its verdict on the answer 3."""
+
+    def taste(_: int, request: dict[str, Any]) -> Reply:
+        answer = request["messages"][1]["content"].split("<<begin answer")[1].split("\n")[1]
+        return completion("Well." if answer == "3" else f"[[{1 + answer.count('5')}]]")
+
+    with serving(taste) as endpoint:
+        judge = {"model": "taste", "base_url": endpoint.url, "api_key_env": "JUDGE_KEY"}
+        reward = {"judge": judge, "rubric": "The digit 5.", "scale": [1, 4]}
+        outcome, pairs = run(reward, post_processor="dpo", max_failed_rewards=0.25)
+        assert [pair["chosen"] for pair in pairs] == ["555", "555"]
+        assert {pair["rejected"] for pair in pairs} <= {"44", "6666"}
+        assert outcome.metrics["reward/taste/failed"] == 2
+        assert outcome.metrics["reward/taste/requests"] == len(endpoint.requests) == 2 * (3 + 2)
+        assert outcome.metrics["reward/taste/mean"] == pytest.approx(1 / 3)
+        again, _ = run(reward, post_processor="dpo", max_failed_rewards=0.25)
+        assert again.metrics["reward/taste/requests"] == 2 * 2, "only the answers without a rating"
+    written = "".join(file.read_text() for file in (tmp_path / "run").rglob("*.jsonl"))
+    assert SECRET not in written and "[[4]]" in written
+
+
+def test_a_missing_column_of_references_is_told_before_an_engine_starts(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rlhf_core.stages.preferences.preferences_stage, "answers_of_round", pytest.fail)
+    judge = {"model": "taste", "base_url": "http://127.0.0.1:9/v1"}
+    with pytest.raises(ValueError, match=r"taste: the prompts have no column 'gold', only prompt, worth"):
+        run({"judge": judge, "rubric": "Right?", "reference": "gold"})

@@ -1,5 +1,5 @@
-"""Asks all sources of rewards for those of an iteration's answers: reward models, functions and servers, the
-environment, and sources without rewards."""
+"""Asks all sources of rewards for those of an iteration's answers: reward models, functions, servers and
+judges, the environment, and sources without rewards."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rlhf_core.stages.ppo.rollout_records import Rollout
 @dataclass(frozen=True)
 class RewardSources:
     """Holds the sources of `config.reward`. `models`: the group of each reward model, by title. `own_tokens`:
-    for reward models with another tokenizer, the writers of answers for them. `clients`: functions and
-    servers. `decode`: token ids of several texts to these texts."""
+    for reward models with another tokenizer, the writers of answers for them. `clients`: functions, servers
+    and judges. `decode`: token ids of several texts to these texts."""
 
     config: PPO
     models: Mapping[str, WorkerGroup]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from evaluation.answers.chat_client import records_of
 from evaluation.answers.remote_answers import StoredReply, answer_remotely, answering_metrics
 from rlhf_core.config import Endpoint, Evaluation, Source
 from rlhf_core.data.questions import Question
+from rlhf_core.judging.record_lines import records_of
 from rlhf_core.recipe.digest import deciding
 from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.system.files import Digests

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from evaluation.answers.chat_client import records_of
 from evaluation.judges.chat_judge import CachedVerdict, LlmJudge
+from rlhf_core.judging.record_lines import records_of
 from tests.support.chat_endpoint import SECRET, Reply, completion, error, serving
 from tests.support.judging import matches, openai_judge, scores
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.answers.chat_client import records_of
 from evaluation.judges.chat_judge import CachedVerdict
-from evaluation.judges.judge_reply import CONTRADICTION, CUT, NO_VERDICT, JudgeVerdict, read_verdict
 from evaluation.judges.offline import Match
+from rlhf_core.judging.judge_reply import JudgeVerdict, read_verdict
+from rlhf_core.judging.marked_reply import CONTRADICTION, CUT, NO_VERDICT
+from rlhf_core.judging.record_lines import records_of
 from rlhf_core.records import POINTS
 from tests.support.chat_endpoint import completion, serving
 from tests.support.judging import openai_judge, question, scores

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from evaluation.answers.chat_client import Connection, Pace, records_of
 from evaluation.judges.chat_judge import CachedVerdict
 from evaluation.judges.judge_prompt import judge_prompt
 from evaluation.judges.offline import Match
+from rlhf_core.judging.chat_client import Connection, Pace
+from rlhf_core.judging.record_lines import records_of
 from rlhf_core.records import POINTS
 from tests.support.chat_endpoint import SECRET, Reply, completion, error, serving
 from tests.support.judging import matches, openai_judge, question, scores

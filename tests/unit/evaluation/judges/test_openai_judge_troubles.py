@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from evaluation.answers.chat_client import Connection, records_of
 from evaluation.judges.chat_judge import CachedVerdict
+from rlhf_core.judging.chat_client import Connection
+from rlhf_core.judging.record_lines import records_of
 from rlhf_core.rollout.vllm.vllm_server import ServerFailed
 from tests.support.chat_endpoint import SECRET, Reply, completion, error, serving
 from tests.support.judging import matches, openai_judge, scores

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.scores.arena_files import folders, label_of, read_judgments, read_styles, to_judgment
+from evaluation.scores.arena_files import folders, read_judgments, read_styles, to_judgment
 from evaluation.scores.bradley_terry import fit, one_hot
 from evaluation.scores.leaderboard import How, as_json, boards
+from rlhf_core.judging.judge_reply import label_of
 from tests.support.arena import (
     BASELINE,
     ROUNDS,

@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, TextIO, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 from openai import (
     APIConnectionError,
@@ -31,7 +30,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from rlhf_core import config as configs
+from rlhf_core.config.rewarding.remote_models import Remote, RequestLimits
 from rlhf_core.records import Frozen
 from rlhf_core.system.proxies import proxy_of
 
@@ -42,7 +41,6 @@ WRONG_REQUEST = (400, 422)
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
-Record = TypeVar("Record", bound=Frozen)
 
 
 class Unreadable(Exception):
@@ -108,7 +106,7 @@ class ChatClient:
         model: str,
         connect: Callable[[], Connection],
         settings: Mapping[str, Any],
-        limits: configs.Remote | configs.ChatJudge,
+        limits: RequestLimits,
         pause: float = 1.0,
     ):
         self.who = who
@@ -117,8 +115,10 @@ class ChatClient:
         self.limits = limits
         self.settings = self.asked = dict(settings)
         self.backoff = wait_random_exponential(multiplier=pause, max=LONGEST_PAUSE)
-        self.pace = Pace(limits.requests_per_minute if isinstance(limits, configs.Remote) else None)
+        self.pace = Pace(limits.requests_per_minute if isinstance(limits, Remote) else None)
         self.requests = 0
+        self._stopped = False
+        self._running: tuple[asyncio.Task[Any], asyncio.AbstractEventLoop] | None = None
 
     def each(
         self,
@@ -127,10 +127,18 @@ class ChatClient:
         done: Callable[[str, Found], None],
     ) -> None:
         """Calls `work` for every item, and `done` with each key and result as it completes. An exception in
-        either stops everything."""
+        either stops everything. Raises CancelledError after `stop`."""
         if items:
             self.connection = self.connect()
             asyncio.run(self._each(items, work, done))
+
+    def stop(self) -> None:
+        """Ends open requests and prevents new ones. May be called from any thread."""
+        self._stopped = True
+        if self._running is not None:
+            task, loop = self._running
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(task.cancel)
 
     async def _each(
         self,
@@ -138,6 +146,11 @@ class ChatClient:
         work: Callable[[Item], Awaitable[Found]],
         done: Callable[[str, Found], None],
     ) -> None:
+        own = asyncio.current_task()
+        assert own is not None
+        self._running = own, asyncio.get_running_loop()
+        if self._stopped:  # checked after `stop` can see the task
+            raise asyncio.CancelledError
         http = DefaultAsyncHttpxClient(trust_env=False) if self.connection.local else None
         self.api = AsyncOpenAI(
             base_url=self.connection.url, api_key=self.connection.key, max_retries=0, http_client=http
@@ -161,6 +174,7 @@ class ChatClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.api.close()
+            self._running = None
 
     async def ask(self, messages: Sequence[Mapping[str, str]]) -> ChatReply:
         """Sends messages and returns the reply, with retries. Call it only from inside `each`.
@@ -266,32 +280,11 @@ class ChatClient:
         return self.backoff(state)
 
 
-def remote(config: configs.Remote) -> Connection:
+def remote(config: Remote) -> Connection:
     """Returns the connection to an endpoint. The key comes from an environment variable; otherwise it is
     "none", which servers without keys accept."""
     hint = f", base_url and the key in the environment variable {config.api_key_env}"
     return Connection(config.base_url, os.environ.get(config.api_key_env) or "none", hint)
-
-
-@contextmanager
-def appending(path: Path) -> Iterator[TextIO]:
-    """Opens a file of lines for appending. Ends the last line if a kill cut it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        if file.tell() and not path.read_bytes().endswith(b"\n"):
-            file.write("\n")
-        yield file
-
-
-def records_of(path: Path, kind: type[Record]) -> Iterator[Record]:
-    """Yields the records in the complete lines of a file, and skips a line cut by a kill. (`splitlines`
-    would also split at U+2028.)"""
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
-        try:
-            record = kind.model_validate_json(line)
-        except ValidationError:
-            continue
-        yield record
 
 
 def _as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,7 +306,7 @@ def _passing(error: BaseException) -> bool:
     return isinstance(error, (APIConnectionError, APIResponseValidationError, Unreadable, TimeoutError))
 
 
-def cost_of(remote: configs.Remote, input_tokens: int, output_tokens: int) -> float | None:
+def cost_of(remote: Remote, input_tokens: int, output_tokens: int) -> float | None:
     """Returns the cost in US dollars, or None when the prices are not known."""
     if remote.input_price is None or remote.output_price is None:
         return None

@@ -1,0 +1,76 @@
+"""A chat model that rates answers, as a source of rewards (docs/how-to/judged-rewards.md)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.config.rewarding.remote_models import Remote
+from rlhf_core.config.rewarding.weighed_reward import StandardisedReward
+from rlhf_core.records import Config, NotInDigest, Positive, Rate, check
+
+
+class RatingModel(Remote):
+    """The chat model that rates. Its name decides the rewards; its address does not, so that a server may
+    move."""
+
+    base_url: Annotated[str, NotInDigest] = Field(
+        "https://api.openai.com/v1", description="endpoint, which may move: it does not decide a result"
+    )
+    max_tokens: Positive = Field(1024, description="longest reply, the judge's reasons included")
+
+
+class Criterion(Config):
+    """One of several things that a judge rates in an answer."""
+
+    name: str = Field(
+        description="one word or a few, which the judge repeats", pattern=r"^[A-Za-z]([\w -]{0,38}\w)?$"
+    )
+    text: str = Field(description="what to rate, and what a good answer has", min_length=1)
+    weight: Rate = Field(1.0, description="share in the reward, relative to the other criteria")
+
+
+class JudgeReward(StandardisedReward):
+    """A chat model behind an OpenAI-compatible endpoint that rates each answer. The lowest number of `scale`
+    is the reward 0, the highest 1."""
+
+    kind: Literal["judge"] = "judge"
+    judge: RatingModel = Field(description="the chat model")
+    rubric: str | None = Field(
+        None, description="what to rate, and what a good answer has; in its place: criteria", min_length=1
+    )
+    criteria: tuple[Criterion, ...] = Field(
+        (), description="things to rate one by one, in one reply; the reward is their weighted mean"
+    )
+    scale: tuple[float, float] = Field((1, 10), description="the worst and the best rating")
+    reference: str | None = Field(
+        None,
+        description="column of the prompts' rows with a reference answer that the judge is shown",
+        min_length=1,
+    )
+
+    @property
+    def title(self) -> str:
+        return self.name or re.sub(r"[^\w.:-]", "_", self.judge.model.rstrip("/").rpartition("/")[2])
+
+    @check
+    def _check_rubric(self) -> Iterator[str]:
+        if (self.rubric is None) == (not self.criteria):
+            yield "a judge needs to know what to rate: set either rubric or criteria"
+        repeated = [
+            name
+            for name, count in Counter(criterion.name.lower() for criterion in self.criteria).items()
+            if count > 1
+        ]
+        if repeated:
+            yield f"two criteria are called {repeated[0]!r}: give one of them another name"
+
+    @check
+    def _check_scale(self) -> Iterator[str]:
+        low, high = self.scale
+        if low >= high:
+            yield f"scale: {low:g} is not below {high:g}: write the worst rating first, then the best"

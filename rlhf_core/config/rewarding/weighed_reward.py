@@ -1,0 +1,27 @@
+"""What all reward sources share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_core.records import Config
+
+
+class WeighedReward(Config):
+    """Fields that all reward sources share."""
+
+    name: str | None = Field(
+        None, description="name in metrics; default: of the model, function or host", pattern=r"^[\w.:-]+$"
+    )
+    weight: float = Field(1.0, description="factor of this source in the sum")
+
+
+class StandardisedReward(WeighedReward):
+    """Fields that functions, servers and judges share."""
+
+    normalize: Literal["none", "running"] = Field(
+        "none",
+        description="running: standardise with the mean and std of all rewards so far (of a round: its own)",
+    )
