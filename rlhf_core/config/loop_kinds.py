@@ -93,6 +93,17 @@ class Rewarded(Gated, SamplingFields):
             )
 
     @property
+    def compares_group(self) -> bool:
+        """Whether a judge compares the answers to a prompt with each other."""
+        judges = (source for source in self.reward if isinstance(source, JudgeReward))
+        return any(source.compare == "group" for source in judges)
+
+    def group_mistakes(self, answers: int) -> Iterator[str]:
+        """Yields a sentence if a judge compares the answers to a prompt, of which there are too few."""
+        if self.compares_group and answers < 2:
+            yield "compare: group compares answers to one prompt: set n_samples_per_prompt to 2 or more"
+
+    @property
     def reward_models(self) -> tuple[ModelReward, ...]:
         return tuple(source for source in self.reward if isinstance(source, ModelReward))
 
@@ -157,6 +168,7 @@ class Rounds(Rewarded):
                 "reward: environments and none are for ppo: name a reward model, a function, a server or a"
                 " judge"
             )
+        yield from self.group_mistakes(self.n_samples_per_prompt)
         for source in self.reward_models:
             if source.ranks is not None:
                 yield (

@@ -32,15 +32,17 @@ def reward_batch(
     scores: Callable[[str, Sequence[Document]], list[float]] | None = None,
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
     cache: Path | None = None,
+    group: int = 1,
 ) -> Combined:
     """Returns the weighted sum over all sources, (N,) for N answers, which are given as documents (for
     models) and as samples (for functions, servers and judges).
 
     `dtype`: of the reward models; auto: each checkpoint's dtype. `scores`: scores documents with a model
     outside this process. `own_tokens`: by title, for reward models whose tokenizer differs from the
-    documents'. `cache`: folder for judges' ratings. `running` normalisation uses the mean and standard
-    deviation of this batch. Raises RewardsFailed when a source left more than the share `max_failed` of the
-    answers without a reward, ValueError when no answer has a reward from every source.
+    documents'. `cache`: folder for judges' verdicts. `group`: consecutive answers to one prompt. `running`
+    normalisation uses the mean and standard deviation of this batch. Raises RewardsFailed when a source left
+    more than the share `max_failed` of the answers without a reward, ValueError when no answer has a reward
+    from every source.
     """
     allowed = int(max_failed * len(documents))
     models = [source for source in sources if isinstance(source, ModelReward)]
@@ -53,9 +55,8 @@ def reward_batch(
             paths[source.model], dtype, micro_batch_size, trust_remote_code
         ).score(given)
 
-    clients = Clients(
-        [client_of(source, cache=cache) for source in sources if not isinstance(source, ModelReward)]
-    )
+    requested = [source for source in sources if not isinstance(source, ModelReward)]
+    clients = Clients([client_of(source, cache=cache, group=group) for source in requested])
     try:
         pending = clients.start(samples, allowed)
         rewards = collect(map(score, models), pending, allowed)

@@ -264,13 +264,13 @@ class SourceClient(Protocol):
 
 
 def client_of(
-    source: RewardSource, others: Sequence[RayNode] = (), cache: Path | None = None
+    source: RewardSource, others: Sequence[RayNode] = (), cache: Path | None = None, group: int = 1
 ) -> SourceClient:
     """Returns a client for a function, server or judge of a recipe. `others`: further nodes on which a
-    function runs. `cache`: folder for a judge's ratings. Raises ValueError when the server's key is not
-    set."""
+    function runs. `cache`: folder for a judge's verdicts. `group`: consecutive answers to one prompt. Raises
+    ValueError when the server's key is not set."""
     if isinstance(source, JudgeReward):
-        return JudgeClient(source, None if cache is None else cache / f"{source.title}.jsonl")
+        return JudgeClient(source, None if cache is None else cache / f"{source.title}.jsonl", group)
     assert isinstance(source, FunctionReward | HttpReward), "a reward model is a group of the cluster"
     ready: RewardBackend
     if isinstance(source, FunctionReward):

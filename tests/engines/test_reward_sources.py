@@ -1,5 +1,5 @@
 """GRPO on Ray and vLLM with sources of rewards of each kind: two reward models, a Python function, a reward
-server.
+server, a judge that compares.
 
 One of the reward models has another tokenizer than the actor. The actor is a hybrid model, with a layer that
 keeps a state from token to token (Mamba 2) and one with attention.
@@ -14,7 +14,9 @@ import re
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -31,6 +33,7 @@ from rlhf_core.rewards.reward_server import AnswerToScore, document
 from rlhf_core.rewards.reward_trial import ANSWER
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.chat_endpoint import SECRET, Reply, completion, serving
 from tests.support.families import make_family
 from tests.support.sockets import beyond_loopback, listening
 from tests.unit.rewards.test_own_tokens import save_twin
@@ -46,6 +49,15 @@ def short(prompts, responses, finished):
         file.write(json.dumps([prompts, responses, finished]) + "\\n")
     return [None if i == 1 else -len(r) / 10 - (not done) for i, (r, done) in enumerate(zip(responses, finished, strict=True))]
 """
+
+
+def longer(_: int, request: dict[str, Any]) -> Reply:
+    """A judge that prefers the longer answer."""
+    text = request["messages"][1]["content"]
+    a, b = (
+        re.findall(rf"<<begin answer {x} \w+>>\n(.*)\n<<end answer {x}", text, re.DOTALL)[0] for x in "AB"
+    )
+    return completion("[[A>B]]" if len(a) > len(b) else "[[A=B]]" if len(a) == len(b) else "[[B>A]]")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +95,10 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={name: value for name, value in os.environ.items() if name != REWARD_KEY},
         text=True,
     )
-    try:
+    with ExitStack() as stack:
+        stack.callback(served.wait, 100)
+        stack.callback(served.terminate)
+        judge = stack.enter_context(serving(longer))
         assert served.stdout is not None
         line = served.stdout.readline()
         address = re.search(r"http://127\.0\.0\.1:\d+", line)
@@ -112,6 +127,13 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                     "api_key_env": REWARD_KEY,
                 },
                 {"model": "twin", "weight": 0.1},
+                {
+                    "judge": {"model": "taste", "base_url": judge.url, "api_key_env": "JUDGE_KEY"},
+                    "rubric": "Length.",
+                    "compare": "group",
+                    "pairs_per_answer": 2,
+                    "weight": 0.1,
+                },
             ),
             max_failed_rewards=0.1,
             prompts=Data(sources=str(material / "prompts.jsonl")),
@@ -138,13 +160,12 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         with (root / "log.txt").open("wb") as log:
             command = [sys.executable, "-m", "rlhf_core", str(root / "grpo")]
             environment = os.environ | {REWARD_KEY: (root / "home" / "reward-key").read_text().strip()}
+            environment |= {"JUDGE_KEY": SECRET, "NO_PROXY": "127.0.0.1"}
             code = subprocess.run(
                 command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=900
             ).returncode
         assert code == 0, (root / "log.txt").read_text()[-3000:]
-    finally:
-        served.terminate()
-        served.wait(100)
+        (root / "judged.json").write_text(json.dumps(judge.requests))
     return root
 
 
@@ -184,6 +205,21 @@ def test_all_sources_are_summed(run: Path) -> None:
         assert line["reward/twin/mean"] == pytest.approx(served.mean(), abs=1e-5), "in tokens of its own"
         assert line["reward/short/mean"] == pytest.approx(short[counted].mean(), abs=1e-5)
         assert math.isfinite(line["reward/mean"])
+
+
+def test_a_judge_compares_the_answers_to_each_prompt(run: Path) -> None:
+    lines = read_metrics(run / "grpo")
+    asked = json.loads((run / "judged.json").read_text())
+    assert sum(line["reward/taste/requests"] for line in lines) == len(asked) > 0
+    for line in lines:
+        assert line["reward/taste/mean"] == pytest.approx(0.5) and line["reward/taste/failed"] == 0
+        assert line["reward/taste/requests"] <= 4 * 4 * 2, "4 prompts with 4 pairs, in both orders"
+    assert any(line["reward/taste/std"] > 0 for line in lines)
+    assert len((run / "grpo" / "judge_cache" / "taste.jsonl").read_text().splitlines()) == len(asked)
+    files = [
+        file for folder in ("grpo", "log.txt") for file in [run / folder, *(run / folder).rglob("*.json*")]
+    ]
+    assert not any(SECRET in file.read_text() for file in files if file.is_file())
 
 
 def test_failures_are_counted_and_masked(run: Path) -> None:

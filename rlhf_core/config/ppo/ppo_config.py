@@ -85,6 +85,22 @@ class PPO(
             )
 
     @check
+    def _check_compared(self) -> Iterator[str]:
+        """Rejects judges that compare answers where these have no common prompt, or no common mean."""
+        yield from self.group_mistakes(self.n_samples_per_prompt)
+        if not self.compares_group:
+            return
+        if self.environment is not None:
+            yield (
+                "compare: group compares answers to one prompt, and episodes go different ways: leave it out"
+            )
+        if self.eval_prompts is not None:
+            yield (
+                "compare: group gives each group of answers the mean reward 0.5, so that a validation shows"
+                " nothing: leave out eval_prompts, or compare with a reference"
+            )
+
+    @check
     def _check_sampling(self) -> Iterator[str]:
         if self.temperature == 0:
             yield (

@@ -13,6 +13,9 @@ from rlhf_core.config.rewarding.remote_models import Remote
 from rlhf_core.config.rewarding.weighed_reward import StandardisedReward
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, check
 
+BEST_OF_TEN = (1.0, 10.0)
+FEW_PAIRS = 4
+
 
 class RatingModel(Remote):
     """The chat model that rates. Its name decides the rewards; its address does not, so that a server may
@@ -35,8 +38,8 @@ class Criterion(Config):
 
 
 class JudgeReward(StandardisedReward):
-    """A chat model behind an OpenAI-compatible endpoint that rates each answer. The lowest number of `scale`
-    is the reward 0, the highest 1."""
+    """A chat model behind an OpenAI-compatible endpoint that judges each answer. The lowest number of `scale`
+    is the reward 0, the highest 1; with `compare`, the reward is the share of pairs that the answer wins."""
 
     kind: Literal["judge"] = "judge"
     judge: RatingModel = Field(description="the chat model")
@@ -46,11 +49,25 @@ class JudgeReward(StandardisedReward):
     criteria: tuple[Criterion, ...] = Field(
         (), description="things to rate one by one, in one reply; the reward is their weighted mean"
     )
-    scale: tuple[float, float] = Field((1, 10), description="the worst and the best rating")
+    scale: tuple[float, float] = Field(BEST_OF_TEN, description="the worst and the best rating")
     reference: str | None = Field(
         None,
         description="column of the prompts' rows with a reference answer that the judge is shown",
         min_length=1,
+    )
+    compare: Literal["none", "reference", "group"] = Field(
+        "none",
+        description=(
+            "in place of ratings, the judge compares: each answer with the reference answer, or with other"
+            " answers to the prompt; each pair in both orders"
+        ),
+    )
+    pairs_per_answer: Positive = Field(
+        FEW_PAIRS,
+        description=(
+            "compare group: pairs that each answer is in, at most all of its prompt; one more if this and the"
+            " number of answers are odd"
+        ),
     )
 
     @property
@@ -68,6 +85,17 @@ class JudgeReward(StandardisedReward):
         ]
         if repeated:
             yield f"two criteria are called {repeated[0]!r}: give one of them another name"
+
+    @check
+    def _check_compare(self) -> Iterator[str]:
+        if self.compare == "reference" and self.reference is None:
+            yield "compare: reference needs the column of the reference answers: set reference"
+        if self.compare != "none" and self.criteria:
+            yield "criteria are rated one by one, and compare asks for one verdict: write them into rubric"
+        if self.compare != "none" and self.scale != BEST_OF_TEN:
+            yield "scale is for ratings, and compare asks which answer is better: leave it out"
+        if self.compare != "group" and self.pairs_per_answer != FEW_PAIRS:
+            yield "pairs_per_answer is for compare: group: leave it out"
 
     @check
     def _check_scale(self) -> Iterator[str]:

@@ -1,9 +1,9 @@
 """Gets rewards from a judge, a chat model at an OpenAI-compatible endpoint.
 
-Every rating is cached when it arrives, by the request, the judge's name and the prompt's version, so that a
-resumed stage pays for none twice. A reply without a verdict is followed by one reminder. What still has no
-verdict is a failed reward, which is never 0 and is not cached. Requests and retries:
-`rlhf_core/judging/chat_client.py`.
+What it is asked: `opinions.py`. Every verdict is cached when it arrives, by the request, the judge's name and
+the prompt's version, so that a resumed stage pays for none twice. A reply without a verdict is followed by
+one reminder. What still has no verdict is not cached; an answer without a verdict is a failed reward, which
+is never 0. Requests and retries: `rlhf_core/judging/chat_client.py`.
 """
 
 from __future__ import annotations
@@ -20,54 +20,46 @@ import numpy as np
 
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.judging.chat_client import NO_REPLY, ChatClient, ChatReply, cost_of, remote
+from rlhf_core.judging.marked_reply import MarkedReply
 from rlhf_core.judging.record_lines import appending, records_of
 from rlhf_core.records import Frozen
-from rlhf_core.rewards.judge.rating_prompt import (
-    PROMPT_VERSION,
-    Messages,
-    rating_prompt,
-    reminder,
-    texts_of,
-)
-from rlhf_core.rewards.judge.rating_reply import Rating, read_rating, reward_of
+from rlhf_core.rewards.judge.comparison_prompt import LABELS, read_comparison
+from rlhf_core.rewards.judge.opinions import JudgeRequest, plan_of, rewards_of
+from rlhf_core.rewards.judge.rating_prompt import PROMPT_VERSION, Messages, form_of, reminder
+from rlhf_core.rewards.judge.rating_reply import Rating, read_rating
 from rlhf_core.rewards.reward_contract import RewardsFailed, Sample, SourceRewards, check_failures
 from rlhf_core.system.files import digest
 
 CACHE = "judge_cache"  # folder of a run directory
 
 
-class CachedRating(Frozen):
-    """One line of the cache. `reply`: the judge's words, its reasons included."""
+class StoredVerdict(Frozen):
+    """One line of the cache. `verdict`: the numbers of a rating, or the points of answer A. `reply`: the
+    judge's words, its reasons included."""
 
     key: str
-    rating: Rating
+    verdict: Rating
     reply: str
 
 
-class RatingRequest(NamedTuple):
-    """What a judge is asked about an answer. `texts`: what it reads, to tell its words from theirs."""
+class GivenVerdict(NamedTuple):
+    """A judge's verdict (None: it gave none) with its words, or the reason why there is none."""
 
-    messages: Messages
-    texts: Sequence[str]
-
-
-class GivenRating(NamedTuple):
-    """A judge's rating (None: it gave none) with its words, or the reason why there is none."""
-
-    rating: Rating | None
+    verdict: Rating | None
     words: str
 
 
 class JudgeClient:
-    """Rates answers with a judge. `cache`: file of ratings; None keeps them in memory. `pause`: scales the
-    pauses between two attempts, in seconds."""
+    """Judges answers, `group` consecutive ones to each prompt. `cache`: file of verdicts; None keeps them in
+    memory. `pause`: scales the pauses between two attempts, in seconds."""
 
     wanted = frozenset(("prompts", "responses", "rows"))
 
-    def __init__(self, source: JudgeReward, cache: Path | None = None, pause: float = 1.0):
+    def __init__(self, source: JudgeReward, cache: Path | None = None, group: int = 1, pause: float = 1.0):
         self.title = source.title
         self._source = source
         self._cache = cache
+        self._group = group
         self._client = ChatClient(
             f"the reward {source.title}",
             source.judge.model,
@@ -76,8 +68,8 @@ class JudgeClient:
             source.judge,
             pause,
         )
-        lines = records_of(cache, CachedRating) if cache is not None else ()
-        self._known: dict[str, Rating] = {line.key: line.rating for line in lines}
+        lines = records_of(cache, StoredVerdict) if cache is not None else ()
+        self._known: dict[str, Rating] = {line.key: line.verdict for line in lines}
         self._turn = Lock()  # one call of `score` at a time: the client's limits hold for all of them
         self._counting = Lock()
         self._used = {"requests": 0, "input_tokens": 0, "output_tokens": 0}
@@ -89,35 +81,25 @@ class JudgeClient:
             return self._score(samples, allowed)
 
     def _score(self, samples: Sequence[Sample], allowed: int) -> SourceRewards:
-        questions: dict[str, RatingRequest] = {}
-        keys: list[str | None] = []
-        error = ""
-        for sample in samples:
-            try:
-                question = self._question(sample)
-            except ValueError as problem:
-                keys.append(None)
-                error = str(problem)
-                continue
-            keys.append(self._key(question))
-            questions[self._key(question)] = question
-        failed = keys.count(None)
-        check_failures(self.title, failed, allowed, len(samples), error)
-        missing = {key: question for key, question in questions.items() if key not in self._known}
+        plan = plan_of(self._source, samples, self._group, self._key)
+        error = plan.problem
+        failed: set[str] = set()
+        check_failures(self.title, plan.without(failed), allowed, len(samples), error)
+        missing = {key: asked for key, asked in plan.requests.items() if key not in self._known}
         sent = self._client.requests
         try:
             with appending(self._cache) if self._cache is not None else nullcontext() as file:
 
-                def done(key: str, given: GivenRating) -> None:
-                    nonlocal failed, error
-                    if given.rating is None:
-                        failed += keys.count(key)
-                        error = given.words[-200:].strip()
-                        check_failures(self.title, failed, allowed, len(samples), error)
+                def done(key: str, given: GivenVerdict) -> None:
+                    nonlocal error
+                    if given.verdict is None:
+                        failed.add(key)
+                        error = given.words
+                        check_failures(self.title, plan.without(failed), allowed, len(samples), error)
                         return
-                    self._known[key] = given.rating
+                    self._known[key] = given.verdict
                     if file is not None:
-                        line = CachedRating(key=key, rating=given.rating, reply=given.words)
+                        line = StoredVerdict(key=key, verdict=given.verdict, reply=given.words)
                         file.write(line.model_dump_json() + "\n")
                         file.flush()
 
@@ -126,35 +108,38 @@ class JudgeClient:
             raise RewardsFailed(f"the reward source {self.title} gets no more requests") from None
         finally:
             self._count(requests=self._client.requests - sent)
-        ratings = [None if key is None else self._known.get(key) for key in keys]
-        rewards = [np.nan if rating is None else reward_of(self._source, rating) for rating in ratings]
-        return SourceRewards(np.array(rewards, dtype=np.float64), error, {})
+        rewards = rewards_of(self._source, plan, self._known)
+        return SourceRewards(rewards, error if np.isnan(rewards).any() else "", {})
 
-    def _question(self, sample: Sample) -> RatingRequest:
-        texts = [text for _, text in texts_of(self._source, sample)]
-        return RatingRequest(rating_prompt(self._source, sample), texts)
+    def _key(self, messages: Messages) -> str:
+        return digest([list(messages), self._client.asked, self._source.judge.model, PROMPT_VERSION])
 
-    def _key(self, question: RatingRequest) -> str:
-        asked = [list(question.messages), self._client.asked, self._source.judge.model, PROMPT_VERSION]
-        return digest(asked)
-
-    async def _ask(self, question: RatingRequest) -> GivenRating:
-        """Asks for a rating, with one reminder."""
+    async def _ask(self, asked: JudgeRequest) -> GivenVerdict:
+        """Asks for a verdict, with one reminder."""
         try:
-            reply = await self._reply(question.messages)
-            found = read_rating(self._source, reply.text, question.texts, reply.cut)
+            reply = await self._reply(asked.messages)
+            found = self._read(asked, reply)
             words = reply.text
             if found.value is None:
                 first = ({"role": "assistant", "content": words},) if words.strip() else ()
-                again = reminder(self._source, found.problem)
-                reply = await self._reply((*question.messages, *first, again))
-                found = read_rating(self._source, reply.text, question.texts, reply.cut)
+                again = reminder(self._form, found.problem)
+                reply = await self._reply((*asked.messages, *first, again))
+                found = self._read(asked, reply)
                 words = f"{words}\n{reply.text}"
         except NO_REPLY as error:
-            return GivenRating(None, self._client.reason(error))
+            return GivenVerdict(None, self._client.reason(error))
         if found.value is None:
-            return GivenRating(None, f"(no verdict: {found.problem})")
-        return GivenRating(found.value, words)
+            return GivenVerdict(None, f"(no verdict: {found.problem})")
+        return GivenVerdict(found.value, words)
+
+    def _read(self, asked: JudgeRequest, reply: ChatReply) -> MarkedReply[Rating]:
+        if self._source.compare != "none":
+            return read_comparison(reply.text, asked.texts, reply.cut)
+        return read_rating(self._source, reply.text, asked.texts, reply.cut)
+
+    @property
+    def _form(self) -> str:
+        return form_of(self._source) if self._source.compare == "none" else LABELS
 
     async def _reply(self, messages: Messages) -> ChatReply:
         reply = await self._client.ask(messages)

@@ -43,12 +43,12 @@ def form_of(source: JudgeReward) -> str:
     return f"[[{named}]], where each N is {number}"
 
 
-def reminder(source: JudgeReward, problem: str) -> dict[str, str]:
-    """Returns the message that asks for a verdict after a reply without one."""
+def reminder(form: str, problem: str) -> dict[str, str]:
+    """Returns the message that asks for a verdict of this form after a reply without one."""
     told = f"{problem[0].upper()}{problem[1:]}."
     return {
         "role": "user",
-        "content": f"{told} Finish now with the verdict alone, in this form: {form_of(source)}",
+        "content": f"{told} Finish now with the verdict alone, in this form: {form}",
     }
 
 

@@ -60,7 +60,7 @@ def start_fleet(
 
     `paths`: each role's model. `engines`: of the groups `sampler` and `actor`. `resumed_zero_stage`: the ZeRO
     stage of a resume state, used when the recipe says `auto`. `own_tokens`: the entries of reward models with
-    another tokenizer, by title. `cache`: folder for judges' ratings.
+    another tokenizer, by title. `cache`: folder for judges' verdicts.
     """
     # before loading anything, because it may raise
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)
@@ -75,7 +75,7 @@ def start_fleet(
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
     others = other_nodes()
     clients = [
-        client_of(source, others, cache)
+        client_of(source, others, cache, config.n_samples_per_prompt)
         for source in config.reward
         if isinstance(source, FunctionReward | HttpReward | JudgeReward)
     ]

@@ -167,6 +167,7 @@ def rewards_of(
         scores_of,
         own_tokens,
         run / CACHE,
+        config.n_samples_per_prompt,
     )
 
 

@@ -41,7 +41,7 @@ WITHOUT = {
     "FunctionReward": "batch_size",
     "HttpReward": "batch_size",
     # Requests: tests/unit/rewards/judge.
-    "JudgeReward": "criteria judge reference rubric scale",
+    "JudgeReward": "compare criteria judge pairs_per_answer reference rubric scale",
     "RatingModel": "max_tokens model",
     "Criterion": "name text weight",
     # Gives no reward, under the only normalisation there is.

@@ -226,3 +226,20 @@ def test_a_missing_column_of_references_is_told_before_an_engine_starts(
     judge = {"model": "taste", "base_url": "http://127.0.0.1:9/v1"}
     with pytest.raises(ValueError, match=r"taste: the prompts have no column 'gold', only prompt, worth"):
         run({"judge": judge, "rubric": "Right?", "reference": "gold"})
+
+
+@pytest.mark.usefixtures("judge_key")
+def test_a_judge_compares_the_answers_to_each_prompt(run: Any) -> None:
+    """It likes the longer answer; of three pairs the second longest wins two."""
+
+    def longer(_: int, request: dict[str, Any]) -> Reply:
+        a, b = (
+            request["messages"][1]["content"].split(f"<<begin answer {x}")[1].split("\n")[1] for x in "AB"
+        )
+        return completion("[[A>B]]" if len(a) > len(b) else "[[B>A]]")
+
+    with serving(longer) as endpoint:
+        judge = {"model": "taste", "base_url": endpoint.url, "api_key_env": "JUDGE_KEY"}
+        outcome, rows = run({"judge": judge, "rubric": "Length.", "compare": "group"})
+    assert [row["reward"] for row in rows] == pytest.approx([0, 1 / 3, 2 / 3, 1] * 2)
+    assert outcome.metrics["reward/taste/requests"] == 2 * 6 * 2
