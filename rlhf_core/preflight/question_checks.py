@@ -1,12 +1,13 @@
-"""Checks whether stages can use their questions, labels and anchors. Torch-free. Only the first rows of Hub
-data sets are read."""
+"""Checks whether stages can use their questions, labels, labelled pairs and anchors. Torch-free. Only the
+first rows of Hub data sets are read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core.config import Calibration, Data, Drift, RuleJudge, Select
+from rlhf_core.config import Calibration, Data, Drift, Rewarded, RuleJudge, Select
 from rlhf_core.config.gates import Asked
+from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.data.anchors import load_anchors
 from rlhf_core.data.documents import as_text
 from rlhf_core.data.labels import load_labels
@@ -18,13 +19,15 @@ from rlhf_core.recipe.plan import Node, Plan
 
 
 def question_problems(node: Node, seed: int) -> list[str]:
-    """Returns sentences about questions that lack a prompt, repeat an id, or have no known answer for a rule
-    judge, as the stage would report them."""
+    """Returns sentences about labels that are missing, and about questions that lack a prompt, repeat an id,
+    or have no known answer for a rule judge, as the stage would report them."""
     config = node.config
     if isinstance(config, Calibration):
         return _refused_labels(config, f"stages.{node.name}.labels")
     if isinstance(config, Drift):
         return _anchor_problems(node.name, config, seed)
+    if isinstance(config, Rewarded):
+        return _pair_problems(node.name, config)
     if config.asks is None:
         return []
     source = config.asks.source
@@ -42,6 +45,18 @@ def question_problems(node: Node, seed: int) -> list[str]:
         if isinstance(judge, RuleJudge)
     )
     return [f"{where}: {told}" for told in lacking if told]
+
+
+def _pair_problems(stage: str, config: Rewarded) -> list[str]:
+    """Returns sentences about labelled pairs of judges that reward, if their file or columns are missing."""
+    problems = []
+    judges = (source for source in config.reward if isinstance(source, JudgeReward))
+    for labels in (judge.agreement for judge in judges if judge.agreement is not None):
+        try:
+            check_columns(Data(sources=(labels.data,)), "preference")
+        except ValueError as error:
+            problems.append(f"stages.{stage}.reward: {error}")
+    return problems
 
 
 def _refused_labels(config: Calibration, where: str) -> list[str]:

@@ -11,6 +11,7 @@ from rlhf_core.config.rewarding.judge_reward import JudgeReward
 MAKES_PAIRS = Condition("with `post_processor: dpo`", lambda config: config.post_processor == "dpo")
 MAKES_ANSWERS = Condition("unless `post_processor: dpo`", lambda config: config.post_processor != "dpo")
 NO_REWARDS = "A reward source gave no reward to many answers: look at its errors."
+OTHER_TASTE = "The judge prefers other answers than the labels: change its rubric, or take another judge."
 REWARDED_OTHERWISE = (
     "The sampled answers are rewarded otherwise than expected: the policy or the reward model before this"
     " stage is bad."
@@ -28,6 +29,11 @@ def judges_of(config: Any) -> list[tuple[str, ...]]:
 def priced_judges_of(config: Any) -> list[tuple[str, ...]]:
     judges = [source for source in config.reward if isinstance(source, JudgeReward)]
     return each(source.title for source in judges if source.judge.has_prices)
+
+
+def checked_judges_of(config: Any) -> list[tuple[str, ...]]:
+    judges = [source for source in config.reward if isinstance(source, JudgeReward)]
+    return each(source.title for source in judges if source.agreement is not None)
 
 
 def rewarded(summed: str, failed: str) -> tuple[Metric, ...]:
@@ -61,6 +67,21 @@ def rewarded(summed: str, failed: str) -> tuple[Metric, ...]:
             "tokens",
             of=judges_of,
         ),
+        Metric(
+            "judge/SOURCE/agreement",
+            "share of labelled pairs (`agreement`) on which a judge prefers the chosen answer, ties half",
+            "share",
+            of=checked_judges_of,
+            failed=OTHER_TASTE,
+        ),
+        Metric(
+            "judge/SOURCE/agreement/ci_low judge/SOURCE/agreement/ci_high",
+            "its 95 % interval",
+            "share",
+            of=checked_judges_of,
+            failed=OTHER_TASTE,
+        ),
+        Metric("judge/SOURCE/pairs", "labelled pairs that it judged", "count", of=checked_judges_of),
         Metric(
             "reward/SOURCE/cost", "their cost, where the judge's prices are given", "US$", of=priced_judges_of
         ),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from rlhf_core.config.data import Source
 from rlhf_core.config.rewarding.remote_models import Remote
 from rlhf_core.config.rewarding.weighed_reward import StandardisedReward
-from rlhf_core.records import Config, NotInDigest, Positive, Rate, check
+from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
 
 BEST_OF_TEN = (1.0, 10.0)
 FEW_PAIRS = 4
@@ -35,6 +36,26 @@ class Criterion(Config):
     )
     text: str = Field(description="what to rate, and what a good answer has", min_length=1)
     weight: Rate = Field(1.0, description="share in the reward, relative to the other criteria")
+
+
+class LabelledPairs(Config):
+    """Pairs of answers with a label, which a judge must agree with before it rewards."""
+
+    data: Source = Field(description="rows with a prompt and two answers, chosen and rejected, held out")
+    min: Annotated[Share, NotInDigest] = Field(
+        0.7, description="share of pairs, ties half, below which the stage stops before its engines start"
+    )
+    limit: Positive = Field(200, description="at most this many pairs, the first")
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @check
+    def _check_data(self) -> Iterator[str]:
+        if self.data.is_inbox:
+            yield f"{self.data.path} is an inbox, and a judge is held against kept pairs: name a file"
 
 
 class JudgeReward(StandardisedReward):
@@ -68,6 +89,9 @@ class JudgeReward(StandardisedReward):
             "compare group: pairs that each answer is in, at most all of its prompt; one more if this and the"
             " number of answers are odd"
         ),
+    )
+    agreement: LabelledPairs | None = Field(
+        None, description="labelled pairs that the judge must agree with; default: it is not checked"
     )
 
     @property

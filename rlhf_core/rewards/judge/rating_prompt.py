@@ -66,5 +66,5 @@ def reference_of(column: str, sample: Sample) -> str:
     """Returns the reference answer of a row. Raises ValueError when it has none."""
     value = sample.row.get(column)
     if value is None or not str(value).strip():
-        raise ValueError(f"a row of the prompts has no reference answer in the column {column!r}")
+        raise ValueError(f"a row has no reference answer in the column {column!r}")
     return str(value)

@@ -22,6 +22,7 @@ from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.rewards.judge.judge_client import CACHE
+from rlhf_core.rewards.judge.label_agreement import agreement_metrics
 from rlhf_core.rewards.own_tokens import OwnTokens, writers
 from rlhf_core.rewards.reward_trial import try_rewards
 from rlhf_core.rollout.dispatch import Background, Engines
@@ -61,6 +62,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     resumed_zero_stage = resume_state.kept_zero_stage(run, config)
     # Before any model is loaded: functions and environment may be faulty.
     try_rewards(config.reward, data.items[0], renderer)
+    agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / CACHE, request.seed)
     engines = start_rollout_group(config, renderer, groups, data.items[0])
     fleet = start_fleet(
         config,
@@ -82,7 +84,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         last = loop.run_iterations()
         of_best = chosen(fleet, held_out, run, loop.best, last) if held_out and loop.best else {}
     write_checkpoint(fleet, run, loop.best, of_best)
-    metrics = means_of_run(run) | of_best | data.report.metrics("data")
+    metrics = means_of_run(run) | of_best | agreement | data.report.metrics("data")
     return Outcome(metrics, outputs_of(config, validated=held_out is not None))
 
 

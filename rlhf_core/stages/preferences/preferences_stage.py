@@ -29,6 +29,7 @@ from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.rewards.batch import reward_batch, terms_of
 from rlhf_core.rewards.combine import Combined
 from rlhf_core.rewards.judge.judge_client import CACHE
+from rlhf_core.rewards.judge.label_agreement import agreement_metrics
 from rlhf_core.rewards.own_tokens import OwnTokens, writers
 from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.rewards.reward_trial import try_rewards
@@ -60,6 +61,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     write_data_report(run, request.name, prompts=data.report)
     prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
     try_rewards(config.reward, prompts[0], renderer)
+    agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / CACHE, request.seed)
     prompt_tokens = conditioned(config, policy, tokenizer, prompts)
     answers = answers_of_round(config, policy, prompt_tokens, renderer.stop_token_ids, request, run)
     texts = [
@@ -91,6 +93,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         **combined.metrics,
         **reward_metrics(scores),
         **length_metrics(prompts, answers),
+        **agreement,
     }
     write_text(run / "metrics.jsonl", json.dumps({"step": 1, **metrics}) + "\n")
     return Outcome(metrics | data.report.metrics("data"), {output: file, "data_report": JSON})

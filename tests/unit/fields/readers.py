@@ -74,6 +74,10 @@ HttpReward.url rlhf_core/rewards/clients.py source.url
 HttpReward.api_key_env rlhf_core/rewards/clients.py source.api_key_env
 JudgeReward.judge rlhf_core/rewards/judge/judge_client.py source.judge
 JudgeReward.compare rlhf_core/rewards/judge/opinions.py source.compare
+JudgeReward.agreement rlhf_core/rewards/judge/label_agreement.py source.agreement
+LabelledPairs.data rlhf_core/rewards/judge/label_agreement.py labels.data
+LabelledPairs.min rlhf_core/rewards/judge/label_agreement.py labels.min
+LabelledPairs.limit rlhf_core/rewards/judge/label_agreement.py labels.limit
 JudgeReward.scale rlhf_core/rewards/judge/rating_reply.py source.scale
 Criterion.text rlhf_core/rewards/judge/rating_prompt.py criterion.text
 EnvironmentReward.normalize rlhf_core/rewards/combine.py source.normalize

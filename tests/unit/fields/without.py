@@ -41,9 +41,10 @@ WITHOUT = {
     "FunctionReward": "batch_size",
     "HttpReward": "batch_size",
     # Requests: tests/unit/rewards/judge.
-    "JudgeReward": "compare criteria judge pairs_per_answer reference rubric scale",
+    "JudgeReward": "agreement compare criteria judge pairs_per_answer reference rubric scale",
     "RatingModel": "max_tokens model",
     "Criterion": "name text weight",
+    "LabelledPairs": "data limit",
     # Gives no reward, under the only normalisation there is.
     "NoReward": "name normalize weight",
     # Data sets of the Hub: tests/unit/data/rows/test_sources.py.

@@ -115,7 +115,7 @@ def test_the_reference_of_the_row_is_shown_and_an_answer_without_one_fails() -> 
     assert rated(script, ["ash"], reference="known") == ([1], "")
     assert rated(script, ["ash"]) == ([0], "")
     rewards, told = rated(script, ["ash"], reference="missing")
-    assert rewards == [-1] and "no reference answer in the column 'missing'" in told
+    assert rewards == [-1] and "a row has no reference answer in the column 'missing'" in told
 
 
 BRIBE = """ash

@@ -1,0 +1,93 @@
+"""Measures how far judges agree with people, or with rules, before a stage lets them reward anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rlhf_core.config.data import Data
+from rlhf_core.config.rewarding.judge_reward import JudgeReward, LabelledPairs
+from rlhf_core.config.rewards import RewardSource
+from rlhf_core.data.rows.columns import Located, preference_of, written
+from rlhf_core.data.rows.mixture import load_rows
+from rlhf_core.mean_interval import mean_interval
+from rlhf_core.rewards.judge.judge_client import JudgeClient
+from rlhf_core.rewards.reward_contract import RewardsFailed, Sample
+
+
+def agreement_metrics(
+    sources: Sequence[RewardSource], max_failed: float, cache: Path | None, seed: int
+) -> dict[str, float]:
+    """Lets each judge with `agreement` judge its labelled pairs, and returns the share of pairs on which it
+    prefers the chosen answer (a tie counts 1/2), with its 95 % interval (`mean_interval`) and the number of
+    pairs.
+
+    A pair without rewards of both answers does not count. `cache`: folder for verdicts. Raises ValueError
+    when the share is below the recipe's minimum, RewardsFailed when more than the share `max_failed` of the
+    answers got no reward.
+    """
+    metrics: dict[str, float] = {}
+    for source in sources:
+        if isinstance(source, JudgeReward) and source.agreement is not None:
+            client = JudgeClient(source, None if cache is None else cache / f"{source.title}.jsonl", group=2)
+            metrics |= _agreement(source, source.agreement, client, max_failed, seed)
+    return metrics
+
+
+def _agreement(
+    source: JudgeReward, labels: LabelledPairs, client: JudgeClient, max_failed: float, seed: int
+) -> dict[str, float]:
+    samples = labelled_samples(labels, seed)
+    rewards = client.score(samples, int(max_failed * len(samples))).rewards.reshape(-1, 2)
+    judged = rewards[~np.isnan(rewards).any(1)]
+    if not len(judged):
+        raise RewardsFailed(
+            f"the reward source {source.title} judged none of the pairs of {labels.data.path}: look at the"
+            " source, then run again"
+        )
+    points = agreed(judged)
+    share = float(points.mean())
+    low, high = mean_interval(points, np.ones(len(points)))
+    told = (
+        f"the judge {source.title} agrees with {labels.data.path} on {share:.3g} of {len(points)} pairs"
+        f" (95 % interval {low:.3g} to {high:.3g})"
+    )
+    if share < labels.min:
+        raise ValueError(
+            f"{told}, less than min={labels.min:g} of its agreement: change the rubric, take another judge,"
+            " or lower min"
+        )
+    print(told, flush=True)
+    name = f"judge/{source.title}"
+    return {
+        f"{name}/agreement": share,
+        f"{name}/agreement/ci_low": low,
+        f"{name}/agreement/ci_high": high,
+        f"{name}/pairs": float(len(points)),
+    }
+
+
+def agreed(rewards: np.ndarray) -> np.ndarray:
+    """Returns 1 where the first of two rewards (N, 2) is higher, 1/2 where they are equal, else 0; (N,)."""
+    return (1 + np.sign(rewards[:, 0] - rewards[:, 1])) / 2
+
+
+def labelled_samples(labels: LabelledPairs, seed: int) -> list[Sample]:
+    """Returns the chosen and the rejected answer of each labelled pair, in turn. Pairs of equal answers are
+    left out. Raises ValueError when there are none."""
+    data = Data(sources=(labels.data,), max_samples=labels.limit)
+    samples: list[Sample] = []
+    for number, row in enumerate(load_rows(data, seed, "preference"), start=1):
+        pair = preference_of(Located(f"{labels.data.path}, pair {number}", row))
+        chosen = written(pair.chosen)
+        rejected = written(pair.rejected)
+        if chosen != rejected:
+            samples += [Sample(pair.prompt, answer, row, True, "") for answer in (chosen, rejected)]
+    if not samples:
+        raise ValueError(
+            f"{labels.data.path} has no pair of different answers to hold a judge against: name another file"
+            " in agreement"
+        )
+    return samples
