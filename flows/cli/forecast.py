@@ -228,7 +228,8 @@ def _to_write(config: PPO, chosen: Placement) -> dict[str, Any]:
 
 def _source(source: RewardSource) -> dict[str, Any]:
     named = source.model_dump(
-        mode="json", include={"model", "function", "url"} if source.kind != "environment" else {"kind"}
+        mode="json",
+        include={"model", "function", "url", "verifier"} if source.kind != "environment" else {"kind"},
     )
     return named | source.model_dump(mode="json", exclude_defaults=True)
 

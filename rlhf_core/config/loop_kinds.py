@@ -12,7 +12,14 @@ from rlhf_core.config.engines import EngineConfig, only_in_ppo
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.process_groups import Groups
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
-from rlhf_core.config.rewards import EnvironmentReward, HttpReward, ModelReward, NoReward, RewardSources
+from rlhf_core.config.rewards import (
+    EnvironmentReward,
+    HttpReward,
+    ModelReward,
+    NoReward,
+    RewardSources,
+    normalized_in_groups,
+)
 from rlhf_core.config.training.optimised import Routed, Trainable
 from rlhf_core.config.training.preference import PreferenceLoss, UnpairedLoss
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
@@ -72,8 +79,8 @@ class Rewarded(Gated, SamplingFields):
     reward: RewardSources = Field(
         (ModelReward(),),
         description=(
-            "a reward model, path.py:function, http://..., a judge, or a list of these with weights; they are"
-            " summed"
+            "a reward model, path.py:function, http://..., math, code, a judge, or a list of these with"
+            " weights; they are summed"
         ),
     )
     max_failed_rewards: Annotated[Share, NotInDigest] = Field(
@@ -99,9 +106,13 @@ class Rewarded(Gated, SamplingFields):
         return any(source.compare == "group" for source in judges)
 
     def group_mistakes(self, answers: int) -> Iterator[str]:
-        """Yields a sentence if a judge compares the answers to a prompt, of which there are too few."""
-        if self.compares_group and answers < 2:
+        """Yields a sentence if a reward compares the answers to a prompt, of which there are too few."""
+        if answers > 1:
+            return
+        if self.compares_group:
             yield "compare: group compares answers to one prompt: set n_samples_per_prompt to 2 or more"
+        if normalized_in_groups(self.reward):
+            yield "normalize group compares the answers to one prompt: set n_samples_per_prompt to 2 or more"
 
     @property
     def reward_models(self) -> tuple[ModelReward, ...]:

@@ -1,10 +1,11 @@
-"""Configures where rewards come from: reward models, Python functions, HTTP servers, judges. Torch-free. Also
-parses a recipe's shorthands:
+"""Configures where rewards come from: reward models, Python functions, HTTP servers, verifiers, judges.
+Torch-free. Also parses a recipe's shorthands:
 
 reward: reward_model                          one reward model: a stage, a folder or a Hub id
 reward: [reward_model, checks.py:short, "http://localhost:8000"]
 reward: [{model: reward_model, weight: 0.5}, {function: "checks.py:short", normalize: running}]
 reward: {judge: {model: NAME}, rubric: TEXT}  a chat model that rates each answer
+reward: math                                  a verifier (config/rewarding/verifiers.py)
 reward: environment                           the environment that ppo names
 reward: none                                  ppo learns from the KL to a teacher alone
 """
@@ -23,6 +24,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
+from rlhf_core.config.rewarding.verifiers import CodeReward, MathReward
 from rlhf_core.config.rewarding.weighed_reward import StandardisedReward, WeighedReward
 from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Ranks, Rate, Variable, check
 
@@ -49,11 +51,12 @@ class ModelReward(WeighedReward):
 
     kind: Literal["model"] = "model"
     model: str = Field("reward_model", description="reward model")
-    normalize: Literal["none", "stored", "running"] | None = Field(
+    normalize: Literal["none", "stored", "running", "group"] | None = Field(
         None,
         description=(
             "stored: with the mean and std kept with the model; running: of all so far (of a round: its own);"
-            " default: stored if normalize_reward of ppo is set, else none"
+            " group: of the answers to the same prompt (GDPO); default: stored if normalize_reward of ppo is"
+            " set, else none"
         ),
     )
     ranks: Annotated[Ranks | None, NotInDigest] = Field(
@@ -114,8 +117,12 @@ class EnvironmentReward(WeighedReward):
     """The reward from ppo's environment, summed over all answers of an episode."""
 
     kind: Literal["environment"] = "environment"
-    normalize: Literal["none", "running"] = Field(
-        "none", description="running: standardise with the mean and std of all rewards so far"
+    normalize: Literal["none", "running", "group"] = Field(
+        "none",
+        description=(
+            "running: standardise with the mean and std of all rewards so far; group: of the answers to the"
+            " same prompt (GDPO)"
+        ),
     )
 
     @property
@@ -302,6 +309,7 @@ def _environment(value: Any) -> Any:
 ShortEnvironment = Annotated[Environment, BeforeValidator(_environment)]
 # with the field that names each
 REWARD_KINDS = {"model": "model", "function": "function", "http": "url", "judge": "judge"}
+VERIFIERS = ("math", "code")
 
 
 def _reward_sources(value: Any) -> Any:
@@ -313,7 +321,7 @@ def _reward_sources(value: Any) -> Any:
 
 def _reward_source(value: Any) -> Any:
     if isinstance(value, str):
-        if value in ("environment", "none"):
+        if value in ("environment", "none", *VERIFIERS):
             return {"kind": value}
         kind = "model"
         if value.startswith(("http://", "https://")):
@@ -321,6 +329,8 @@ def _reward_source(value: Any) -> Any:
         elif re.search(r"\.py:\w+$", value):
             kind = "function"
         return {"kind": kind, REWARD_KINDS[kind]: value}
+    if isinstance(value, dict) and isinstance(value.get("verifier"), str):
+        return {"kind": value["verifier"], **value}
     if isinstance(value, dict) and "kind" not in value:
         return {
             "kind": next((kind for kind, field in REWARD_KINDS.items() if field in value), "model"),
@@ -330,9 +340,21 @@ def _reward_source(value: Any) -> Any:
 
 
 RewardSource = Annotated[
-    ModelReward | FunctionReward | HttpReward | JudgeReward | EnvironmentReward | NoReward,
+    ModelReward
+    | FunctionReward
+    | HttpReward
+    | MathReward
+    | CodeReward
+    | JudgeReward
+    | EnvironmentReward
+    | NoReward,
     Field(discriminator="kind"),
 ]
+
+
+def normalized_in_groups(sources: tuple[RewardSource, ...]) -> bool:
+    """Returns whether any source is standardised within the answers to one prompt."""
+    return any(source.normalize == "group" for source in sources)
 
 
 def _named_apart(sources: tuple[RewardSource, ...]) -> tuple[RewardSource, ...]:

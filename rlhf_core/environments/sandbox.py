@@ -17,8 +17,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -90,22 +90,42 @@ async def run(
     seconds: float = SECONDS,
     memory_mib: int = MEMORY_MIB,
     output_bytes: int = OUTPUT_BYTES,
+    with_stderr: bool = True,
 ) -> Output:
-    """Runs a command and returns its output on stdout and stderr. Runs at most max(2, CPUs) commands at once.
-    Raises RuntimeError if the recipe asks for a sandbox and none is available."""
-    if asked() and not available():
+    """Runs a command and returns its output on stdout and, unless told otherwise, stderr. Runs at most
+    max(2, CPUs) commands at once. Raises RuntimeError if the recipe asks for a sandbox and none is
+    available."""
+    loop = asyncio.get_running_loop()
+    async with _turns.setdefault(loop, asyncio.Semaphore(max(2, os.cpu_count() or 1))):
+        async with opened(command, seconds, memory_mib, with_stderr) as process:
+            written = bytearray()
+            try:
+                talk = _talk(process, stdin.encode(errors="replace"), written, output_bytes)
+                await asyncio.wait_for(talk, seconds)
+                late = False
+            except TimeoutError:
+                late = True
+    return Output(
+        bytes(written[:output_bytes]).decode(errors="replace"), None if late else process.returncode
+    )
+
+
+@asynccontextmanager
+async def opened(
+    command: Sequence[str],
+    seconds: float = SECONDS,
+    memory_mib: int = MEMORY_MIB,
+    with_stderr: bool = True,
+    longest_line: int = 1 << 16,
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Starts a command, for a caller that writes to its stdin and reads its stdout, in lines of at most
+    `longest_line` bytes. Kills it at the end of the block. `seconds`: of CPU time; the caller limits the
+    rest. Raises RuntimeError if the recipe asks for a sandbox and none is available."""
+    closed = asked()
+    if closed and not available():
         raise RuntimeError(
             "no bubblewrap (bwrap) works here: apt-get install bubblewrap, or set environment.sandbox to none"
         )
-    loop = asyncio.get_running_loop()
-    async with _turns.setdefault(loop, asyncio.Semaphore(max(2, os.cpu_count() or 1))):
-        return await _run(command, stdin.encode(errors="replace"), seconds, memory_mib, output_bytes)
-
-
-async def _run(
-    command: Sequence[str], stdin: bytes, seconds: float, memory_mib: int, output_bytes: int
-) -> Output:
-    closed = asked()
     with tempfile.TemporaryFile() as rules:
         if closed:
             rules.write(_filter(platform.machine()))
@@ -114,26 +134,22 @@ async def _run(
             *(closed_in(command, rules.fileno(), memory_mib) if closed else command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=asyncio.subprocess.STDOUT if with_stderr else asyncio.subprocess.DEVNULL,
+            limit=longest_line,
             pass_fds=(rules.fileno(),) if closed else (),
             start_new_session=closed,  # else it stays in this process's group and ends with it
             preexec_fn=lambda: _limit(seconds, memory_mib),
         )
     assert process.stdout is not None
-    written = bytearray()
     try:
-        await asyncio.wait_for(_talk(process, stdin, written, output_bytes), seconds)
-        late = False
-    except TimeoutError:
-        late = True
+        yield process
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL) if closed else process.kill()
         # asyncio does not report the end of a process while its output is unread
         while await process.stdout.read(65536):
             pass
-        code = await process.wait()
-    return Output(bytes(written[:output_bytes]).decode(errors="replace"), None if late else code)
+        await process.wait()
 
 
 async def _talk(process: asyncio.subprocess.Process, stdin: bytes, written: bytearray, most: int) -> None:

@@ -200,6 +200,23 @@ def in_groups(estimator: Callable[[Tensor], Tensor], scores: Tensor, scored: Ten
     return InGroups(advantages, compared)
 
 
+def gdpo(scores: Tensor, scored: Tensor, n: int, eps: float = 1e-4) -> InGroups:
+    """Returns `(r - mean) / (std + eps)` over all answers that were compared (GDPO, Liu et al. 2026,
+    arXiv:2601.05242), with the sample std: `scores` (N,), sums of rewards that are standardised within their
+    groups, `n` consecutive answers per prompt.
+
+    In the paper the mean of each group is 0. Here penalties may have moved it, so it is subtracted first.
+    """
+    centred, compared = in_groups(dr_grpo, scores, scored, n)
+    if not compared.any():
+        return InGroups(centred, compared)
+    values = centred[compared].double()
+    standard = (values - values.mean()) / (values.std() + eps)
+    advantages = torch.zeros_like(centred)
+    advantages[compared] = standard.to(centred.dtype)
+    return InGroups(advantages, compared)
+
+
 def reinforce_pp(
     rewards: Tensor, kl_costs: Tensor, mask: Tensor, gamma: float, whitened: bool = True
 ) -> Tensor:

@@ -48,6 +48,7 @@ from rlhf_core.preflight.reward_functions import code_problems, trial_problems
 from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, prompt_problem
 from rlhf_core.preflight.sequences import sequence_problems
 from rlhf_core.preflight.template_length import MeasuredTemplate
+from rlhf_core.preflight.verifier_problems import verified_rows_problems, verifier_needs
 from rlhf_core.preflight.weight_checks import weight_problem
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Node, Plan
@@ -128,6 +129,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             problems += [told for told in (prompt_problem(node, plan.recipe.seed),) if told]
         problems += question_problems(node, plan.recipe.seed)
         problems += code_problems(node)
+        problems += verified_rows_problems(node)
         if isinstance(node.config, AlignmentTax):
             for task in filter(is_path, node.config.tasks):
                 problems += _refused(
@@ -250,6 +252,7 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
                 )
         problems += _quantisation_problem(node, gpus) if not cluster else []
         problems += _sandbox_problem(node)
+        problems += verifier_needs(node)
         for key in node.config.needed_keys:
             if key.required and not os.environ.get(key.variable):
                 problems.append(

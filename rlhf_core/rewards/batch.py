@@ -32,17 +32,17 @@ def reward_batch(
     scores: Callable[[str, Sequence[Document]], list[float]] | None = None,
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
     cache: Path | None = None,
-    group: int = 1,
+    samples_per_prompt: int = 1,
 ) -> Combined:
     """Returns the weighted sum over all sources, (N,) for N answers, which are given as documents (for
     models) and as samples (for functions, servers and judges).
 
     `dtype`: of the reward models; auto: each checkpoint's dtype. `scores`: scores documents with a model
     outside this process. `own_tokens`: by title, for reward models whose tokenizer differs from the
-    documents'. `cache`: folder for judges' verdicts. `group`: consecutive answers to one prompt. `running`
-    normalisation uses the mean and standard deviation of this batch. Raises RewardsFailed when a source left
-    more than the share `max_failed` of the answers without a reward, ValueError when no answer has a reward
-    from every source.
+    documents'. `cache`: folder for judges' verdicts. `samples_per_prompt`: consecutive answers to one prompt,
+    which judges may compare. `running` normalisation uses the mean and standard deviation of this batch,
+    `group` those of the answers to each prompt. Raises RewardsFailed when a source left more than the share
+    `max_failed` of the answers without a reward, ValueError when no answer has a reward from every source.
     """
     allowed = int(max_failed * len(documents))
     models = [source for source in sources if isinstance(source, ModelReward)]
@@ -56,14 +56,15 @@ def reward_batch(
         ).score(given)
 
     requested = [source for source in sources if not isinstance(source, ModelReward)]
-    clients = Clients([client_of(source, cache=cache, group=group) for source in requested])
+    clients = Clients([client_of(source, cache=cache, group=samples_per_prompt) for source in requested])
     try:
         pending = clients.start(samples, allowed)
         rewards = collect(map(score, models), pending, allowed)
     finally:
         clients.close()
     terms = terms_of(sources, paths)
-    combined = combine(rewards.by_source, terms, with_answers({}, rewards.by_source, terms))
+    statistics = with_answers({}, rewards.by_source, terms)
+    combined = combine(rewards.by_source, terms, statistics, samples_per_prompt)
     return combined._replace(metrics=combined.metrics | clients.spent())
 
 

@@ -23,7 +23,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
-from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
+from rlhf_core.config.rewarding.verifiers import Verifier
+from rlhf_core.config.rewards import (
+    EnvironmentReward,
+    FunctionReward,
+    ModelReward,
+    NoReward,
+    RewardSource,
+)
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.judge.judge_client import JudgeClient
 from rlhf_core.rewards.remote import HttpRewardClient
@@ -266,21 +273,23 @@ class SourceClient(Protocol):
 def client_of(
     source: RewardSource, others: Sequence[RayNode] = (), cache: Path | None = None, group: int = 1
 ) -> SourceClient:
-    """Returns a client for a function, server or judge of a recipe. `others`: further nodes on which a
-    function runs. `cache`: folder for a judge's verdicts. `group`: consecutive answers to one prompt. Raises
-    ValueError when the server's key is not set."""
+    """Returns a client for a function, server, verifier or judge of a recipe. `others`: further nodes on
+    which a function runs. `cache`: folder for a judge's verdicts. `group`: consecutive answers to one
+    prompt. Raises ValueError when the server's key is not set."""
     if isinstance(source, JudgeReward):
         return JudgeClient(source, None if cache is None else cache / f"{source.title}.jsonl", group)
-    assert isinstance(source, FunctionReward | HttpReward), "a reward model is a group of the cluster"
+    assert not isinstance(source, ModelReward | EnvironmentReward | NoReward), "these need no client"
     ready: RewardBackend
-    if isinstance(source, FunctionReward):
-        called = source.file, source.function_name, source.timeout, source.concurrency
+    if isinstance(source, FunctionReward | Verifier):
+        seconds = source.request_seconds if isinstance(source, Verifier) else source.timeout
+        options = source.options if isinstance(source, Verifier) else {}
+        called = source.file, source.function_name, seconds, source.concurrency
         if others:
             from rlhf_core.rewards.function_nodes import SpreadFunction  # imports Ray
 
-            ready = SpreadFunction(*called, others)
+            ready = SpreadFunction(*called, others, options)
         else:
-            ready = Function(*called)
+            ready = Function(*called, options)
     else:
         if source.api_key_env and not os.environ.get(source.api_key_env):
             raise ValueError(

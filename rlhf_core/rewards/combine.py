@@ -1,6 +1,10 @@
 """Combines the rewards of several sources into one: standardises each source separately, then computes the
 weighted sum. Calls no source.
 
+Sources standardised within groups are those of GDPO (Liu et al. 2026, arXiv:2601.05242): each reward is
+standardised among the answers to one prompt, then they are added. The paper then standardises the sum over
+the batch, which `objectives.advantages.gdpo` does.
+
 An answer that lacks the reward of any source gets no reward, since an incomplete sum is not comparable.
 """
 
@@ -16,7 +20,7 @@ from torch import Tensor
 
 from rlhf_core.config.rewards import ModelReward, RewardSource
 from rlhf_core.models.reward_scoring import stored_statistics
-from rlhf_core.objectives.advantages import normalize_rewards
+from rlhf_core.objectives.advantages import grpo, in_groups, normalize_rewards
 from rlhf_core.rewards.reward_contract import bounded
 
 
@@ -53,7 +57,7 @@ class Term(NamedTuple):
 
     title: str
     weight: float
-    normalize: Literal["none", "stored", "running"]
+    normalize: Literal["none", "stored", "running", "group"]
     stored: tuple[float, float] | None
 
 
@@ -99,10 +103,15 @@ def _narrowed(rewards: np.ndarray) -> Tensor:
 
 
 def combine(
-    by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statistics: Mapping[str, Running]
+    by_source: Mapping[str, np.ndarray],
+    terms: Sequence[Term],
+    statistics: Mapping[str, Running],
+    samples: int = 1,
 ) -> Combined:
     """Computes the sum of `weight * (reward - mean) / std` over the sources. `by_source`: (N,) each, nan for
-    failed rewards. `statistics`: from `with_answers`, including these answers.
+    failed rewards. `statistics`: from `with_answers`, including these answers. `samples`: consecutive answers
+    to one prompt, among which the sources with `normalize: group` are standardised: as in
+    `objectives.advantages.grpo`, over the answers that every source scored; 0 where there is one of these.
 
     Raises ValueError when no answer has a reward from every source. `reward/mean` and `reward/std` describe
     the weighted sum before any standardisation, so that their scale stays the same over the run.
@@ -132,6 +141,9 @@ def combine(
         elif term.normalize == "running":
             running = statistics[term.title]
             standard = normalize_rewards(values, running.mean, running.std)
+        elif term.normalize == "group":
+            assert samples > 1, "there is nothing to compare an answer with"
+            standard = in_groups(grpo, values, scored, samples).advantages
         total = total + term.weight * standard
         shown = shown + term.weight * values
     shown = shown[scored].double()  # squares of large rewards are not finite in float32

@@ -16,10 +16,11 @@ import queue
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Timer
+from types import MappingProxyType
 from typing import Any
 
 from rlhf_core.rewards.reward_contract import (
@@ -64,10 +65,19 @@ def _bound(node: ast.AST) -> list[str]:
 
 class Function:
     """Calls `name` from `file` in up to `processes` processes. `timeout`: seconds per request, and for the
-    imports at the start of a process."""
+    imports at the start of a process. `options`: further arguments, the same in each call; the function has
+    defaults for them."""
 
-    def __init__(self, file: Path, name: str, timeout: float, processes: int):
+    def __init__(
+        self,
+        file: Path,
+        name: str,
+        timeout: float,
+        processes: int,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ):
         self.timeout = timeout
+        self._options = json.dumps(dict(options))
         self.wanted = wanted_by(file, name)
         self._command = [sys.executable, "-P", "-m", "rlhf_core.rewards.function_worker", str(file), name]
         self._idle: queue.Queue[subprocess.Popen[bytes] | None] = queue.Queue()
@@ -103,7 +113,8 @@ class Function:
         """Sends a request and returns its reply. Raises RewardError for a line that is not the reply to this
         request."""
         number = next(self._numbers)
-        line = f'{{"number": {number}, "question": {question_json(samples, self.wanted)}}}'
+        question = question_json(samples, self.wanted)
+        line = f'{{"number": {number}, "question": {question}, "options": {self._options}}}'
         reply = self._exchange(process, line.encode())
         if reply.get("number") != number:
             raise RewardError("its process wrote a line that is not the reply to this request")

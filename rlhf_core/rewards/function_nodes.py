@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from rlhf_core.cluster.helper import Helper, HelperDied
 from rlhf_core.cluster.ray_cluster import RayNode
@@ -17,15 +19,32 @@ class SpreadFunction:
     """Calls a function in up to `processes` processes, distributed over this node and `others` in turn.
     Errors name the node, for example one that lacks the file."""
 
-    def __init__(self, file: Path, name: str, timeout: float, processes: int, others: Sequence[RayNode]):
-        self._here = Function(file, name, timeout, -(-processes // (1 + len(others))))
+    def __init__(
+        self,
+        file: Path,
+        name: str,
+        timeout: float,
+        processes: int,
+        others: Sequence[RayNode],
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        self._here = Function(file, name, timeout, -(-processes // (1 + len(others))), options)
         self.wanted = self._here.wanted
         self._helpers: list[Helper] = []
         self._free: queue.Queue[Helper | None] = queue.Queue()  # None: this node
         for number, node in enumerate(others, 1):
             share = len(range(number, processes, 1 + len(others)))
             if share:
-                made = Helper(node, share, Function, file=file, name=name, timeout=timeout, processes=share)
+                made = Helper(
+                    node,
+                    share,
+                    Function,
+                    file=file,
+                    name=name,
+                    timeout=timeout,
+                    processes=share,
+                    options=dict(options),
+                )
                 self._helpers.append(made)
                 for _ in range(share):
                     self._free.put(made)

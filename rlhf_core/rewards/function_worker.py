@@ -2,9 +2,9 @@
 stdin.
 
 The first output line reports that the function is loaded, or why not. Then each request `{"number": N,
-"question": {...}}` gets one line: `{"number": N, "rewards": [...]}`, or N with a `UsersError`. The function
-gets the lists of the contract that its signature names. A process that the function forks sends no reply: it
-ends when the function returns.
+"question": {...}, "options": {...}}` gets one line: `{"number": N, "rewards": [...]}`, or N with a
+`UsersError`. The function gets the lists of the contract and the options that its signature names. A process
+that the function forks sends no reply: it ends when the function returns.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def main(file: str, name: str, lines: Iterable[bytes]) -> None:
     if "ready" in ready:
         for line in lines:
             request = json.loads(line)
-            _write({"number": request["number"]} | call(function, request["question"], Path(file)), out, own)
+            arguments = request["question"] | request["options"]
+            _write({"number": request["number"]} | call(function, arguments, Path(file)), out, own)
 
 
 def _write(reply: dict[str, Any], out: TextIO, own: int) -> None:

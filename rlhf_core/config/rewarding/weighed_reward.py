@@ -19,9 +19,12 @@ class WeighedReward(Config):
 
 
 class StandardisedReward(WeighedReward):
-    """Fields that functions, servers and judges share."""
+    """Fields that functions, servers, verifiers and judges share."""
 
-    normalize: Literal["none", "running"] = Field(
+    normalize: Literal["none", "running", "group"] = Field(
         "none",
-        description="running: standardise with the mean and std of all rewards so far (of a round: its own)",
+        description=(
+            "running: standardise with the mean and std of all rewards so far (of a round: its own); group:"
+            " of the answers to the same prompt (GDPO)"
+        ),
     )

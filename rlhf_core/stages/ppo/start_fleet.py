@@ -17,6 +17,7 @@ from rlhf_core.cluster.worker import RankReady
 from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import PPO
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
+from rlhf_core.config.rewarding.verifiers import Verifier
 from rlhf_core.config.rewards import FunctionReward, HttpReward
 from rlhf_core.forecast.by_phase import host_doubts
 from rlhf_core.forecast.hardware import Gpu
@@ -77,7 +78,7 @@ def start_fleet(
     clients = [
         client_of(source, others, cache, config.n_samples_per_prompt)
         for source in config.reward
-        if isinstance(source, FunctionReward | HttpReward | JudgeReward)
+        if isinstance(source, FunctionReward | HttpReward | Verifier | JudgeReward)
     ]
     fleet = Fleet(
         config=decided,

@@ -20,6 +20,7 @@ from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.environments.environment_trial import try_environment
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.trajectories.trajectory import Limits
+from rlhf_core.environments.verifiers.verifier_checks import require_verifiable
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.rewards.judge.judge_client import CACHE
 from rlhf_core.rewards.judge.label_agreement import agreement_metrics
@@ -61,6 +62,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     resume = resume_state.latest(run)
     resumed_zero_stage = resume_state.kept_zero_stage(run, config)
     # Before any model is loaded: functions and environment may be faulty.
+    require_verifiable(config.reward, data.items, held_out.prompts if held_out else ())
     try_rewards(config.reward, data.items[0], renderer)
     agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / CACHE, request.seed)
     engines = start_rollout_group(config, renderer, groups, data.items[0])

@@ -25,6 +25,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.data_report import JSON, write_data_report
 from rlhf_core.data.documents import Document, Prompt, compact, stored_suffix
 from rlhf_core.data.sources import prompts as load_prompts
+from rlhf_core.environments.verifiers.verifier_checks import require_verifiable
 from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.rewards.batch import reward_batch, terms_of
 from rlhf_core.rewards.combine import Combined
@@ -60,6 +61,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     write_data_report(run, request.name, prompts=data.report)
     prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
+    require_verifiable(config.reward, prompts)
     try_rewards(config.reward, prompts[0], renderer)
     agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / CACHE, request.seed)
     prompt_tokens = conditioned(config, policy, tokenizer, prompts)

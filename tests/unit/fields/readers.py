@@ -70,6 +70,9 @@ ModelReward.normalize rlhf_core/rewards/combine.py source.normalize
 ModelReward.ranks rlhf_core/config/ppo/model_placement.py source.ranks
 StandardisedReward.normalize rlhf_core/rewards/combine.py source.normalize
 RequestedReward.timeout rlhf_core/rewards/clients.py source.timeout
+MathReward.timeout rlhf_core/config/rewarding/verifiers.py self.timeout
+CodeReward.timeout rlhf_core/config/rewarding/verifiers.py self.timeout
+MathReward.answer rlhf_core/config/rewarding/verifiers.py self.answer
 HttpReward.url rlhf_core/rewards/clients.py source.url
 HttpReward.api_key_env rlhf_core/rewards/clients.py source.api_key_env
 JudgeReward.judge rlhf_core/rewards/judge/judge_client.py source.judge

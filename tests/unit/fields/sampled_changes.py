@@ -322,6 +322,14 @@ SAMPLED = {
         Change(name, value, summed, {"kind": "function", "function": "a.py:f"})
         for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5), ("function", "a.py:g"))
     ],
+    "CodeReward": [
+        Change(name, value, summed, {"kind": "code"})
+        for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5))
+    ],
+    "MathReward": [
+        Change(name, value, summed, {"kind": "math"})
+        for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5))
+    ],
     "HttpReward": [
         Change(name, value, summed, {"kind": "http", "url": "http://host/"})
         for name, value in (

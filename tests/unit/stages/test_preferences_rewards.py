@@ -243,3 +243,34 @@ def test_a_judge_compares_the_answers_to_each_prompt(run: Any) -> None:
         outcome, rows = run({"judge": judge, "rubric": "Length.", "compare": "group"})
     assert [row["reward"] for row in rows] == pytest.approx([0, 1 / 3, 2 / 3, 1] * 2)
     assert outcome.metrics["reward/taste/requests"] == 2 * 6 * 2
+
+
+def test_sources_are_standardised_among_the_answers_to_one_prompt(run: Any) -> None:
+    """The rows' own worth moves all rewards of a prompt, and so none."""
+    sources = [{"function": f"code.py:{name}", "normalize": "group"} for name in ("length", "of_the_row")]
+    _, rows = run(sources)
+    std = (5 / 3) ** 0.5  # of 1, 2, 3, 4, and 0.5 of w, w, w, w + 1
+    of_texts = {text: (len(text) - 2.5) / std + ((text == "6666") - 0.25) / 0.5 for text in ANSWERS}
+    expected = {("0 plus 0", text): value for text, value in of_texts.items()}
+    expected |= {("1 plus 1", text): value for text, value in of_texts.items()}
+    found = {(row["prompt"][0]["content"], row["response"]): row["reward"] for row in rows}
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_row_that_a_verifier_cannot_read_ends_the_stage_before_an_engine_starts(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("math_verify", reason="needs math-verify: make setup")
+    monkeypatch.setattr(rlhf_core.stages.preferences.sample_answers, "open_engine", None)
+    with pytest.raises(ValueError, match="prompts: number 1: the verifier math cannot read this row"):
+        run({"verifier": "math", "answer": "known"})
+
+
+def test_a_verifier_rewards_the_answers_of_a_stage(run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("math_verify", reason="needs math-verify: make setup")
+    rows = [{"prompt": "a", "answer": "44.0"}, {"prompt": "b", "answer": r"\boxed{555}"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outcome, written = run("math")
+    right = {(row["prompt"][0]["content"], row["response"]) for row in written if row["reward"] == 1}
+    assert right == {("a", "44"), ("b", "555")}
+    assert outcome.metrics["reward/math/mean"] == 0.25 and outcome.metrics["reward/failed"] == 0

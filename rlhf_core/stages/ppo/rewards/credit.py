@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config import PPO
-from rlhf_core.config.rewards import EnvironmentReward
+from rlhf_core.config.rewards import EnvironmentReward, normalized_in_groups
 from rlhf_core.objectives.advantages import (
     GROUPED,
     UNSCALED,
@@ -24,6 +24,7 @@ from rlhf_core.objectives.advantages import (
     dr_grpo,
     explained_variance,
     gae,
+    gdpo,
     in_groups,
     kl_estimate,
     reinforce_pp,
@@ -82,7 +83,7 @@ def credit(
     nothing = torch.zeros(()).expand(response.shape)
     values = _pad(scores.values) if scores.values else nothing
 
-    combined = combine(scores.rewards.by_source, terms, statistics)
+    combined = combine(scores.rewards.by_source, terms, statistics, config.n_samples_per_prompt)
     early = early_rewards(rollouts, scores.rewards, config, lengths_of)
     if early is not None:  # scale by the factor by which clipping changed the sum
         early *= (
@@ -310,7 +311,10 @@ def estimate(
             advantages = reinforce_pp(per_token(centred), coef * kl, mask & compared[:, None], gamma)
             return Estimated(Credit(advantages, advantages), compared)
         case grouped:  # the other estimators compare the answers to one prompt
-            of_answers, compared = in_groups(GROUPED[grouped], rewards, scored, n)
+            if grouped == "grpo" and normalized_in_groups(config.reward):
+                of_answers, compared = gdpo(rewards, scored, n)
+            else:
+                of_answers, compared = in_groups(GROUPED[grouped], rewards, scored, n)
             if coef:
                 of_answers = (
                     of_answers - coef * in_groups(UNSCALED[grouped], kl.sum(-1), scored, n).advantages

@@ -172,8 +172,8 @@ def sample_filtered(
             f"dynamic_filtering: none of the {asked} groups of {rounds} rounds had answers of different"
             " reward: raise temperature or n_samples_per_prompt, take other prompts, or turn it off"
         )
-    everything = combine(join(seen_rewards).by_source, setup.terms, updated)
-    of_kept = combine(join(kept_rewards).by_source, setup.terms, updated).metrics
+    everything = combine(join(seen_rewards).by_source, setup.terms, updated, n)
+    of_kept = combine(join(kept_rewards).by_source, setup.terms, updated, n).metrics
     metrics = everything.metrics | shaped_rewards(seen, everything, config).metrics
     metrics |= {f"filter/reward_{name}": of_kept[f"reward/{name}"] for name in ("mean", "std")}
     metrics |= {
@@ -190,7 +190,7 @@ def trained_rewards(
     """Returns the rewards from which advantages are computed, (N,), nan for an answer without one."""
     if not np.isfinite(list(rewards.by_source.values())).all(0).any():
         return np.full(len(rollouts), np.nan)
-    combined = combine(rewards.by_source, setup.terms, statistics)
+    combined = combine(rewards.by_source, setup.terms, statistics, setup.sampling.n)
     shaped = shaped_rewards(rollouts, combined, setup.config)
     return np.where(combined.scored.numpy(), shaped.rewards.numpy(), np.nan)
 

@@ -513,3 +513,24 @@ def test_without_a_reward_there_must_be_a_teacher(changes: dict[str, object]) ->
         ppo(**{**fields, **changes})
     with pytest.raises(ValueError, match="eval_prompts and dynamic_filtering compare rewards"):
         ppo(**fields, eval_prompts={"sources": "p.jsonl"})
+
+
+def test_rewards_standardised_in_groups_are_standardised_over_the_iteration_and_not_again_in_groups() -> None:
+    """Three groups with grpo: two sources differ in one, one source in another, and none in the last."""
+    by_source = {
+        "right": np.array([0.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
+        "short": np.array([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    }
+    terms = [Term(name, 1.0, "group", None) for name in by_source]
+    sources = [{"function": f"a.py:{name}", "normalize": "group"} for name in by_source]
+    config = ppo(advantage_estimator="grpo", reward=sources, init_kl_coef=0)
+    prompt = Prompt((), [7], {}, False)
+    rollouts = [
+        Rollout(prompt, Document([7, 1], [False, True]), np.zeros(2, np.float32), True) for _ in range(6)
+    ]
+    zeros = [np.zeros(2, np.float32)] * 6
+    found = credit(rollouts, Scores(zeros, None, None, Rewards(by_source, {})), 0.0, {}, config, terms)
+    given = [float(np.max(np.abs(e.advantages))) for e in found.experience]
+    assert given[0] == given[1] == pytest.approx(2 * given[2], rel=1e-3) and given[2] == given[3] > 0
+    assert given[4] == given[5] == 0
+    assert sum(value**2 for value in given) / 5 == pytest.approx(1, rel=1e-3)  # sample deviation of them all

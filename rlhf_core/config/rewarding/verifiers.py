@@ -1,0 +1,118 @@
+"""Configures verifiers: rewards that check an answer against a column of its row. They are functions that
+alignflow brings. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from rlhf_core.config.rewarding.weighed_reward import StandardisedReward
+from rlhf_core.records import RECIPE_ONLY, NotInDigest, Positive, Rate
+
+SHIPPED_VERIFIERS = Path(__file__).parents[1] / "environments" / "verifiers"
+SPARE_SECONDS = 60.0  # of a request, beside the time of its answers
+
+
+class VerifierReward(StandardisedReward):
+    """Fields that all verifiers share. The reward is between 0 and 1; an answer that a limit cut gets 0. Each
+    has `column`, which it reads, `options`, the arguments of its function, and `request_seconds`, which a
+    request may take at most."""
+
+    shipped: ClassVar[str]  # the verifier: SHIPPED_VERIFIERS/NAME_verifier.py
+    column_field: ClassVar[str]  # names the column that it reads
+    batch_size: ClassVar[int]  # answers of one request
+    max_attempts: ClassVar[int] = 3
+
+    concurrency: Annotated[Positive, NotInDigest] = Field(
+        4, description="answers checked at once, each in a process of its own"
+    )
+
+    @property
+    def title(self) -> str:
+        return self.name or self.shipped
+
+    @property
+    def file(self) -> Path:
+        return SHIPPED_VERIFIERS / f"{self.shipped}_verifier.py"
+
+    @property
+    def function_name(self) -> str:
+        return "verify_answers"
+
+
+class MathReward(VerifierReward):
+    """1 if the final answer of a response equals that of the row, else 0. The short form `math` means
+    `{verifier: math}`. Needs the package math-verify."""
+
+    shipped: ClassVar[str] = "math"
+    column_field: ClassVar[str] = "answer"
+    batch_size: ClassVar[int] = 16
+
+    kind: Literal["math"] = "math"
+    verifier: Literal["math"] = Field("math", description="compares final answers")
+    answer: str = Field(
+        "answer", min_length=1, description="column with the right answer; a.b: the key b in column a"
+    )
+    timeout: Rate = Field(5.0, description="CPU seconds of one comparison; beyond them the answer is wrong")
+
+    @property
+    def column(self) -> str:
+        return self.answer
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"column": self.answer, "seconds": self.timeout}
+
+    @property
+    def request_seconds(self) -> float:
+        return self.batch_size * 10 * self.timeout + SPARE_SECONDS
+
+
+class CodeReward(VerifierReward):
+    """Whether the program in a response passes the tests of its row. The short form `code` means
+    `{verifier: code}`."""
+
+    shipped: ClassVar[str] = "code"
+    column_field: ClassVar[str] = "tests"
+    batch_size: ClassVar[int] = 4
+
+    kind: Literal["code"] = "code"
+    verifier: Literal["code"] = Field("code", description="runs tests")
+    tests: str = Field("tests", min_length=1, description="column with the tests; a.b: the key b in column a")
+    language: Literal["python"] = Field("python", description="language of the programs")
+    timeout: Rate = Field(
+        10.0, description="seconds of one test; all tests of an answer have ten times as long together"
+    )
+    memory_mib: int = Field(512, gt=0, le=1 << 20, description="memory of one program in MiB")
+    partial: bool = Field(
+        False, description="reward the share of tests that passes; default: 1 if all pass, else 0"
+    )
+    sandbox: Annotated[Literal["bubblewrap", "none"], NotInDigest] = Field(
+        "bubblewrap",
+        description="where programs run: closed in by bubblewrap, or (none) with all your rights",
+        json_schema_extra=RECIPE_ONLY,
+    )
+
+    @property
+    def column(self) -> str:
+        return self.tests
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "column": self.tests,
+            "language": self.language,
+            "seconds": self.timeout,
+            "memory_mib": self.memory_mib,
+            "partial": self.partial,
+            "mode": self.sandbox,
+        }
+
+    @property
+    def request_seconds(self) -> float:
+        return self.batch_size * (10 * self.timeout + SPARE_SECONDS) + SPARE_SECONDS
+
+
+Verifier = MathReward | CodeReward

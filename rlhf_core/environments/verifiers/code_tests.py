@@ -1,0 +1,167 @@
+"""Reads the tests of a row, in the forms that published data sets have.
+
+- Python code with asserts, as text or a list of texts (MBPP), or with a function `check(candidate)` and the
+  column `entry_point` (HumanEval), or with functions `test_...`.
+- `{"inputs": [...], "outputs": [...]}`, also as JSON (APPS, TACO, verl): what a program reads and prints;
+  with `fn_name`, arguments and results of that function.
+- A list of `{"input": ..., "output": ...}` (PrimeIntellect, DeepCoder), with `fn_name` or without.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rlhf_core.environments.verifiers.row_cells import cell
+
+ENTRY = re.compile(r"(?:Solution\(\)\.)?[A-Za-z_]\w*")
+GIVEN = {"_same", "candidate", "__name__"}  # names that are not the answer's
+
+
+class CodeTests(NamedTuple):
+    """Holds the tests of a row: `checks`, pieces of Python code that run one after another and each raise
+    unless passed; `names`, what they use of the answer; or `programs`, pairs of input and expected output."""
+
+    checks: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    programs: tuple[tuple[str, str], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.checks) + len(self.programs)
+
+
+def known_tests(row: Mapping[str, Any], column: str) -> CodeTests:
+    """Returns a row's tests. Raises ValueError when it has none, or in a form that is not known."""
+    value = cell(row, column)
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            pass  # Python code may begin so, too
+    try:
+        found = _tests(value, row.get("entry_point"))
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"column {column!r} holds tests that are no Python code ({error})") from None
+    except ValueError as error:
+        raise ValueError(f"column {column!r} holds {error}") from None
+    if len(found) == 0:
+        raise ValueError(f"column {column!r} holds no tests")
+    return found
+
+
+def _tests(value: Any, entry: Any) -> CodeTests:
+    if isinstance(value, str):
+        return _of_code(value, entry)
+    if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
+        return _of_code("\n".join(value), entry)
+    if isinstance(value, dict):
+        value = [value] if "input" in value else _paired(value)
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        raise ValueError(f"neither code, nor inputs and outputs, but {value!r:.60}")
+    if any("input" not in part or "output" not in part for part in value):
+        raise ValueError("a test without input or output")
+    calls = [part for part in value if part.get("fn_name")]
+    if calls and len(calls) < len(value):
+        raise ValueError("tests of which some have fn_name and some do not")
+    if not calls:
+        return CodeTests(programs=tuple((_lines(part["input"]), _lines(part["output"])) for part in value))
+    checks = [_call(str(part["fn_name"]), part["input"], part["output"]) for part in calls]
+    return CodeTests(tuple(checks), tuple({str(part["fn_name"]): None for part in calls}))
+
+
+def _paired(value: dict[str, Any]) -> list[dict[str, Any]]:
+    inputs, outputs = value.get("inputs"), value.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("a mapping without the lists inputs and outputs of one length")
+    name = value.get("fn_name")
+    return [
+        {"input": given, "output": known, "fn_name": name}
+        for given, known in zip(inputs, outputs, strict=True)
+    ]
+
+
+def _lines(value: Any) -> str:
+    """Returns what a program reads or prints: a text, or a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _call(name: str, given: Any, known: Any) -> str:
+    """Returns the check of one call. As in APPS, a result may stand alone in a list; arguments in a text are
+    JSON, one a line."""
+    if not name.isidentifier():
+        raise ValueError(f"fn_name {name!r:.60}, which is no name")
+    if isinstance(given, str):
+        given = [json.loads(line) for line in given.splitlines() if line.strip()]
+        known = json.loads(known) if isinstance(known, str) else known
+    if not isinstance(given, list):
+        raise ValueError(f"arguments that are no list but {given!r:.60}")
+    return f"_found = {name}(*{given!r})\nassert _same(_found, {known!r}) or _same([_found], {known!r})"
+
+
+def _of_code(code: str, entry: Any) -> CodeTests:
+    """Returns tests that are Python code: each ends with an assert or a call at the top level."""
+    tree = ast.parse(code)
+    body = [part for part in tree.body if not _imports_solution(part)]
+    functions = {part.name: part for part in body if isinstance(part, ast.FunctionDef)}
+    called = {node.id for part in body if isinstance(part, ast.Expr) for node in _loads(part)}
+    if "check" in functions and "check" not in called:
+        if not isinstance(entry, str) or not ENTRY.fullmatch(entry):
+            raise ValueError(
+                "a function check, which nothing calls: name the answer's function in entry_point"
+            )
+        body += ast.parse(f"check({entry})").body
+    for name, function in functions.items():
+        if name.startswith("test_") and name not in called and not function.args.args:
+            body += ast.parse(f"{name}()").body
+    checks = list(_pieces(body))
+    names = _free(body)
+    if checks and not names:
+        raise ValueError("tests that use nothing of the answer")
+    return CodeTests(tuple(checks), names)
+
+
+def _imports_solution(part: ast.stmt) -> bool:
+    """Returns whether a statement imports from the answer, as if it were a module `solution`."""
+    return isinstance(part, ast.ImportFrom) and part.module == "solution"
+
+
+def _pieces(body: list[ast.stmt]) -> Iterator[str]:
+    """Yields the statements up to each assert or call, as code. What follows the last one tests nothing."""
+    piece: list[ast.stmt] = []
+    for part in body:
+        piece.append(part)
+        call = isinstance(part, ast.Expr) and isinstance(part.value, ast.Call)
+        if call or isinstance(part, ast.Assert):
+            yield ast.unparse(ast.Module(piece, []))
+            piece = []
+
+
+def _loads(tree: ast.AST) -> Iterator[ast.Name]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+
+
+def _free(body: list[ast.stmt]) -> tuple[str, ...]:
+    """Returns the names that code uses and neither binds nor gets from Python: the answer's."""
+    tree = ast.Module(body, [])
+    bound = {name for node in ast.walk(tree) for name in _bound(node)}
+    used = dict.fromkeys(node.id for node in _loads(tree))
+    return tuple(name for name in used if name not in bound | GIVEN and not hasattr(builtins, name))
+
+
+def _bound(node: ast.AST) -> list[str]:
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()):
+            return [name]
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.arg(arg=name):
+            return [name]
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return [alias.asname or alias.name.partition(".")[0] for alias in names]
+        case ast.ExceptHandler(name=str(name)):
+            return [name]
+    return []

@@ -1,0 +1,241 @@
+"""`reward: code`: runs the last block of Python code of a response with the row's tests, in a sandbox.
+
+The reward is 1 if all tests pass, else 0; with `partial` the share that passes. A test that exceeds a limit
+of time or memory has failed, and after one that exceeds the time the remaining ones have too. An answer has
+no reward if the sandbox itself fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.environments import sandbox
+from rlhf_core.environments.verifiers.code_tests import CodeTests, known_tests
+
+ALL_TESTS = 10  # times the limit of one test that all of an answer's may take together
+START_SECONDS = 30.0  # for the sandbox and Python to start
+LONGEST_CODE = 100_000  # bytes; Linux limits an argument to 128 KiB
+LONGEST_LINE = 16 << 20  # bytes of one call's arguments or result
+SPARE_OUTPUT = 4096  # bytes that a program may print beyond twice what is expected
+FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^`]*$")
+TAGS = {"python": ("", "python", "py", "python3")}
+SIDES = Path(__file__).with_name("call_sides.py")
+PROGRAM = """
+import sys
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
+exec(compile(sys.argv.pop(), "answer.py", "exec"), {"__name__": "__main__"})
+"""
+
+
+class SandboxFailed(Exception):
+    """Reports that a program could not be started in the sandbox, whatever its code is."""
+
+
+def verify_answers(
+    responses: Sequence[str],
+    rows: Sequence[dict[str, Any]],
+    finished: Sequence[bool],
+    column: str = "tests",
+    language: str = "python",
+    seconds: float = 10.0,
+    memory_mib: int = 512,
+    partial: bool = False,
+    mode: str = "bubblewrap",
+) -> list[float | None]:
+    """Returns the rewards of responses, None where the sandbox failed. Raises ValueError when a row has no
+    tests, SandboxFailed when the sandbox failed for all responses."""
+    os.environ[sandbox.MODE] = mode
+    rewards: list[float | None] = []
+    failure = ""
+    for response, row, whole in zip(responses, rows, finished, strict=True):
+        tests = known_tests(row, column)
+        code = last_block(response, TAGS[language]) if whole else None
+        if code is None or not can_run(code):
+            rewards.append(0.0)
+            continue
+        try:
+            passed = asyncio.run(passed_tests(code, tests, seconds, memory_mib, all_or_nothing=not partial))
+        except (SandboxFailed, OSError, RuntimeError) as error:
+            failure = f"the sandbox failed: {error}"
+            print(failure, file=sys.stderr, flush=True)
+            rewards.append(None)
+            continue
+        rewards.append(passed / len(tests) if partial else float(passed == len(tests)))
+    if failure and all(reward is None for reward in rewards):
+        raise SandboxFailed(failure)
+    return rewards
+
+
+def last_block(text: str, tags: Sequence[str]) -> str | None:
+    """Returns the last closed block of code between fences that has one of these tags; None if there is
+    none."""
+    found: str | None = None
+    fence = tag = ""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        match = FENCE.match(line)
+        if not fence and match:
+            fence, tag = match[1], match[2].lower()
+            lines = []
+        elif fence and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
+            found = "\n".join(lines) if tag in tags else found
+            fence = ""
+        else:
+            lines.append(line)
+    return found
+
+
+def can_run(code: str) -> bool:
+    """Returns whether code can be handed to Python at all."""
+    return bool(code.strip()) and "\0" not in code and len(code.encode(errors="replace")) <= LONGEST_CODE
+
+
+async def passed_tests(
+    code: str, tests: CodeTests, seconds: float, memory_mib: int, all_or_nothing: bool
+) -> int:
+    """Returns how many tests the code passes; with `all_or_nothing` up to the first that it does not pass.
+    `seconds`: of one test. Raises SandboxFailed, OSError or RuntimeError when the sandbox fails."""
+    deadline = time.monotonic() + ALL_TESTS * seconds + START_SECONDS
+    if tests.programs:
+        return await _programs(code, tests, seconds, memory_mib, all_or_nothing, deadline)
+    command = [*sandbox.python()[:-1], "-c", SIDES.read_text()]
+    limits = ALL_TESTS * seconds, memory_mib, False, LONGEST_LINE
+    async with (
+        sandbox.opened([*command, "answer"], *limits) as answer,
+        sandbox.opened([*command, "tests"], *limits) as checker,
+    ):
+        await _start(answer, memory_mib)
+        await _start(checker, memory_mib)
+        try:
+            await _send(answer, {"code": code}, seconds)
+            loaded = await _line(answer, seconds)
+        except TimeoutError:
+            return 0
+        if loaded.strip() != b'{"loaded": true}':
+            return 0
+        await _send(checker, {"checks": tests.checks, "names": tests.names}, START_SECONDS)
+        return await _checks(answer, checker, len(tests.checks), seconds, all_or_nothing, deadline)
+
+
+async def _programs(
+    code: str, tests: CodeTests, seconds: float, memory_mib: int, all_or_nothing: bool, deadline: float
+) -> int:
+    """Runs the code as a program with each test's input, and compares what it prints."""
+    passed = 0
+    command = [*sandbox.python()[:-1], "-c", PROGRAM, code.encode(errors="replace").decode()]
+    for given, known in tests.programs:
+        left = deadline - time.monotonic()
+        most = 2 * len(known.encode(errors="replace")) + SPARE_OUTPUT
+        limit = min(seconds, left)
+        output = await sandbox.run(command, given, limit, memory_mib, most, with_stderr=False)
+        started, _, printed = output.text.partition("\n")
+        if started != "ready":
+            raise SandboxFailed(f"Python did not start with {memory_mib} MiB (status {output.code})")
+        right = output.code == 0 and same_output(printed, known)
+        passed += right
+        if output.code is None or (all_or_nothing and not right) or time.monotonic() > deadline:
+            break
+    return passed
+
+
+async def _checks(
+    answer: Process, checker: Process, count: int, seconds: float, all_or_nothing: bool, deadline: float
+) -> int:
+    """Passes calls and results between the two sides, and counts the checks that passed."""
+    passed = 0
+    end = min(deadline, time.monotonic() + seconds)
+    results = 0
+    while results < count:
+        try:
+            line = await _line(checker, end - time.monotonic())
+            if line.startswith(b'{"ask"'):
+                await _answer_call(answer, checker, line, end)
+                continue
+        except TimeoutError:
+            break
+        if not line:
+            break
+        passed += line.strip() == b'{"passed": true}'
+        results += 1
+        end = min(deadline, time.monotonic() + seconds)
+        if all_or_nothing and passed < results:
+            break
+    return passed
+
+
+async def _answer_call(answer: Process, checker: Process, line: bytes, end: float) -> None:
+    """Gets the result of a call. Raises TimeoutError when there is none in time, and when the answer's
+    process has ended or wrote too much."""
+    await _send_line(answer, line, end - time.monotonic())
+    reply = await _line(answer, end - time.monotonic())
+    if not reply:
+        raise TimeoutError
+    await _send_line(checker, reply, end - time.monotonic())
+
+
+async def _start(process: Process, memory_mib: int) -> None:
+    """Waits until a side runs. Raises SandboxFailed when it does not."""
+    try:
+        line = await _line(process, START_SECONDS)
+    except TimeoutError:
+        line = b""
+    if line.strip() != b'{"ready": true}':
+        raise SandboxFailed(f"Python did not start with {memory_mib} MiB")
+
+
+async def _line(process: Process, seconds: float) -> bytes:
+    """Returns the next line of a side, without line breaks inside; b"" if it ended or wrote too much. Raises
+    TimeoutError."""
+    assert process.stdout is not None
+    try:
+        return await asyncio.wait_for(process.stdout.readline(), max(seconds, 0.001))
+    except ValueError:  # longer than LONGEST_LINE
+        return b""
+
+
+async def _send(process: Process, message: Any, seconds: float) -> None:
+    await _send_line(process, json.dumps(message).encode() + b"\n", seconds)
+
+
+async def _send_line(process: Process, line: bytes, seconds: float) -> None:
+    """Sends a line. Raises TimeoutError when the side does not read it."""
+    assert process.stdin is not None
+    with suppress(ConnectionError):
+        process.stdin.write(line)
+        await asyncio.wait_for(process.stdin.drain(), max(seconds, 0.001))
+
+
+def same_output(printed: str, known: str) -> bool:
+    """Returns whether a program printed what is expected: line by line, without space around lines and empty
+    lines at the end. Numbers with a decimal point may differ by rounding."""
+    lines = [line.strip() for line in printed.rstrip().split("\n")]
+    others = [line.strip() for line in known.rstrip().split("\n")]
+    if lines == others:
+        return True
+    if len(lines) != len(others):
+        return False
+    pairs = [(one.split(), other.split()) for one, other in zip(lines, others, strict=True)]
+    return all(len(one) == len(other) and all(map(_same_word, one, other)) for one, other in pairs)
+
+
+def _same_word(said: str, known: str) -> bool:
+    if said == known:
+        return True
+    if "." not in known:
+        return False
+    try:
+        one, other = float(said), float(known)
+    except ValueError:
+        return False
+    return abs(one - other) <= 1e-6 * max(1.0, abs(other))

@@ -1,0 +1,41 @@
+"""Checks the rows and the machine of stages whose rewards are verifiers. Torch-free."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from rlhf_core.config import PPO, Data, Rewarded
+from rlhf_core.data.rows.mixture import checked_rows
+from rlhf_core.environments.verifiers.verifier_checks import lacks, row_problem, verifiers_of
+from rlhf_core.recipe.plan import Node
+
+FIRST = 2000  # rows of each data set; the stage checks them all before it starts an engine
+
+
+def verified_rows_problems(node: Node) -> list[str]:
+    """Returns a sentence for each data set with a row that a verifier cannot read."""
+    config = node.config
+    if not isinstance(config, Rewarded) or not verifiers_of(config.reward):
+        return []
+    sets = {"prompts": config.prompts}
+    if isinstance(config, PPO) and config.eval_prompts is not None:
+        sets["eval_prompts"] = config.eval_prompts
+    told = {field: _problem(config, data) for field, data in sets.items()}
+    return [f"stages.{node.name}.{field}: {problem}" for field, problem in told.items() if problem]
+
+
+def _problem(config: Rewarded, data: Data) -> str:
+    try:
+        rows = islice(checked_rows(data, "prompt"), FIRST)
+        return row_problem(config.reward, ((located.where, located.row) for located in rows))
+    except ValueError:  # reported with the data
+        return ""
+
+
+def verifier_needs(node: Node) -> list[str]:
+    """Returns a sentence for each verifier whose package or sandbox this machine lacks."""
+    config = node.config
+    if not isinstance(config, Rewarded):
+        return []
+    told = {source.title: lacks(source) for source in verifiers_of(config.reward)}
+    return [f"stages.{node.name}.reward: {title} {lack}" for title, lack in told.items() if lack]

@@ -1,0 +1,66 @@
+"""What a check tells of verifiers before any work: rows that they cannot read, and what the machine lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PPO
+from rlhf_core.environments import sandbox
+from rlhf_core.preflight.verifier_problems import verified_rows_problems, verifier_needs
+
+
+def node(tmp_path: Path, *rows: dict[str, Any], **fields: Any) -> Any:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": "q", **row}) + "\n" for row in rows))
+    prompts = {"sources": str(tmp_path / "rows.jsonl")}
+    return SimpleNamespace(name="ppo", config=PPO(**{"prompts": prompts, "critic": "sft", **fields}))
+
+
+def test_a_row_without_an_answer_is_named(tmp_path: Path) -> None:
+    found = node(tmp_path, {"answer": "1"}, {"solution": "2"}, reward="math")
+    (problem,) = verified_rows_problems(found)
+    assert problem.startswith("stages.ppo.prompts: ") and "rows.jsonl" in problem
+    assert "column 'answer' holds no text or number but None; its columns are" in problem
+    assert "name another column in answer" in problem
+
+
+def test_rows_with_answers_and_other_rewards_have_no_problem(tmp_path: Path) -> None:
+    assert verified_rows_problems(node(tmp_path, {"answer": "1"}, {"answer": 2}, reward="math")) == []
+    assert verified_rows_problems(node(tmp_path, {}, reward="a.py:f")) == []
+    missing = {"sources": str(tmp_path / "none.jsonl")}
+    assert verified_rows_problems(node(tmp_path, reward="math", prompts=missing)) == []  # told with the data
+
+
+def test_validation_rows_are_checked_too(tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text('{"prompt": "q"}\n')
+    held_out = {"sources": str(tmp_path / "held.jsonl")}
+    (problem,) = verified_rows_problems(node(tmp_path, {"answer": "1"}, reward="math", eval_prompts=held_out))
+    assert problem.startswith("stages.ppo.eval_prompts: ") and "held.jsonl" in problem
+
+
+def test_a_missing_package_is_told_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    told = "needs the package math-verify, which is not installed: pip install 'math-verify[antlr4_13_2]'"
+    assert verifier_needs(node(tmp_path, reward="math")) == [f"stages.ppo.reward: math {told}"]
+    assert verifier_needs(node(tmp_path, reward="a.py:f")) == []
+
+
+def test_a_machine_without_bubblewrap_runs_no_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "available", lambda: False)
+    (problem,) = verifier_needs(node(tmp_path, reward="code"))
+    assert problem.startswith("stages.ppo.reward: code runs programs in bubblewrap")
+    assert "apt-get install bubblewrap" in problem
+    assert verifier_needs(node(tmp_path, reward={"verifier": "code", "sandbox": "none"})) == []
+
+
+def test_tests_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    (problem,) = verified_rows_problems(node(tmp_path, {"tests": "assert f(1) =="}, reward="code"))
+    assert "the verifier code cannot read this row: column 'tests' holds tests that are no Python" in problem
+    assert verified_rows_problems(node(tmp_path, {"tests": "assert f(1) == 2"}, reward="code")) == []
