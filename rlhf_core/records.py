@@ -41,8 +41,8 @@ class NotInDigest:
 
 
 class InDigestIfSet:
-    """Marks a config field, `Annotated[TYPE, InDigestIfSet]`, that decides a stage's result and is in its
-    digest only with another value than the default. A new field with this mark changes no existing digest."""
+    """Marks a config field, `Annotated[TYPE, InDigestIfSet]`, that decides a result and is in the digest only
+    with another value than its default: adding the field recomputes nothing."""
 
 
 class Frozen(BaseModel):

@@ -232,6 +232,11 @@ class Loop(Trainable, Routed):
     learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")
 
     @check
+    def _check_no_ema(self) -> Iterator[str]:
+        if self.ema is not None:
+            yield "ema: a loop's rounds make one model each: leave it out, or write the rounds as stages"
+
+    @check
     def _check_no_sweep(self) -> Iterator[str]:
         if self.sweep:
             yield (

@@ -166,7 +166,9 @@ def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
     if how.adapters:
         return _Host(still, loading)
     adam = how.sharding.on_host(how, share, size.vocabulary * size.hidden) if how.offload else 0.0
-    return _Host(still, loading, STATE_BYTES * share, adam=adam)
+    averages = 4 * share if how.averages else 0.0
+    on_host = averages if how.offload else 0.0
+    return _Host(still, loading, STATE_BYTES * share + averages, adam=adam + on_host)
 
 
 def _loaded(size: Size, count: float, shares: int, gpu: Gpu) -> float:

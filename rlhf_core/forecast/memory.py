@@ -65,6 +65,8 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Proce
     state = gradients = step = 0.0
     if not how.adapters:
         state, gradients, step = how.sharding.on_gpu(how, count, size.vocabulary * size.hidden)
+    if how.averages and not (how.adapters or how.offload):
+        state += 4 * per_rank
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
     positions = CHUNK if how.recomputed else how.tokens
     logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0
@@ -191,6 +193,7 @@ def _training(
         weight=bytes_of_weights(config.lora),
         on_host=role in config.offloaded("param"),
         copies=copies(config, ranks),
+        averages=config.ema is not None and role != "critic",
     )
 
 

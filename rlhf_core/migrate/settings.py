@@ -27,8 +27,14 @@ DOTTED_DEFAULTS: dict[str, dict[str, float]] = {
     "sft": {"learning_rate": 5e-6, "max_len": 2048},
     "ppo": {"init_kl_coef": 0.01, "rollout_batch_size": 1024, "lambd": 1.0, "value_clip": 0.5},
 }
-# min_lr_ratio of our cosine
-SCHEDULES = {"cosine_with_min_lr": None, "constant": 1.0, "constant_with_warmup": 1.0, "cosine": 0.0}
+# --lr_scheduler -> our schedule, and its min_lr_ratio (None: the dialect's default, which is ours)
+SCHEDULES: dict[str, tuple[str, float | None]] = {
+    "cosine_with_min_lr": ("cosine", None),
+    "cosine": ("cosine", 0.0),
+    "linear": ("linear", 0.0),
+    "constant": ("constant", None),
+    "constant_with_warmup": ("constant", None),
+}
 TOTAL_LENGTH = 2048  # default of --data.max_len in PPO: prompt and answer together
 
 
@@ -82,16 +88,17 @@ def put_lora(draft: Draft, lora: dict[str, Any], four: Flag | None) -> None:
 
 
 def read_schedule(draft: Draft) -> None:
-    """Reads --lr_scheduler. Ours is a linear warm-up and a cosine to min_lr_ratio."""
+    """Reads --lr_scheduler."""
     flag = draft.take("lr_scheduler")
-    if flag:
-        ratio = SCHEDULES.get(flag.first)
-        if ratio is not None:
-            draft.translate(flag, "min_lr_ratio", ratio)
-        elif flag.first in SCHEDULES:
-            draft.note("translated", flag, "the schedule of every stage")
-        else:
-            draft.note("dropped", flag, "the schedule is a linear warm-up and a cosine")
+    if flag is None:
+        return
+    if flag.first not in SCHEDULES:
+        draft.note("dropped", flag, "the schedule is cosine; others are linear, constant and wsd")
+        return
+    schedule, ratio = SCHEDULES[flag.first]
+    if ratio is not None:
+        draft.put("min_lr_ratio", ratio)
+    draft.translate(flag, "schedule", schedule)
 
 
 def read_token_limits(draft: Draft) -> None:

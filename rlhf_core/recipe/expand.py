@@ -5,7 +5,7 @@ the name of that round's model and X of the last round's. An evaluation that nam
 round; its gates that name X check the last round. An `iterative` stage does the same with the training stage
 of its post-processor: X.round1.kto, X.round1.sft. A publication P of X with `round_branch` also becomes
 P.round1, P.round2, ...; each depends only on its round. P.iteration10 is the name of the actor of a `ppo`
-stage P after iteration 10.
+stage P after iteration 10, and S.ema that of the moving average of a stage S.
 
 A stage S with `sweep: {beta: [0.1, 0.3]}` becomes S.beta=0.1 and S.beta=0.3. In an evaluation or a select
 stage, S means all of them; no other stage may name S.
@@ -227,7 +227,9 @@ def _parents(
 ) -> dict[str, str]:
     """Maps each judged model to the stage or baseline that it was trained from, named as it is judged; other
     models have no entry."""
-    judged = {aliases.get(model, model): model for model in (*models, baseline) if ".iteration" not in model}
+    named = [(aliases.get(model, model), model) for model in (*models, baseline)]
+    # without the further models of a stage, STAGE.iteration10 and STAGE.ema
+    judged = {stage: model for stage, model in named if not model.startswith(f"{stage}.")}
     found = {}
     for model in models:
         config = stages.get(aliases.get(model, model))

@@ -59,7 +59,7 @@ def _scores_by_model(config: Evaluation) -> bool:
     return judged or config.proxy is not None or config.reward_evaluation is not None
 
 
-CLIPS = "eps_clip eps_clip_low eps_clip_high dual_clip"
+CLIPS = "eps_clip eps_clip_low eps_clip_high dual_clip stop_kl"
 SCORES = "template prompt_max_len generate_max_len micro_rollout_batch_size"
 RULES = (
     Rule(
@@ -141,6 +141,11 @@ RULES = (
         "micro_train_batch_size",
         lambda c: c.micro_train_tokens is None,
         "where micro_train_tokens is left out",
+    ),
+    Rule(Optimised, "decay", lambda c: c.weight_decay > 0, "with weight_decay"),
+    Rule(Optimised, "decay_ratio", lambda c: c.schedule == "wsd", "with schedule wsd"),
+    Rule(
+        Optimised, "min_lr_ratio", lambda c: c.schedule != "constant", "with schedule cosine, linear or wsd"
     ),
     Rule(Optimised, "save_minutes", lambda c: c.save_steps == 0, "where save_steps is 0"),
     Rule(

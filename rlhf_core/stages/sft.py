@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import SFT, Data, Source
+from rlhf_core.config.training.optimiser_fields import EMA
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.data_report import write_data_report
 from rlhf_core.data.documents import Document, store_suffix
@@ -23,7 +24,7 @@ from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
-from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import EXPORTS, STATE, Outcome, RunDir, StageRequest
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.ranks import (
     EXPORT_TRIAL,
@@ -118,6 +119,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     outcome = finish_training(engine, request, run, source, config.lora, metrics)
     if engine.rank == 0 and best_suffix:
         store_suffix(run / "checkpoint", best_suffix)
+        if config.ema is not None:
+            store_suffix(run / EXPORTS / EMA, best_suffix)
     return outcome
 
 

@@ -8,7 +8,7 @@ and ranks and never averaged again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +16,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.config.training.optimiser_fields import Decayed
+from rlhf_core.models.weights.frozen_weights import embeddings_and_heads
 from rlhf_core.models.weights.whole_weights import whole_shape
+from rlhf_core.training.moving_average import KIND as AVERAGE
+from rlhf_core.training.moving_average import MovingAverage
 from rlhf_core.training.state_files import KINDS, WeightPart, read_parts, stored_steps
 from rlhf_core.training.state_writer import StateWriter
 
@@ -27,6 +31,8 @@ class AdamW(NamedTuple):
     betas: tuple[float, float]
     weight_decay: float
     max_norm: float
+    decay: Decayed = "matrices"
+    average: float | None = None  # decay of the weights' moving average; None: there is none
 
 
 class Engine(Protocol):
@@ -54,6 +60,9 @@ class Engine(Protocol):
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
         """Gathers these parameters on every rank while the context is open. Is a collective."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Gives the module its weights' moving average while the context is open. Is a collective."""
 
     def release(self) -> None:
         """Frees cached memory of the allocator."""
@@ -93,10 +102,11 @@ class TorchEngine:
         self._optimised = {
             name: p.detach().float() if p.dtype.itemsize < 4 else p for name, p in self._weights.items()
         }
-        self._optimizer = adamw_optimizer(self._optimised.values(), adamw)
+        self._optimizer = adamw_optimizer(module, self._optimised, adamw)
         self._in_bf16 = [
             name for name, weight in self._weights.items() if weight is not self._optimised[name]
         ]
+        self._average = MovingAverage([*self._optimised.values()], adamw.average) if adamw.average else None
         self._several_passes = False  # in the step whose gradients are being accumulated
         for name in self._in_bf16:
             self._weights[name].register_post_accumulate_grad_hook(self._hand_over_of(name))
@@ -143,17 +153,32 @@ class TorchEngine:
             group["lr"] = learning_rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        if self._in_bf16:
-            with torch.no_grad():
-                masters = [self._optimised[name] for name in self._in_bf16]
-                torch._foreach_copy_([self._weights[name] for name in self._in_bf16], masters)
+        if self._average is not None:
+            self._average.update()
+        self._round()
         return norm
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Rounds the fp32 master weights to the bf16 ones."""
+        if self._in_bf16:
+            masters = [self._optimised[name] for name in self._in_bf16]
+            torch._foreach_copy_([self._weights[name] for name in self._in_bf16], masters)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         return values
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
         return nullcontext()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        assert self._average is not None, "the recipe sets ema"
+        self._average.swap()
+        self._round()
+        yield
+        self._average.swap()
+        self._round()
 
     def release(self) -> None:
         torch.cuda.empty_cache()
@@ -189,29 +214,33 @@ class TorchEngine:
                 }
 
     def _parts(self) -> Iterator[WeightPart]:
-        for name, weight in self._optimised.items():
-            yield WeightPart(
-                name,
-                0,
-                {"weight": weight.detach()}
-                | {kind: self._optimizer.state[weight][kind] for kind in KINDS[1:]},
-            )
+        for place, (name, weight) in enumerate(self._optimised.items()):
+            tensors = {"weight": weight.detach()}
+            tensors |= {kind: self._optimizer.state[weight][kind] for kind in KINDS[1:]}
+            if self._average is not None:
+                tensors[AVERAGE] = self._average.values[place]
+            yield WeightPart(name, 0, tensors)
 
     def barrier(self) -> None:
         """Does nothing on one rank."""
 
 
-def adamw_optimizer(trained: Iterable[Tensor], adamw: AdamW) -> torch.optim.AdamW:
-    """Returns fused AdamW, without weight decay for vectors (norms, biases)."""
+def adamw_optimizer(module: nn.Module, trained: Mapping[str, Tensor], adamw: AdamW) -> torch.optim.AdamW:
+    """Returns fused AdamW. `trained`: the weights to optimise, or their fp32 copies, by their names in
+    `module`. `adamw.decay` says which of them decay."""
+    outer = embeddings_and_heads(module) if adamw.decay == "hidden" else set()
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
-    for weight in trained:
-        groups[len(whole_shape(weight)) >= 2].append(weight)
-    decays = [
+    for name, weight in module.named_parameters():
+        if name in trained:
+            is_matrix = len(whole_shape(weight)) >= 2
+            decays = adamw.decay == "all" or (is_matrix and weight not in outer)
+            groups[decays].append(trained[name])
+    by_decay = [
         {"params": groups[True], "weight_decay": adamw.weight_decay},
         {"params": groups[False], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [g for g in decays if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=True
+        [g for g in by_decay if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=True
     )
 
 
@@ -231,16 +260,6 @@ def at(step: str) -> Iterator[None]:
         yield
     except FloatingPointError as error:
         raise FloatingPointError(f"{step}: {error}") from None
-
-
-def learning_rate(step: int, total: int, peak: float, warmup_ratio: float, min_ratio: float) -> float:
-    """Returns the learning rate of a step: a linear warm-up, then a cosine from `peak` to `min_ratio * peak`.
-    `step` counts from 0; the first step's rate is not 0."""
-    warmup = math.ceil(total * warmup_ratio)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
 def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:

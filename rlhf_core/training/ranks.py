@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
 from rlhf_core.config import KINDS, Lora, Optimised, Trainable
 from rlhf_core.config.metrics.shared_metrics import SURVIVES
+from rlhf_core.config.training.optimiser_fields import EMA
 from rlhf_core.config.training.sharding import TORCH
 from rlhf_core.data.data_report import JSON
 from rlhf_core.forecast.by_phase import training_by_phase, training_host_doubt
@@ -45,10 +46,11 @@ from rlhf_core.models.kernels.sequence_ranks import sequence_ranks
 from rlhf_core.models.load_model import load_policy, recompute
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.sequence_split import split_sequences
+from rlhf_core.models.weights.frozen_weights import freeze_weights
 from rlhf_core.models.weights.shards import Shards
 from rlhf_core.models.weights.unbiased_rounding import Survival
 from rlhf_core.runs import resume_state
-from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import EXPORTS, STATE, Outcome, RunDir, StageRequest
 from rlhf_core.system import progress
 from rlhf_core.system.machine import disk_problem, free_memory
 from rlhf_core.training.backends import FrozenModel, backend_of
@@ -160,7 +162,7 @@ def make_engine(
     `packed`.
 
     `role`: as in `Optimised.offloaded`. Raises ValueError for a model whose sequences cannot be split as
-    configured.
+    configured, and for one without the weights that `freeze` names.
     """
     assert config.sharding is not None or all(
         ranks.world_size == 1 for ranks in config.trained_ranks.values()
@@ -174,7 +176,10 @@ def make_engine(
     if config.mlp_tokens:
         split_feed_forward(module.model, config.mlp_tokens)
     module.train()  # transformers loads models in eval mode, which does not recompute
-    adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
+    if config.freeze is not None:
+        freeze_weights(module.model, config.freeze)
+    average = None if role == "critic" else config.ema
+    adamw = AdamW(config.betas, config.weight_decay, config.max_norm, config.decay, average)
     engine = backend_of(config).engine(module, adamw, config, role)
     detect_document_leak(
         engine, module, engine.device, packed or bool(config.micro_train_tokens), engine.all_reduce
@@ -234,13 +239,29 @@ def finish_training(
     lora: Lora | None,
     metrics: dict[str, float],
 ) -> Outcome:
-    """Writes the trained model to `checkpoint/` on rank 0."""
+    """Writes the trained model to `checkpoint/` on rank 0, and with `ema` its moving average to
+    `exports/ema/`."""
     if engine.rank == 0:
         shutil.rmtree(run / "checkpoint", ignore_errors=True)
     survives = export(engine, run / "checkpoint", source, lora, request.trust_remote_code)
     if survives is not None:
         metrics = metrics | {SURVIVES: survives}
-    return Outcome(metrics, {"checkpoint": "checkpoint", "data_report": JSON})
+    outputs = {"checkpoint": "checkpoint", "data_report": JSON}
+    assert isinstance(request.config, Trainable)
+    if request.config.ema is not None:
+        export_average(engine, run / EXPORTS / EMA, source, lora, request.trust_remote_code)
+        outputs[EXPORTS] = EXPORTS
+    return Outcome(metrics, outputs)
+
+
+def export_average(
+    engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool
+) -> None:
+    """Writes the moving average of the model to `folder` on rank 0, like `export`. Is a collective."""
+    if engine.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    with engine.averaged():
+        export(engine, folder, source, lora, trust_remote_code)
 
 
 def export(

@@ -24,7 +24,8 @@ from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system import progress
-from rlhf_core.training.engine import Engine, at, check_finite, learning_rate, sum_metrics
+from rlhf_core.training.engine import Engine, at, check_finite, sum_metrics
+from rlhf_core.training.learning_rate import learning_rate, tell_long_warmup
 from rlhf_core.training.skipped_steps import SkippedSteps, StepRow
 
 LAST_STEPS = 4  # final metrics average at least this many steps: the last one may have few items
@@ -63,6 +64,8 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
             " max_epochs",
             flush=True,
         )
+    if engine.rank == 0 and not resume:
+        tell_long_warmup(total, config)
     recent: list[tuple[int, dict[str, float]]] = []  # items and metrics of the last steps
     evaluation: dict[str, float] = {}
     trained = False
@@ -82,7 +85,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
 
     for step in range(first, total):
         places = places_of_step(len(task.items), step, steps_per_epoch, config.train_batch_size, seed)
-        rate = learning_rate(step, total, config.learning_rate, config.warmup_ratio, config.min_lr_ratio)
+        rate = learning_rate(step, total, config.learning_rate, config)
         done = step + 1
         with at(f"step {done} of {total}"):
             metrics = take_step(engine, task, places, rate, skipped, done)

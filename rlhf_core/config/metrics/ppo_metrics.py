@@ -15,6 +15,7 @@ REFERENCE = Condition("with a reference", lambda config: config.has_reference)
 KL_LOSS = Condition("with `kl_in: loss`", lambda config: config.kl_in == "loss" and config.has_reference)
 CRITIC = Condition("with a critic", lambda config: config.has_critic)
 MASKED = Condition("with `sampler_is: mask`", lambda config: config.sampler_is == "mask")
+LIMITED = Condition("with `stop_kl`", lambda config: config.stop_kl is not None)
 MERGED = Condition(
     "with `lora` and merged weights",
     lambda config: config.lora is not None and config.engine.adapters == "merged",
@@ -150,6 +151,14 @@ POLICY = (
         MASKED,
         failed="Steps had no token whose weight is within sampler_is_clamp: widen it, or look at"
         " sampler/gap.",
+    ),
+    Metric(
+        "policy/skipped_steps",
+        "the actor's optimiser steps that were left out because policy/kl_old was above stop_kl before them;"
+        " other metrics are means over the remaining steps",
+        "count",
+        LIMITED,
+        failed=LARGE_STEPS,
     ),
     Metric(
         "policy/kl_loss",

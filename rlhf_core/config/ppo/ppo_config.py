@@ -12,6 +12,7 @@ from rlhf_core.config.ppo.policy_objective import PolicyObjective
 from rlhf_core.config.ppo.reward_shaping import RewardShaping
 from rlhf_core.config.ppo.rollout_batches import RolloutBatches
 from rlhf_core.config.ppo.sampler_gap import SamplerGap
+from rlhf_core.config.ppo.update_limits import UpdateLimits
 from rlhf_core.config.ppo.validation_fields import ValidationFields
 from rlhf_core.config.rewards import NoReward
 from rlhf_core.config.training.optimised import Optimised, Routed, adapter_mistakes
@@ -29,6 +30,7 @@ class PPO(
     Optimised,
     Rewarded,
     Routed,
+    UpdateLimits,
 ):
     """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives. Each model runs on
     its own Ray group; vLLM generates the rollouts."""
@@ -38,6 +40,10 @@ class PPO(
     @property
     def answering(self) -> Sequence[tuple[str, str]]:
         return [("actor", self.actor)]
+
+    @property
+    def exports(self) -> Sequence[str]:
+        return [*(f"iteration{number}" for number in self.export_at), *super().exports]
 
     @property
     def longest(self) -> int:

@@ -3,7 +3,7 @@ iterations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
@@ -47,10 +47,6 @@ class RolloutBatches(PolicyObjective):
             " more than this"
         ),
     )
-
-    @property
-    def exports(self) -> Sequence[str]:
-        return [f"iteration{number}" for number in self.export_at]
 
     @check
     def _check_groups(self) -> Iterator[str]:

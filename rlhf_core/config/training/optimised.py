@@ -13,6 +13,8 @@ from rlhf_core.config.engines import EngineConfig
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.process_groups import Groups
 from rlhf_core.config.sweep import Value, sweep_mistakes, variants
+from rlhf_core.config.training.optimiser_fields import EMA, OptimiserFields
+from rlhf_core.config.training.schedule_fields import ScheduleFields
 from rlhf_core.config.training.sharding import TORCH, Sharding
 from rlhf_core.config.training.zero_fields import ZeroFields
 from rlhf_core.config.training.zero_sharding import ZERO_1, ZERO_2, ZERO_3
@@ -91,7 +93,7 @@ def adapter_mistakes(engine: EngineConfig, lora: Lora | None, dtype: str) -> Ite
         )
 
 
-class Optimised(Gated, ZeroFields):
+class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
     """Fields that PPO and all training stages share: optimiser, schedule, checkpoints, precision."""
 
     train_batch_size: Positive = Field(
@@ -110,8 +112,6 @@ class Optimised(Gated, ZeroFields):
     max_epochs: Positive = Field(1, description="passes over the data; of ppo over each rollout")
     betas: tuple[Momentum, Momentum] = Field((0.9, 0.95), description="AdamW")
     weight_decay: float = Field(0.0, ge=0, description="AdamW")
-    warmup_ratio: Share = Field(0.03, description="share of the optimiser steps with a linear warm-up")
-    min_lr_ratio: Share = Field(0.1, description="the cosine ends at this share of the peak")
     max_norm: Rate = Field(1.0, description="gradient norm clip")
     logging_steps: Annotated[Positive, NotInDigest] = Field(
         1, description="optimiser steps (of ppo: iterations) between two lines of metrics.jsonl"
@@ -188,6 +188,10 @@ class Optimised(Gated, ZeroFields):
         return True
 
     @property
+    def exports(self) -> Sequence[str]:
+        return [EMA] if self.ema is not None else []
+
+    @property
     def variants(self) -> Mapping[str, Self]:
         return variants(self, self.sweep) if self.sweep else {}
 
@@ -252,6 +256,24 @@ class Optimised(Gated, ZeroFields):
             )
         if self.float8 and self.lora is not None:
             yield "float8 trains all weights, lora adapters alone: leave one of them out"
+        if self.float8 and self.freeze is not None:
+            yield (
+                "float8 computes the gradients of all weights, also of frozen ones: leave float8 or freeze"
+                " out"
+            )
+
+    @check
+    def _check_ema(self) -> Iterator[str]:
+        if self.ema is not None and self.zero_hpz:
+            yield (
+                "ema cannot replace the second copies of the weights that zero_hpz keeps: leave one of them"
+                " out"
+            )
+
+    @check
+    def _check_freeze(self) -> Iterator[str]:
+        if self.freeze is not None and self.lora is not None:
+            yield "freeze and lora are two ways to train a part of the weights: leave one of them out"
 
     @check
     def _check_sequence(self) -> Iterator[str]:

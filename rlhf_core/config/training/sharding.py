@@ -56,6 +56,7 @@ class Training(NamedTuple):
     on_host: bool = False  # the shards of the weights, between two fetches
     copies: int = 1  # ranks that share a second copy of the weights (hpZ); 1: no such copy
     sums_in_fp32: bool = False  # of the gradients of a step's passes
+    averages: bool = False  # the weights' moving average, in fp32, beside the optimiser's state
 
     @property
     def cut(self) -> bool:

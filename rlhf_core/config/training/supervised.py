@@ -74,3 +74,11 @@ class RewardModel(Trainable):
         0.0, ge=0, description="coefficient of (r_chosen + r_rejected)^2 (Eisenstein et al. 2023)"
     )
     learning_rate: Rate = Field(9e-6, description="peak learning rate")
+
+    @check
+    def _check_policy_fields(self) -> Iterator[str]:
+        if self.ema is not None:
+            yield (
+                "ema averages policies, and a reward model's scores would need statistics of their own: leave"
+                " it out"
+            )

@@ -17,12 +17,12 @@ from rlhf_core.migrate.trl.options import COMMON, COMMON_DEFAULTS, DEFAULTS, DRO
 from rlhf_core.migrate.trl.trl_data import read_data
 from rlhf_core.migrate.trl.trl_sampling import put_rollout, read_objective, read_placement, read_rewards
 
-# lr_scheduler_type -> min_lr_ratio of our cosine, and the difference
-SCHEDULES: dict[str, tuple[float, str]] = {
-    "linear": (0.0, "a cosine to 0 in place of a line"),
-    "cosine": (0.0, ""),
-    "constant": (1.0, ""),
-    "constant_with_warmup": (1.0, ""),
+# lr_scheduler_type -> our schedule; those that fall end at 0
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
 }
 SEED = 42
 PEFT_TARGETS = ["q_proj", "v_proj"]
@@ -49,8 +49,8 @@ def read_trl(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> None:
         if on_cpus and true(on_cpus.words):
             draft.translate(on_cpus, "ranks.gpus", 0.0)
         world = (launch.gpus[0] or 1) * (launch.gpus[1] or gpus)
-    steps = _read_batches(draft, world)
-    _read_schedule(draft, steps)
+    _read_batches(draft, world)
+    _read_schedule(draft)
     _read_precision(draft)
     _read_adapters(draft)
     draft.read_fields(tuple(draft.left), COMMON | OWN[draft.kind])
@@ -127,9 +127,8 @@ def _read_loss(draft: Draft) -> None:
     )
 
 
-def _read_batches(draft: Draft, world: int) -> int | None:
-    """Reads rows per step and the number of steps. Returns the number of optimiser steps if the command
-    sets it."""
+def _read_batches(draft: Draft, world: int) -> None:
+    """Reads rows per step and the number of steps."""
     per_device = draft.take("per_device_train_batch_size")
     accumulation = draft.take("gradient_accumulation_steps")
     rows = draft.read(per_device, count, "8 is used") or 8
@@ -160,7 +159,7 @@ def _read_batches(draft: Draft, world: int) -> int | None:
             f"{field}: {math.ceil(passes)}",
         )
         draft.note("translated", steps, "no limit")
-        return None
+        return
     draft.note("dropped", epochs, "--max_steps is used")
     if draft.kind == "ppo":
         iterations = max(1, limit // per_rollout)
@@ -175,44 +174,34 @@ def _read_batches(draft: Draft, world: int) -> int | None:
             " max_epochs"
         )
         draft.note("approximated", steps, text)
-    return limit
 
 
-def _read_schedule(draft: Draft, steps: int | None) -> None:
+def _read_schedule(draft: Draft) -> None:
     name = draft.take("lr_scheduler_type")
     extra = draft.take("lr_scheduler_kwargs")
     warmup = draft.take("warmup_steps")
     chosen = name.first if name else "linear"
     shown: Flag | str = name or "(no --lr_scheduler_type: linear)"
     if chosen in SCHEDULES:
-        ratio, how = SCHEDULES[chosen]
-        draft.put("min_lr_ratio", ratio)
-        draft.note(
-            "approximated" if how else "translated",
-            shown,
-            f"min_lr_ratio: {ratio:g}" + (f", {how}" if how else ""),
-        )
+        draft.put("schedule", SCHEDULES[chosen])
+        if chosen in ("linear", "cosine"):
+            draft.put("min_lr_ratio", 0.0)
+        draft.note("translated", shown, f"schedule: {SCHEDULES[chosen]}")
     elif chosen == "cosine_with_min_lr" and (ratio_given := _min_lr_ratio(extra)) is not None:
         draft.put("min_lr_ratio", ratio_given)
         draft.note("translated", shown, f"min_lr_ratio: {ratio_given:g}")
         draft.note("translated", extra, f"min_lr_ratio: {ratio_given:g}")
         extra = None
     else:
-        draft.note("dropped", shown, "the schedule is a linear warm-up and a cosine to min_lr_ratio")
-    draft.note("dropped", extra, "the schedule is a linear warm-up and a cosine to min_lr_ratio")
+        draft.note("dropped", shown, "the schedule is cosine; others are linear, constant and wsd")
+    draft.note("dropped", extra, "the schedule has min_lr_ratio and decay_ratio")
     value = draft.read(warmup, number)
     if value is None:
         return
     if value < 1:
         draft.translate(warmup, "warmup_ratio", value)
-    elif steps:
-        draft.translate(warmup, "warmup_ratio", round(min(1.0, value / steps), 6))
     else:
-        draft.note(
-            "dropped",
-            warmup,
-            "warmup_ratio is a share of the steps: set it to these steps by all of the run's",
-        )
+        draft.translate(warmup, "warmup_steps", int(value))
 
 
 def _min_lr_ratio(extra: Flag | None) -> float | None:
@@ -290,7 +279,10 @@ def _put_defaults(draft: Draft) -> None:
         draft.note("dropped", optimiser, "the optimiser is AdamW")
     else:
         draft.note("translated", optimiser, "the optimiser is AdamW")
-    for name, value in (COMMON_DEFAULTS | DEFAULTS[draft.kind]).items():
+    defaults = COMMON_DEFAULTS | DEFAULTS[draft.kind]
+    if "warmup_steps" in draft.fields:
+        defaults = {name: value for name, value in defaults.items() if name != "warmup_ratio"}
+    for name, value in defaults.items():
         if name not in draft.fields and draft.default(name) != value:
             draft.put(name, value)
             shown = (

@@ -282,3 +282,6 @@ class Fleet:
 
     def export_actor(self, folder: Path) -> None:
         self.actor.call("export", Actor.export, str(folder)).wait(self.timeout)
+
+    def export_average(self, folder: Path) -> None:
+        self.actor.call("export", Actor.export_average, str(folder)).wait(self.timeout)

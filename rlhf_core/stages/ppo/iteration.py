@@ -141,15 +141,19 @@ def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def actor_metrics(steps: Sequence[Mapping[str, float]], config: PPO) -> dict[str, float]:
     """Returns the ratios at the actor's first step that had a token to train on, none if no step had one;
-    with `sampler_is: mask` also the number of steps without one."""
-    taken = [step for step in steps if "policy/ratio" in step]
+    with `sampler_is: mask` also the number of steps without one, with `stop_kl` that of the steps after the
+    limit."""
+    reached = [step for step in steps if "policy/learning_rate" in step]
+    taken = [step for step in reached if "policy/ratio" in step]
     metrics = {
         f"policy/first_{name}": step[f"policy/{name}"]
         for step in taken[:1]
         for name in ("ratio", "ratio_gap")
     }
     if config.sampler_is == "mask":
-        metrics["policy/empty_steps"] = float(len(steps) - len(taken))
+        metrics["policy/empty_steps"] = float(len(reached) - len(taken))
+    if config.stop_kl is not None:
+        metrics["policy/skipped_steps"] = float(len(steps) - len(reached))
     return metrics
 
 

@@ -12,7 +12,7 @@ from rlhf_core.rewards.combine import term_of
 from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.stages.ppo.iteration import IterationSchedule
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Setup
-from rlhf_core.training.engine import learning_rate
+from rlhf_core.training.learning_rate import learning_rate, tell_long_warmup
 
 PROBE_DOCUMENTS = 4
 PROBE_TOKENS = 128
@@ -51,20 +51,28 @@ def setup_of(
     )
 
 
+def tell_schedule(config: PPO, iterations: int) -> None:
+    """Prints a warning if the actor's learning rate never reaches its peak."""
+    trained = iterations - config.freezing_actor_steps
+    if trained > 0:
+        tell_long_warmup(trained * config.max_epochs * _steps_per_epoch(config), config)
+
+
+def _steps_per_epoch(config: PPO) -> int:
+    return config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size
+
+
 def schedule_of(config: PPO, step: int, iterations: int, seed: int) -> IterationSchedule:
     """Returns batches and learning rates of one iteration. The actor does not train in the first
     `freezing_actor_steps` iterations."""
-    per_epoch = config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size
+    per_epoch = _steps_per_epoch(config)
     per_iteration = per_epoch * config.max_epochs
     frozen = config.freezing_actor_steps
 
     def rates(peak: float, first: int) -> list[float]:
         total = (iterations - first) * per_iteration
         now = (step - first) * per_iteration
-        return [
-            learning_rate(now + k, total, peak, config.warmup_ratio, config.min_lr_ratio)
-            for k in range(per_iteration)
-        ]
+        return [learning_rate(now + k, total, peak, config) for k in range(per_iteration)]
 
     by_role = {"critic": rates(config.critic_learning_rate, 0)} if config.has_critic else {}
     by_role |= {"actor": rates(config.actor_learning_rate, frozen)} if step >= frozen else {}

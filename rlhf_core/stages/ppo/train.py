@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import PPO
+from rlhf_core.config.training.optimiser_fields import EMA
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.data_report import JSON, write_data_report
 from rlhf_core.data.documents import Prompt
@@ -33,7 +34,7 @@ from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, VALIDATION, Outcome, RunDi
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import step_means
 from rlhf_core.stages.ppo.iteration_loop import IterationLoop, chosen, export
-from rlhf_core.stages.ppo.ppo_setup import model_paths, setup_of
+from rlhf_core.stages.ppo.ppo_setup import model_paths, setup_of, tell_schedule
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.validation import BEST, REWARD, Best, load_validation
 from rlhf_core.stages.ppo.start_fleet import start_fleet
@@ -55,6 +56,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     write_data_report(run, request.name, prompts=data.report)
     iterations = config.iterations(len(data.items))
     tell_left_out(config, len(data.items))
+    tell_schedule(config, iterations)
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
     held_out = load_validation(
         config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed
@@ -86,6 +88,8 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         last = loop.run_iterations()
         of_best = chosen(fleet, held_out, run, loop.best, last) if held_out and loop.best else {}
     write_checkpoint(fleet, run, loop.best, of_best)
+    if config.ema is not None:
+        fleet.export_average(run / EXPORTS / EMA)
     metrics = means_of_run(run) | of_best | agreement | data.report.metrics("data")
     return Outcome(metrics, outputs_of(config, validated=held_out is not None))
 
@@ -152,7 +156,7 @@ def write_checkpoint(fleet: Fleet, run: RunDir, best: Best | None, of_best: Mapp
 def outputs_of(config: PPO, validated: bool) -> dict[str, str]:
     """Returns the stage's outputs. `validated`: there were validations."""
     outputs = {"checkpoint": "checkpoint", "data_report": JSON, ROLLOUTS: ROLLOUTS}
-    if config.export_at:
+    if config.exports:
         outputs[EXPORTS] = EXPORTS
     if validated:
         outputs[VALIDATION] = VALIDATION

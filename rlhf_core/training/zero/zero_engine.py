@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,20 @@ from rlhf_core.models.kernels.feed_forward import is_split
 from rlhf_core.models.weights.whole_weights import whole_size
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite
+from rlhf_core.training.moving_average import MovingAverage
 from rlhf_core.training.process_group import backend, join_ranks
-from rlhf_core.training.state_files import read_parts, stored_steps
+from rlhf_core.training.state_files import WeightPart, read_parts, stored_steps
 from rlhf_core.training.state_writer import StateWriter
 from rlhf_core.training.zero.deepspeed_patches import forget_order, patch_library, reduce_beside_host
 from rlhf_core.training.zero.zero_options import ZeroOptions, engine_config, require_known, unknown_options
-from rlhf_core.training.zero.zero_parts import drop_gradients, make_state, steps_of, to_weights, zero_parts
+from rlhf_core.training.zero.zero_parts import (
+    drop_gradients,
+    flat_weights,
+    make_state,
+    steps_of,
+    to_weights,
+    zero_parts,
+)
 
 
 def library() -> Any:
@@ -90,9 +98,10 @@ class ZeroEngine:
             set_leaves(deepspeed, module)
             small = not options.param_offload and _small(module)
             fetching = prepared(module, dtype, keep=not self._frozen and self._on_every_rank(small))
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=adamw_optimizer([p for p in module.parameters() if p.requires_grad], adamw),
+            optimizer=adamw_optimizer(module, trained, adamw),
             config=engine_config(
                 adamw, zero_stage, dtype, micro_batch_size, options, torch.cuda.is_available(), fetching
             ),
@@ -103,6 +112,9 @@ class ZeroEngine:
             and not (options.adam_offload or options.param_offload)
         ):
             reduce_beside_host(deepspeed, self._engine.optimizer)
+        self._average: MovingAverage | None = None
+        if adamw.average:
+            self._average = MovingAverage(flat_weights(self._engine.optimizer, zero_stage), adamw.average)
         self.module = module
         self.device = self._engine.device
 
@@ -130,6 +142,8 @@ class ZeroEngine:
         if not math.isfinite(norm):  # DeepSpeed has skipped the step
             drop_gradients(self._engine.optimizer, self.zero_stage)
         check_finite(norm, "the gradient norm")
+        if self._average is not None:
+            self._average.update()
         return norm
 
     def all_reduce(self, values: Tensor) -> Tensor:
@@ -143,6 +157,21 @@ class ZeroEngine:
         self._engine.optimizer.empty_partition_cache()
         return self._deepspeed.zero.GatheredParameters(list(parameters))
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        assert self._average is not None, "the recipe sets ema"
+        self._swap(self._average)
+        yield
+        self._swap(self._average)
+
+    def _swap(self, average: MovingAverage) -> None:
+        average.swap()
+        to_weights(self._engine.optimizer, self.zero_stage)
+
+    def _parts(self) -> Iterator[WeightPart]:
+        averages = [] if self._average is None else self._average.values
+        return zero_parts(self._engine.optimizer, self.module, self.zero_stage, self.rank, averages)
+
     def release(self) -> None:
         """Frees weights kept for a backward pass, and cached memory of the allocator."""
         if self.zero_stage == 3:
@@ -153,9 +182,7 @@ class ZeroEngine:
         optimizer = self._engine.optimizer
         if not optimizer.optimizer.state:  # no step was taken, for example by an actor that is still frozen
             make_state(optimizer, self.zero_stage, 0.0)
-        self._writer.start(
-            folder, steps_of(optimizer), zero_parts(optimizer, self.module, self.zero_stage, self.rank)
-        )
+        self._writer.start(folder, steps_of(optimizer), self._parts())
 
     def finish_saving(self) -> None:
         self._writer.finish()
@@ -164,7 +191,7 @@ class ZeroEngine:
         optimizer = self._engine.optimizer
         names = [name for name, weight in self.module.named_parameters() if weight.requires_grad]
         make_state(optimizer, self.zero_stage, stored_steps(folder))
-        read_parts(folder, zero_parts(optimizer, self.module, self.zero_stage, self.rank), names)
+        read_parts(folder, self._parts(), names)
         to_weights(optimizer, self.zero_stage)
 
     def barrier(self) -> None:

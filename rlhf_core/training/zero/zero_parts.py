@@ -6,12 +6,13 @@ tests/engines/test_zero_ranks.py checks whether an installed release still has t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.training.moving_average import KIND as AVERAGE
 from rlhf_core.training.state_files import KINDS, WeightPart
 
 
@@ -26,11 +27,17 @@ class Fragment(NamedTuple):
     length: int
 
 
-def zero_parts(optimizer: Any, module: nn.Module, stage: int, rank: int) -> Iterator[WeightPart]:
-    """Yields this rank's parts; their tensors are views. The optimiser must have a state."""
+def zero_parts(
+    optimizer: Any, module: nn.Module, stage: int, rank: int, averages: Sequence[Tensor] = ()
+) -> Iterator[WeightPart]:
+    """Yields this rank's parts; their tensors are views. The optimiser must have a state. `averages`: the
+    moving averages of its `flat_weights`, if there are any."""
     state = optimizer.optimizer.state
+    average_of = dict(zip(flat_weights(optimizer, stage), averages, strict=False))
     for name, start, flat, offset, length in _fragments(optimizer, module, stage, rank):
         sources = {"weight": flat} | {kind: state[flat][kind] for kind in KINDS[1:]}
+        if averages:
+            sources[AVERAGE] = average_of[flat]
         yield WeightPart(
             name, start, {kind: source.detach().narrow(0, offset, length) for kind, source in sources.items()}
         )
@@ -39,7 +46,7 @@ def zero_parts(optimizer: Any, module: nn.Module, stage: int, rank: int) -> Iter
 def make_state(optimizer: Any, stage: int, steps: float) -> None:
     """Gives the optimiser a state of zeros after `steps` steps, in the form that its first step would
     create."""
-    for flat in _flats(optimizer, stage):
+    for flat in flat_weights(optimizer, stage):
         fused = optimizer.optimizer.defaults["fused"]
         step = torch.tensor(steps, dtype=torch.float32, device=flat.device if fused else "cpu")
         optimizer.optimizer.state[flat] = {"step": step} | {
@@ -76,7 +83,8 @@ def drop_gradients(optimizer: Any, stage: int) -> None:
             optimizer.averaged_gradients[group] = None
 
 
-def _flats(optimizer: Any, stage: int) -> list[Tensor]:
+def flat_weights(optimizer: Any, stage: int) -> list[Tensor]:
+    """Returns the flat fp32 tensors of the weights that this rank optimises."""
     if stage == 3:
         return list(optimizer.fp32_partitioned_groups_flat)
     return [group["params"][0] for group in optimizer.optimizer.param_groups]
@@ -84,7 +92,7 @@ def _flats(optimizer: Any, stage: int) -> list[Tensor]:
 
 def _fragments(optimizer: Any, module: nn.Module, stage: int, rank: int) -> Iterator[Fragment]:
     names = {id(weight): name for name, weight in module.named_parameters()}
-    flats = _flats(optimizer, stage)
+    flats = flat_weights(optimizer, stage)
     if stage == 3:
         for group, flat in zip(optimizer.fp16_groups, flats, strict=True):
             offset = 0

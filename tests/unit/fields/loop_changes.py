@@ -37,7 +37,8 @@ TRAINED: dict[str, Any] = {
     "beta": 0.5, "betas": (0.5, 0.5), "deepspeed": {"zero_optimization": {"zero_quantized_weights": True}}, "dtype": "bfloat16",
     "label_smoothing": 0.2, "learning_rate": 1e-3, "lora": {"rank": 2}, "loss": "ipo", "max_epochs": 3, "max_len": 99, "max_norm": 0.5,
     "min_lr_ratio": 0.5, "nll_coef": 0.5, "policy": "org/p", "router_aux_coef": 0.5, "train_batch_size": 64, "warmup_ratio": 0.5,
-    "skip_nonfinite_steps": 2, "weight_decay": 0.5, "rounds": 2,
+    "skip_nonfinite_steps": 2, "weight_decay": 0.5, "rounds": 2, "schedule": "linear", "warmup_steps": 3, "decay": "hidden",
+    "freeze": {"layers": 1},
 }  # fmt: skip
 ROUNDS: dict[str, Any] = {
     "generate_max_len": 99, "n_samples_per_prompt": 8, "prompt_max_len": 99, "prompts": {"sources": "q.jsonl"}, "prompts_per_round": 9,
@@ -49,6 +50,7 @@ def rounds(kind: str) -> list[Change]:
     """A change of each field of a loop."""
     probe = expanded(kind, LOOPS[kind])
     found = [Change(name, value, probe) for name, value in TRAINED.items()]
+    found.append(Change("decay_ratio", 0.5, probe, {"schedule": "wsd"}))
     found += [Change("gamma", 0.5, probe, {"loss": "simpo"}), Change("lambd", 0.5, probe, {"loss": "orpo"})]
     if kind != "iterative_feedback":
         found += [Change(name, value, probe) for name, value in ROUNDS.items()]

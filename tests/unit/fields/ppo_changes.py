@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from tests.unit.fields.change import Change
-from tests.unit.fields.ppo_probes import credited, iterated, looped, sharded, started, updated, valued
+from tests.unit.fields.ppo_probes import (
+    averaged,
+    credited,
+    iterated,
+    looped,
+    sharded,
+    started,
+    stepped,
+    updated,
+    valued,
+)
 
 EVAL = {"sources": "eval.jsonl"}
 GRPO = {"advantage_estimator": "grpo"}
@@ -39,6 +49,7 @@ PPO = [
     Change("eps_clip_low", 0.05, updated),
     Change("eps_clip_high", 0.05, updated),
     Change("dual_clip", 1.2, updated),
+    Change("stop_kl", 1e-6, stepped),
     Change("entropy_coef", 0.1, updated),
     Change("value_clip", 0.01, credited),
     Change("reward_clip", 1.5, credited),
@@ -93,6 +104,13 @@ PPO = [
     Change("weight_decay", 0.5, valued),
     Change("warmup_ratio", 0.5, looped),
     Change("min_lr_ratio", 0.5, looped),
+    Change("schedule", "linear", looped),
+    Change("decay", "hidden", updated, {"weight_decay": 0.5}),
+    Change("freeze", {"embeddings": True}, updated),
+    Change("ema", 0.5, averaged),
+    Change("freeze", {"layers": 1}, valued),
+    Change("warmup_steps", 3, looped),
+    Change("decay_ratio", 0.5, looped, {"schedule": "wsd"}),
     Change("max_norm", 0.01, updated),
     Change("max_norm", 0.01, valued),
     Change("dtype", "bfloat16", started),

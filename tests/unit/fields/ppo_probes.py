@@ -76,8 +76,35 @@ def credited(world: World, fields: Mapping[str, Any]) -> Any:
     return found, divergence(rollouts, drawn(0), references, found.usable, coef, config)
 
 
+def stepped(world: World, fields: Mapping[str, Any]) -> Any:
+    """An iteration of several optimiser steps of the actor: metrics of each."""
+    actor, items = acting(world, fields)
+    return actor.train(items, [Update(list(range(8)), 1e-2, 0.5)] * 3).metrics
+
+
+def averaged(world: World, fields: Mapping[str, Any]) -> Any:
+    """The actor's weights after a step, or their moving average."""
+    actor, items = acting(world, fields)
+    actor.train(items, [Update(list(range(8)), 1e-2, 0.5)])
+    if actor.config.ema is None:
+        return list(actor.engine.module.parameters())
+    with actor.engine.averaged():
+        return [weight.detach().clone() for weight in actor.engine.module.parameters()]
+
+
 def updated(world: World, fields: Mapping[str, Any]) -> Any:
     """Two updates of the actor on experience of older weights: metrics and weights."""
+    actor, items = acting(world, fields)
+    metrics = [actor.update(items, Update([], 1e-2, 0.5), []) for _ in range(2)]
+    return (
+        metrics,
+        [parameter for parameter in actor.engine.module.parameters() if parameter.requires_grad],
+        actor.module.replays,
+    )
+
+
+def acting(world: World, fields: Mapping[str, Any]) -> tuple[Actor, list[Experience]]:
+    """Returns an actor, and experience of older weights."""
     world.patch.setenv("RANK", "0")
     world.patch.setenv("WORLD_SIZE", "1")
     config = ppo(world, fields)
@@ -91,12 +118,7 @@ def updated(world: World, fields: Mapping[str, Any]) -> Any:
         for d, o, old, sampler, ref, a in arrays
         for value in [a]
     ]
-    metrics = [actor.update(items, Update([], 1e-2, 0.5), []) for _ in range(2)]
-    return (
-        metrics,
-        [parameter for parameter in actor.engine.module.parameters() if parameter.requires_grad],
-        actor.module.replays,
-    )
+    return actor, items
 
 
 def valued(world: World, fields: Mapping[str, Any]) -> Any:

@@ -13,6 +13,9 @@ from typing import Any
 from safetensors.torch import load_file
 
 from rlhf_core.config import KINDS
+from rlhf_core.config.training.optimiser_fields import Freeze
+from rlhf_core.models.load_model import load_policy
+from rlhf_core.models.weights.frozen_weights import freeze_weights
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.zero.zero_options import engine_config, options_of
@@ -82,6 +85,9 @@ def trained(kind: str) -> Any:
             {name: value for name, value in line.items() if "second" not in name and name != "time"}
             for line in (*lines, outcome.metrics)
         ]
+        average = run.path / "exports" / "ema" / "model.safetensors"
+        if average.exists():
+            weights |= {f"ema.{name}": weight for name, weight in load_file(average).items()}
         return told, {
             name: [float(weight.double().sum()), str(weight.dtype)] for name, weight in weights.items()
         }
@@ -115,6 +121,12 @@ def optimised(kind: str) -> list[Change]:
         Change("weight_decay", 0.5, run),
         Change("warmup_ratio", 1.0, run),
         Change("min_lr_ratio", 0.9, run),
+        Change("schedule", "constant", run),
+        *([Change("ema", 0.5, run)] if kind != "reward_model" else []),
+        Change("decay", "hidden", run, {"weight_decay": 0.5}),
+        Change("freeze", {"layers": 1}, run),
+        Change("warmup_steps", 3, run),
+        Change("decay_ratio", 0.9, run, {"schedule": "wsd"}),
         Change("max_norm", 0.01, run),
         Change("dtype", "bfloat16", run),
         Change("lora", {"rank": 2}, run),
@@ -135,11 +147,24 @@ def float8(world: World, fields: Mapping[str, Any]) -> Any:
     return trained("sft")(world, fields), asked
 
 
+def frozen(world: World, fields: Mapping[str, Any]) -> Any:
+    """Which weights of a policy stay trained."""
+    policy = load_policy(world.place("sft"))
+    freeze_weights(policy.model, Freeze.model_validate(fields))
+    return [name for name, weight in policy.named_parameters() if weight.requires_grad]
+
+
+NORMS = {"names": ("*norm*",)}
 PAIRS = {"data": None, "pairs": "sampled"}
 LABELS = {"data": None, "answers": "labels"}
 SCORED = {"data": None, "answers": "scored"}
 DPO = trained("dpo")
 TRAINING = {
+    "Freeze": [
+        Change("embeddings", True, frozen, NORMS),
+        Change("layers", 1, frozen, NORMS),
+        Change("names", ("*.q_proj.*",), frozen, {"embeddings": True}),
+    ],
     "sft": [
         *optimised("sft"),
         Change("model", "other", trained("sft")),

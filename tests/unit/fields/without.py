@@ -5,7 +5,9 @@ from __future__ import annotations
 
 WITHOUT = {
     # Has one value; another post-processor is `iterative`, and min_reward is refused for pairs.
-    "iterative_dpo": "post_processor min_reward",
+    # It refuses ema, as all loops and the reward model.
+    "iterative_dpo": "post_processor min_reward ema",
+    **dict.fromkeys(("iterative", "iterative_feedback"), "ema"),
     # Remote models: tests/unit/evaluation/answers/test_evaluation_remote.py. A tokenizer:
     # tests/unit/evaluation/scores.
     "evaluation": "endpoints style_tokenizer",
@@ -22,7 +24,8 @@ WITHOUT = {
         " tasks trust_task_code engine"
     ),
     # Steps whose loss is not finite: tests/unit/training/test_skipped_steps.py.
-    **dict.fromkeys(("sft", "reward_model", "dpo", "kto"), "skip_nonfinite_steps"),
+    **dict.fromkeys(("sft", "dpo", "kto"), "skip_nonfinite_steps"),
+    "reward_model": "skip_nonfinite_steps ema",
     # tests/unit/evaluation/test_select.py; metric has one value.
     "select": "by metric of simplest",
     # tests/unit/evaluation/drift/test_stage.py

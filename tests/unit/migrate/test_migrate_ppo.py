@@ -51,12 +51,12 @@ def test_ppo_with_four_groups(tmp_path: Path) -> None:
         1,
     )
     assert (
-        ppo.min_lr_ratio,
+        ppo.schedule,
         ppo.freezing_actor_steps,
         ppo.save_steps,
         ppo.keep_checkpoints,
         ppo.sampler_is,
-    ) == (1, 0, 20, 2, "off")
+    ) == ("constant", 0, 20, 2, "off")
     assert ppo.normalize_reward and ppo.gradient_checkpointing
     first, second = ppo.prompts.sources
     assert (first.path, first.probability, first.prompt_key, first.format) == (

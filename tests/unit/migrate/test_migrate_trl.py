@@ -75,9 +75,8 @@ def test_a_command_of_accelerate(tmp_path: Path) -> None:
         0.0,
     )
     assert stage["betas"] == [0.9, 0.999] and stage["gradient_checkpointing"] is True
-    assert (
-        "a cosine to 0 in place of a line" in told(found, "approximated")["(no --lr_scheduler_type: linear)"]
-    )
+    assert stage["schedule"] == "linear"
+    assert "schedule: linear" in told(found, "translated")["(no --lr_scheduler_type: linear)"]
     assert "not beside the script" in found.remarks[0].text
     (tmp_path / "zero3.yaml").write_text(
         "num_processes: 2\nnum_machines: 1\ndeepspeed_config: {zero_stage: 2}\n"
@@ -106,13 +105,14 @@ def test_a_chain_of_two_commands_with_adapters(tmp_path: Path) -> None:
     dropped = told(found, "dropped")
     assert "unknown option" in dropped["--warp_speed 9"] and "no noise" in dropped["--neftune_noise_alpha 5"]
     assert "no dropout" in dropped["--lora_dropout 0.1"] and "wandb" in dropped["--report_to wandb"]
-    # `python` starts one process; 100 steps of 2 rows, of which 20 warm up.
+    # `python` starts one process; 100 steps of 2 rows.
     assert (
         dpo["ranks"] == {"num_nodes": 1, "num_ranks_per_node": 1, "gpus": 0.0}
         and dpo["train_batch_size"] == 2
         and dpo["data"]["max_samples"] == 200
     )
-    assert (dpo["warmup_ratio"], dpo["nll_coef"], dpo["dtype"]) == (0.2, 0.2, "float32")
+    assert (dpo["warmup_steps"], dpo["nll_coef"], dpo["dtype"]) == (20, 0.2, "float32")
+    assert "warmup_ratio" not in dpo
     assert "trl vllm-serve has no counterpart here" in found.remarks[-1].text
 
 

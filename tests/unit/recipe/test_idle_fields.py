@@ -44,7 +44,7 @@ IDLE: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("ppo", PPO | GRPO, {"whiten_advantages": False}, {"advantage_estimator": "reinforce_pp"}),
     *[
         ("ppo", PPO | {"rollout_batch_size": 128}, clip, {"max_epochs": 2})
-        for clip in ({"eps_clip": 0.1}, {"eps_clip_low": 0.1}, {"eps_clip_high": 0.3}, {"dual_clip": 3.0})
+        for clip in ({"eps_clip": 0.1}, {"eps_clip_low": 0.1}, {"eps_clip_high": 0.3}, {"dual_clip": 3.0}, {"stop_kl": 0.1})
     ],
     ("ppo", PPO | {"eps_clip_low": 0.1, "eps_clip_high": 0.3}, {"eps_clip": 0.5}, {"eps_clip_high": None}),
     ("ppo", PPO | {"init_kl_coef": 0, "kl_estimator": "k3", "reference": "base"}, {"kl_in": "loss"}, {"init_kl_coef": 0.1}),
@@ -65,6 +65,9 @@ IDLE: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("ppo", PPO | {"engine": {"gpus": 1, "pipeline_parallel_size": 2}}, {"routing_replay": False}, {"engine": {"gpus": 1}}),
     ("sft", SFT | {"micro_train_tokens": 999}, {"micro_train_batch_size": 4}, {"micro_train_tokens": None}),
     ("sft", SFT | {"micro_train_tokens": 999}, {"packing": False}, {"micro_train_tokens": None}),
+    ("sft", SFT, {"decay": "all"}, {"weight_decay": 0.1}),
+    ("sft", SFT, {"decay_ratio": 0.5}, {"schedule": "wsd"}),
+    ("sft", SFT | {"schedule": "constant"}, {"min_lr_ratio": 0.5}, {"schedule": "linear"}),
     ("sft", SFT | {"save_steps": 9}, {"save_minutes": 5.0}, {"save_steps": 0}),
     ("sft", SFT | {"save_minutes": 0}, {"keep_checkpoints": 3}, {"save_minutes": 9.0}),
     ("sft", SFT, {"eval_steps": 9}, {"eval_data": DATA}),

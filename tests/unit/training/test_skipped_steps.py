@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 
 import rlhf_core.stages.sft
 from rlhf_core.config import SFT, Data
+from rlhf_core.config.training.schedule_fields import ScheduleFields
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.training import train_loop
 from rlhf_core.training.engine import TorchEngine
+from rlhf_core.training.learning_rate import learning_rate
 from rlhf_core.training.skipped_steps import NONFINITE_STEPS
 
 BROKEN = "a row that breaks the loss"
@@ -128,7 +130,7 @@ def test_steps_within_the_budget_are_left_out(
         "skipped_steps"
     ] == 2
     assert [line["learning_rate"] for line in lines] == [
-        train_loop.learning_rate(at, 10, 1e-3, 0.03, 0.1) for at in range(10)
+        learning_rate(at, 10, 1e-3, ScheduleFields()) for at in range(10)
     ], "the schedule goes on"
     assert all(math.isfinite(line.get("loss", 0.0)) for line in lines)
     out = capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from itertools import pairwise
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.training import train_loop
-from rlhf_core.training.engine import AdamW, TorchEngine, learning_rate
+from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.train_loop import deal, items_of_step, passes_of_rank, replicas
 
 COMMON = {"train_batch_size": 8, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-3}
@@ -311,15 +310,6 @@ def test_an_epoch_sees_every_item_once() -> None:
         for e in range(2)
     ]
     assert [sorted(epoch) for epoch in epochs] == [items, items] and epochs[0] != epochs[1]
-
-
-def test_learning_rate_warms_up_and_ends_at_its_floor() -> None:
-    rates = [learning_rate(step, 100, 1.0, 0.1, 0.1) for step in range(101)]
-    assert (
-        rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and rates[10] == pytest.approx(1.0)
-    )
-    assert rates[55] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
-    assert all(a >= b for a, b in pairwise(rates[10:]))
 
 
 @pytest.mark.parametrize("kind", WORK)

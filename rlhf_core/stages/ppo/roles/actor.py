@@ -4,7 +4,7 @@ the same arguments."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Listener
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from rlhf_core.stages.ppo.roles.role_passes import (
 from rlhf_core.stages.ppo.roles.trained import Trained, Update
 from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.training.backends import import_zero
-from rlhf_core.training.ranks import export, shards_of, try_export
+from rlhf_core.training.ranks import export, export_average, shards_of, try_export
 from rlhf_core.training.train_loop import accumulate
 
 
@@ -137,6 +137,11 @@ class Actor(Trained):
             "policy/learning_rate": update.learning_rate,
         }
 
+    def ends_iteration(self, metrics: Mapping[str, float]) -> bool:
+        """Returns whether the policy was beyond `stop_kl` in this step. `metrics`: those of all ranks."""
+        limit = self.config.stop_kl
+        return limit is not None and metrics.get("policy/kl_old", 0.0) > limit
+
     def trained_tokens(self, item: Experience) -> np.ndarray:
         """Returns a mask (T,) of the tokens of an answer that are in the loss."""
         mask = item.document.mask_array
@@ -191,6 +196,11 @@ class Actor(Trained):
         """Writes and removes everything that `export` will write, except the weights, on rank 0. Raises
         ValueError like `try_export` in `training/ranks.py`."""
         try_export(self.engine, Path(folder), self.model.path, self.config.lora, self.model.trust_remote_code)
+
+    def export_average(self, folder: str) -> None:
+        """Writes the moving average of the policy on rank 0."""
+        model = self.model
+        export_average(self.engine, Path(folder), model.path, self.config.lora, model.trust_remote_code)
 
     def export(self, folder: str) -> None:
         """Writes a transformers checkpoint on rank 0."""

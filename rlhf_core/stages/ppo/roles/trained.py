@@ -3,7 +3,7 @@ arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,8 +72,8 @@ class Trained(ModelRole):
         places: Sequence[StoredColumn] = (),
         *stored: Any,
     ) -> Steps:
-        """Takes one optimiser step per update. `stored`, at `places`: the data that the experience holds by
-        reference."""
+        """Takes one optimiser step per update, until one `ends_iteration`; the others have no metrics.
+        `stored`, at `places`: the data that the experience holds by reference."""
         experience = joined(experience, places, stored) if places else experience
         metrics = []
         logprobs = Scored()
@@ -84,7 +84,14 @@ class Trained(ModelRole):
                 metrics.append(self.update(items, update, read))
                 if number == 1:
                     logprobs = [(update.indices[i], values) for i, values in arrays_of(read)]
+            if self.ends_iteration(metrics[-1]):
+                break
+        metrics += [{}] * (len(updates) - len(metrics))
         return Steps(metrics, logprobs)
+
+    def ends_iteration(self, metrics: Mapping[str, float]) -> bool:
+        """Returns whether the step with these metrics is the last one on this experience."""
+        return False
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
         """Takes one optimiser step on `items` and returns its metrics. Adds the log-probs of its passes to

@@ -123,6 +123,14 @@ def test_marked_fields_are_in_no_digest(tmp_path: Path) -> None:
     assert not {"num_engines", "gpu_memory_utilization"} & found["engine"].keys() and "gamma" in found
 
 
+def test_fields_in_the_digest_if_set_are_in_it_with_another_value_than_their_default(tmp_path: Path) -> None:
+    given = {"prompts": {"sources": "p.jsonl"}}
+    default = deciding(PPO.model_validate(given), Digests(tmp_path))
+    assert deciding(PPO.model_validate(given | {"schedule": "cosine"}), Digests(tmp_path)) == default
+    changed = deciding(PPO.model_validate(given | {"schedule": "wsd", "warmup_steps": 0}), Digests(tmp_path))
+    assert changed == default | {"schedule": "wsd", "warmup_steps": 0}
+
+
 def test_a_digest_covers_the_code_of_a_reward_function(planned: Planned, tmp_path: Path) -> None:
     rewards = "ppo.reward=[reward_model, {function: 'a.py:f', timeout: 9}]"
     (tmp_path / "a.py").write_text("def f(responses): return [0]\n")

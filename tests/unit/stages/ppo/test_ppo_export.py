@@ -59,6 +59,10 @@ class Roles:
         folder.mkdir(parents=True)
         (folder / "weights").write_text(str(self.weights))
 
+    def export_average(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "weights").write_text(f"average of {self.weights}")
+
     def save_state(self, folder: Path) -> None:
         (folder / "weights").write_text(str(self.weights))
 
@@ -149,6 +153,16 @@ def test_the_actor_is_exported_at_the_requested_iterations(
     )
     (run / "exports" / "iteration2" / "weights").unlink()
     assert run.result() is None, "a run that lost an export is not done"
+
+
+def test_the_moving_average_of_the_actor_is_exported_at_the_end(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "run")
+    ppo(material, run, monkeypatch, ema=0.9, export_at=(2,))
+    assert exported(run) == {"iteration2": "2", "ema": "average of 5"}
+    result = run.result()
+    assert result is not None and "exports/ema/weights" in result.files
 
 
 def test_an_actor_that_cannot_be_saved_is_not_trained(

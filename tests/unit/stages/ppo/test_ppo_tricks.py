@@ -258,6 +258,41 @@ def test_a_step_of_masked_answers_alone_is_not_taken(models: Path) -> None:
 
 
 @pytest.mark.usefixtures("plain_engine")
+def test_the_actor_takes_no_step_after_one_that_is_beyond_stop_kl(models: Path) -> None:
+    """The step that is beyond the limit is taken itself; the critic goes on."""
+    items = experience(models)
+    updates = [Update(list(range(8)), 1e-2, 0.0)] * 4
+    free = actor(models)
+    whole = free.train(items, updates).metrics
+    kls = [step["policy/kl_old"] for step in whole]
+    assert kls[0] == pytest.approx(0, abs=1e-6) and kls[1] < kls[2]
+    limited = actor(models, stop_kl=(kls[1] + kls[2]) / 2)
+    assert limited.train(items, updates).metrics == [*whole[:3], {}]
+    three = actor(models)
+    three.train(items, updates[:3])
+    assert flat(limited).equal(flat(three)) and not flat(limited).equal(flat(free))
+    steps = [*whole[:3], {}]
+    assert actor_metrics(steps, limited.config)["policy/skipped_steps"] == 1.0
+    assert step_means(steps) == step_means(whole[:3])
+    assert actor_metrics(whole, limited.config)["policy/skipped_steps"] == 0.0
+    assert "policy/skipped_steps" not in actor_metrics(whole, free.config)
+    assert has_metric(limited.config, "policy/skipped_steps")
+    assert not has_metric(free.config, "policy/skipped_steps")
+    # the next iteration begins anew
+    assert actor(models, stop_kl=1e9).train(items, updates).metrics == whole
+    assert "value/loss" in critic(models).train(items, updates).metrics[3]
+
+
+@pytest.mark.usefixtures("plain_engine")
+def test_masked_steps_are_not_counted_as_skipped(models: Path) -> None:
+    config = ppo(sampler_is="mask", sampler_is_level="geometric", stop_kl=0.1)
+    masked = {"policy/learning_rate": 1e-2}
+    taken = masked | {"policy/ratio": 1.0, "policy/ratio_gap": 0.0}
+    found = actor_metrics([taken, masked, {}, {}], config)
+    assert (found["policy/empty_steps"], found["policy/skipped_steps"]) == (1.0, 2.0)
+
+
+@pytest.mark.usefixtures("plain_engine")
 def test_one_advantage_is_that_of_all_response_tokens(models: Path) -> None:
     items = experience(models)
     spread = [

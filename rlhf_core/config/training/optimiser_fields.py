@@ -1,0 +1,61 @@
+"""Which weights are trained, and how the optimiser treats them. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.records import Config, InDigestIfSet, check
+
+Decayed = Literal["matrices", "hidden", "all"]
+
+
+class Freeze(Config):
+    """Weights that are not trained."""
+
+    embeddings: bool = Field(
+        False, description="the token embeddings, and the head where it is the same matrix"
+    )
+    layers: int = Field(0, ge=0, description="the first N layers")
+    names: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        description=(
+            "patterns of weights' names, as in the model's code, with * for any text: *.mlp.gate.weight"
+        ),
+    )
+
+    @check
+    def _check_something_is_frozen(self) -> Iterator[str]:
+        if not self.embeddings and not self.layers and not self.names:
+            yield "freeze names nothing to freeze: set embeddings, layers or names, or leave freeze out"
+
+
+EMA = "ema"  # name of the export
+
+
+class OptimiserFields(Config):
+    """What training stages and PPO share about the optimiser besides its constants."""
+
+    decay: Annotated[Decayed, InDigestIfSet] = Field(
+        "matrices",
+        description=(
+            "the weights that weight_decay acts on. matrices: all but vectors (norms, biases); hidden: the"
+            " matrices except embeddings and heads; all: all"
+        ),
+    )
+    ema: Annotated[float | None, InDigestIfSet] = Field(
+        None,
+        gt=0,
+        lt=1,
+        description=(
+            "a further model, which other stages name STAGE.ema: the moving average of the trained weights,"
+            " of which each optimiser step keeps this share (0.99: an average of about 100 steps); of ppo"
+            " that of the actor"
+        ),
+    )
+    freeze: Annotated[Freeze | None, InDigestIfSet] = Field(
+        None,
+        description="weights that stay as they are (of ppo: of actor and critic); default: all are trained",
+    )
