@@ -27,10 +27,10 @@ class PPO(
     RewardShaping,
     KLPenalty,
     PolicyObjective,
+    UpdateLimits,
     Optimised,
     Rewarded,
     Routed,
-    UpdateLimits,
 ):
     """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives. Each model runs on
     its own Ray group; vLLM generates the rollouts."""

@@ -103,6 +103,13 @@ def updated(world: World, fields: Mapping[str, Any]) -> Any:
     )
 
 
+def rounded(world: World, fields: Mapping[str, Any]) -> Any:
+    """What `updated` returns, and whether the actor asks for FP8; layers of tests are too small for it."""
+    asked: list[bool] = []
+    world.patch.setattr("rlhf_core.training.ranks.use_float8", lambda *_, **__: asked.append(True))
+    return updated(world, fields), asked
+
+
 def acting(world: World, fields: Mapping[str, Any]) -> tuple[Actor, list[Experience]]:
     """Returns an actor, and experience of older weights."""
     world.patch.setenv("RANK", "0")

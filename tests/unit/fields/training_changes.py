@@ -129,6 +129,7 @@ def optimised(kind: str) -> list[Change]:
         Change("decay_ratio", 0.9, run, {"schedule": "wsd"}),
         Change("max_norm", 0.01, run),
         Change("dtype", "bfloat16", run),
+        Change("float8", True, rounded(kind), {"dtype": "bfloat16"}),
         Change("lora", {"rank": 2}, run),
         Change("max_len", 16, run),
         Change("learning_rate", 1e-3, run),
@@ -140,11 +141,17 @@ def aux(kind: str, field: str) -> Change:
     return Change("router_aux_coef", 0.5, trained(kind), {field: "moe"})
 
 
-def float8(world: World, fields: Mapping[str, Any]) -> Any:
-    """Whether an SFT stage asks for FP8; layers of tests are too small for it."""
-    asked: list[bool] = []
-    world.patch.setattr("rlhf_core.training.ranks.use_float8", lambda *_, **__: asked.append(True))
-    return trained("sft")(world, fields), asked
+@cache
+def rounded(kind: str) -> Any:
+    """Returns the probe that says whether a stage asks for FP8; layers of tests are too small for it."""
+
+    def probe(world: World, fields: Mapping[str, Any]) -> Any:
+        asked: list[bool] = []
+        world.patch.setattr("rlhf_core.training.ranks.use_float8", lambda *_, **__: asked.append(True))
+        return trained(kind)(world, fields), asked
+
+    probe.__name__ = f"rounded_{kind}"
+    return probe
 
 
 def frozen(world: World, fields: Mapping[str, Any]) -> Any:
@@ -171,7 +178,6 @@ TRAINING = {
         Change("answers", "scored", trained("sft"), {}, {"data": None}),
         Change("template", "Q: {}", trained("sft"), SCORED),
         Change("condition", "reward", trained("sft")),
-        Change("float8", True, float8, {"dtype": "bfloat16"}),
         aux("sft", "model"),
     ],
     "reward_model": [
