@@ -11,7 +11,7 @@ from pydantic import Field
 from rlhf_core.config.rewarding.weighed_reward import StandardisedReward
 from rlhf_core.records import RECIPE_ONLY, NotInDigest, Positive, Rate
 
-SHIPPED_VERIFIERS = Path(__file__).parents[1] / "environments" / "verifiers"
+SHIPPED_VERIFIERS = Path(__file__).parents[2] / "environments" / "verifiers"
 SPARE_SECONDS = 60.0  # of a request, beside the time of its answers
 
 
