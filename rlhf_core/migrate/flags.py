@@ -203,7 +203,7 @@ DROPPED: dict[str, str] = {
     "partial_rollout_enable": "with max_staleness of 2 or more answers go on over updates",
     "full_determinism": "runs are seeded, and reproducible on CPUs",
     "use_ms": "models come from a folder or the Hugging Face Hub",
-    "optim": "the optimiser is AdamW",
+    "optim": "the optimiser is AdamW, or Muon with optimizer: muon",
     "vanilla_loss": "KTO is always that of its paper",
     "compute_fp32_loss": "the loss is always computed in float32",
     "dynamic_filtering_reward_range": "dynamic_filtering uses the spread of a group's rewards",

@@ -82,8 +82,8 @@ def layout_of(config: Optimised) -> dict[str, int | str]:
     """Returns what a state records of how it was trained: the ranks of each model, and the recipe's
     `zero_stage`, which may still be `auto` with several ranks."""
     ranks = {name: ranks.world_size for name, ranks in config.trained_ranks.items()}
-    undecided = config.sharding is None and config.alone
-    return {**ranks, "zero_stage": TORCH.stage if undecided else config.zero_stage}
+    sharding = TORCH if config.sharding is None and config.alone else config.sharding
+    return {**ranks, "zero_stage": config.zero_stage if sharding is None else sharding.stage}
 
 
 def kept_zero_stage(run: RunDir, config: Optimised) -> int | None:

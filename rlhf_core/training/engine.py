@@ -21,6 +21,7 @@ from rlhf_core.models.weights.frozen_weights import embeddings_and_heads
 from rlhf_core.models.weights.whole_weights import whole_shape
 from rlhf_core.training.moving_average import KIND as AVERAGE
 from rlhf_core.training.moving_average import MovingAverage
+from rlhf_core.training.muon import hidden_matrices, muon_optimizer
 from rlhf_core.training.state_files import KINDS, WeightPart, read_parts, stored_steps
 from rlhf_core.training.state_writer import StateWriter
 
@@ -33,6 +34,7 @@ class AdamW(NamedTuple):
     max_norm: float
     decay: Decayed = "matrices"
     average: float | None = None  # decay of the weights' moving average; None: there is none
+    muon: bool = False  # trains hidden matrices (`hidden_matrices`) in AdamW's place
 
 
 class Engine(Protocol):
@@ -83,8 +85,8 @@ class Engine(Protocol):
 
 
 class TorchEngine:
-    """Trains on one process and one device with AdamW, with fp32 master weights for bf16 weights
-    (Micikevicius et al. 2018, section 3.1).
+    """Trains on one process and one device with AdamW, or Muon and AdamW, with fp32 master weights for bf16
+    weights (Micikevicius et al. 2018, section 3.1).
 
     A usual step is smaller than the distance between neighbouring bf16 numbers and would be lost in bf16. The
     gradient of one pass would likewise be lost in a sum over many, so the gradients of bf16 weights are added
@@ -102,7 +104,7 @@ class TorchEngine:
         self._optimised = {
             name: p.detach().float() if p.dtype.itemsize < 4 else p for name, p in self._weights.items()
         }
-        self._optimizer = adamw_optimizer(module, self._optimised, adamw)
+        self._optimizers = optimizers_of(module, self._optimised, adamw)
         self._in_bf16 = [
             name for name, weight in self._weights.items() if weight is not self._optimised[name]
         ]
@@ -147,16 +149,21 @@ class TorchEngine:
         self._several_passes = False
         norm = float(nn.utils.clip_grad_norm_(self._optimised.values(), self._adamw.max_norm))
         if not math.isfinite(norm):
-            self._optimizer.zero_grad(set_to_none=True)
+            self._drop_gradients()
         check_finite(norm, "the gradient norm")
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
+        self._drop_gradients()
         if self._average is not None:
             self._average.update()
         self._round()
         return norm
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -184,8 +191,9 @@ class TorchEngine:
         torch.cuda.empty_cache()
 
     def save_state(self, folder: Path) -> None:
+        counted = [float(state["step"]) for state in self._states().values() if "step" in state]
         # empty for an actor that is still frozen
-        steps = max((float(state["step"]) for state in self._optimizer.state.values()), default=0.0)
+        steps = max(counted, default=0.0)
         self._make_state(0.0)
         self._writer.start(folder, steps, self._parts())
 
@@ -193,36 +201,61 @@ class TorchEngine:
         self._writer.finish()
 
     def load_state(self, folder: Path) -> None:
-        self._optimizer.state.clear()
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
         self._make_state(stored_steps(folder))
         read_parts(folder, self._parts(), self._weights)
         with torch.no_grad():
             for name, weight in self._weights.items():
                 weight.copy_(self._optimised[name])
 
+    def _states(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Returns the state of each weight that has one."""
+        return {weight: state for optimizer in self._optimizers for weight, state in optimizer.state.items()}
+
     def _make_state(self, steps: float) -> None:
         """Creates a state of zeros for weights that no step has changed."""
-        for weight in self._optimised.values():
-            if weight not in self._optimizer.state:
-                step = torch.tensor(
-                    steps,
-                    dtype=torch.float32,
-                    device=weight.device if self._optimizer.defaults["fused"] else "cpu",
-                )
-                self._optimizer.state[weight] = {"step": step} | {
-                    kind: torch.zeros_like(weight) for kind in KINDS[1:]
-                }
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    if weight not in optimizer.state:
+                        optimizer.state[weight] = first_state(optimizer, weight, steps)
 
     def _parts(self) -> Iterator[WeightPart]:
+        states = self._states()
         for place, (name, weight) in enumerate(self._optimised.items()):
             tensors = {"weight": weight.detach()}
-            tensors |= {kind: self._optimizer.state[weight][kind] for kind in KINDS[1:]}
+            tensors |= {kind: value for kind, value in states[weight].items() if kind != "step"}
             if self._average is not None:
                 tensors[AVERAGE] = self._average.values[place]
             yield WeightPart(name, 0, tensors)
 
     def barrier(self) -> None:
         """Does nothing on one rank."""
+
+
+def optimizers_of(
+    module: nn.Module, trained: Mapping[str, Tensor], adamw: AdamW
+) -> list[torch.optim.Optimizer]:
+    """Returns the optimisers that train `trained` together: AdamW, with `adamw.muon` after Muon for the
+    hidden matrices. `trained`: as in `adamw_optimizer`."""
+    if not adamw.muon:
+        return [adamw_optimizer(module, trained, adamw)]
+    hidden = hidden_matrices(module)
+    names = {name for name, weight in module.named_parameters() if weight in hidden}
+    muon = muon_optimizer([trained[name] for name in trained if name in names], adamw.weight_decay)
+    others = {name: weight for name, weight in trained.items() if name not in names}
+    return [muon, adamw_optimizer(module, others, adamw)] if others else [muon]
+
+
+def first_state(optimizer: torch.optim.Optimizer, weight: Tensor, steps: float) -> dict[str, Tensor]:
+    """Returns a weight's state of zeros, such as `optimizer` makes in its first step; `steps` of AdamW have
+    been taken."""
+    if isinstance(optimizer, torch.optim.Muon):
+        return {"momentum_buffer": torch.zeros_like(weight)}
+    place = weight.device if optimizer.defaults["fused"] else torch.device("cpu")
+    step = torch.tensor(steps, dtype=torch.float32, device=place)
+    return {"step": step} | {kind: torch.zeros_like(weight) for kind in KINDS[1:]}
 
 
 def adamw_optimizer(module: nn.Module, trained: Mapping[str, Tensor], adamw: AdamW) -> torch.optim.AdamW:

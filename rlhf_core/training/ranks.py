@@ -179,7 +179,8 @@ def make_engine(
     if config.freeze is not None:
         freeze_weights(module.model, config.freeze)
     average = None if role == "critic" else config.ema
-    adamw = AdamW(config.betas, config.weight_decay, config.max_norm, config.decay, average)
+    muon = config.optimizer == "muon"
+    adamw = AdamW(config.betas, config.weight_decay, config.max_norm, config.decay, average, muon)
     engine = backend_of(config).engine(module, adamw, config, role)
     detect_document_leak(
         engine, module, engine.device, packed or bool(config.micro_train_tokens), engine.all_reduce

@@ -1,9 +1,9 @@
-"""The files of a training state: each rank writes its parts of the trained weights and of Adam's moments, in
-fp32 and by name.
+"""The files of a training state: each rank writes its parts of the trained weights and of the optimiser's
+moments, in fp32 and by name.
 
 Any number of ranks can read them, under any ZeRO stage: a rank reads the elements that it holds, from the
 files of the ranks that held them. A rank's file (`rank_file`) contains tensors called KIND/FIRST/NAME:
-elements of a weight's KINDS from FIRST on, with the weight flattened.
+elements of a weight or of its state from FIRST on, with the weight flattened.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rlhf_core.models.checkpoint.weight_files import fill, make_file, meta
 from rlhf_core.runs.resume_state import rank_file
 from rlhf_core.system import progress
 
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
+KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of AdamW
 STEPS = "steps"  # key of the number of optimiser steps, a separate tensor
 
 
 class WeightPart(NamedTuple):
-    """A rank's part of one trained weight: elements from `start` on, of each of KINDS, as views of the
-    trained tensors."""
+    """A rank's part of one trained weight: elements from `start` on, by kind (KINDS; with Muon and moving
+    averages others), as views of the trained tensors."""
 
     name: str
     start: int

@@ -110,8 +110,8 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
         ),
     )
     max_epochs: Positive = Field(1, description="passes over the data; of ppo over each rollout")
-    betas: tuple[Momentum, Momentum] = Field((0.9, 0.95), description="AdamW")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW")
+    betas: tuple[Momentum, Momentum] = Field((0.9, 0.95), description="AdamW's")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW and Muon, decoupled")
     max_norm: Rate = Field(1.0, description="gradient norm clip")
     logging_steps: Annotated[Positive, NotInDigest] = Field(
         1, description="optimiser steps (of ppo: iterations) between two lines of metrics.jsonl"
@@ -198,11 +198,15 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
     @property
     def sharding(self) -> Sharding | None:
         """What training shards over its ranks; None: `auto`, which is decided when the stage starts."""
+        if self.optimizer == "muon":
+            return TORCH
         return None if self.zero_stage == "auto" else SHARDINGS[self.zero_stage]
 
     @property
     def shardings(self) -> list[Sharding]:
-        """What can be shared out, least first: 4-bit weights cannot."""
+        """What can be shared out, least first: 4-bit weights cannot, and Muon needs whole matrices."""
+        if self.optimizer == "muon":
+            return [TORCH]
         return [each for each in SHARDINGS.values() if not (each.weights and self.quantized)]
 
     @property
@@ -271,6 +275,35 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
             )
 
     @check
+    def _check_muon(self) -> Iterator[str]:
+        if self.optimizer != "muon":
+            return
+        for name, ranks in self.trained_ranks.items():
+            if ranks.world_size > 1:
+                yield (
+                    f"optimizer=muon trains each model on one rank, and {name} are {ranks.world_size}: set"
+                    " optimizer to adamw, or one rank"
+                )
+        zero = {
+            "zero_stage": self.zero_stage not in ("auto", 0),
+            "zero_hpz": self.zero_hpz,
+            "deepspeed": self.deepspeed,
+            "adam_offload": self.offloaded("adam"),
+            "param_offload": self.offloaded("param"),
+        }
+        yield from (
+            f"optimizer=muon trains with plain torch, not with DeepSpeed: leave out {name}, or set optimizer"
+            " to adamw"
+            for name, on in zero.items()
+            if on
+        )
+        if self.lora is not None:
+            yield (
+                "optimizer=muon makes each matrix's update orthogonal, and adapters of lora are factors of"
+                " one: leave one of them out"
+            )
+
+    @check
     def _check_freeze(self) -> Iterator[str]:
         if self.freeze is not None and self.lora is not None:
             yield "freeze and lora are two ways to train a part of the weights: leave one of them out"
@@ -286,6 +319,8 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
 
     @check
     def _check_zero(self) -> Iterator[str]:
+        if self.optimizer == "muon":  # `_check_muon` says it
+            return
         sharding = self.sharding
         plain = sharding is TORCH
         for name, ranks in self.trained_ranks.items():

@@ -38,6 +38,14 @@ EMA = "ema"  # name of the export
 class OptimiserFields(Config):
     """What training stages and PPO share about the optimiser besides its constants."""
 
+    optimizer: Annotated[Literal["adamw", "muon"], InDigestIfSet] = Field(
+        "adamw",
+        description=(
+            "muon: the matrices of the model's layers are trained by Muon (Jordan et al. 2024), with updates"
+            " of AdamW's size (Liu et al. 2025), so that learning_rate and weight_decay mean the same; all"
+            " other weights by AdamW. Plain torch, each model on one rank"
+        ),
+    )
     decay: Annotated[Decayed, InDigestIfSet] = Field(
         "matrices",
         description=(

@@ -107,6 +107,8 @@ PPO = [
     Change("min_lr_ratio", 0.5, looped),
     Change("schedule", "linear", looped),
     Change("decay", "hidden", updated, {"weight_decay": 0.5}),
+    Change("optimizer", "muon", updated),
+    Change("optimizer", "muon", valued),
     Change("freeze", {"embeddings": True}, updated),
     Change("ema", 0.5, averaged),
     Change("float8", True, rounded, {"dtype": "bfloat16"}),

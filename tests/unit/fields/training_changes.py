@@ -124,6 +124,7 @@ def optimised(kind: str) -> list[Change]:
         Change("schedule", "constant", run),
         *([Change("ema", 0.5, run)] if kind != "reward_model" else []),
         Change("decay", "hidden", run, {"weight_decay": 0.5}),
+        Change("optimizer", "muon", run),
         Change("freeze", {"layers": 1}, run),
         Change("warmup_steps", 3, run),
         Change("decay_ratio", 0.9, run, {"schedule": "wsd"}),

@@ -105,7 +105,7 @@ def test_frozen_weights_have_no_gradient_and_no_optimiser_state(
         assert torch.equal(weight, before[name]) is (name in frozen), name
         assert weight.grad is None
     assert set(engine._optimised) == set(before) - frozen
-    assert len(engine._optimizer.state) == len(engine._optimised)
+    assert len(engine._states()) == len(engine._optimised)
 
 
 def test_a_state_without_the_frozen_weights_is_resumed_bit_for_bit(tmp_path: Path) -> None:

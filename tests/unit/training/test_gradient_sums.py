@@ -38,7 +38,7 @@ def step(passes: int) -> tuple[float, float]:
     for number in range(1, passes + 1):
         engine.backward(engine() / passes, number == passes)
     norm = engine.step(1e-3)
-    (state,) = engine._optimizer.state.values()
+    (state,) = engine._states().values()
     return norm, float(state["exp_avg"].mean()) / (1 - ADAMW.betas[0])
 
 

@@ -110,7 +110,7 @@ def test_steps_within_the_budget_are_left_out(
         try:
             return step(engine, rate)
         finally:
-            moments = [state["exp_avg"] for state in engine._optimizer.state.values()]
+            moments = [state["exp_avg"] for state in engine._states().values()]
             states.append([value.clone() for value in (*engine.module.parameters(), *moments)])
 
     monkeypatch.setattr(TorchEngine, "step", watched)

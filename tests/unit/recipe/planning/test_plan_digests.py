@@ -127,8 +127,8 @@ def test_fields_in_the_digest_if_set_are_in_it_with_another_value_than_their_def
     given = {"prompts": {"sources": "p.jsonl"}}
     default = deciding(PPO.model_validate(given), Digests(tmp_path))
     assert deciding(PPO.model_validate(given | {"schedule": "cosine"}), Digests(tmp_path)) == default
-    changed = deciding(PPO.model_validate(given | {"schedule": "wsd", "warmup_steps": 0}), Digests(tmp_path))
-    assert changed == default | {"schedule": "wsd", "warmup_steps": 0}
+    other = {"schedule": "wsd", "warmup_steps": 0, "optimizer": "muon"}
+    assert deciding(PPO.model_validate(given | other), Digests(tmp_path)) == default | other
 
 
 def test_a_digest_covers_the_code_of_a_reward_function(planned: Planned, tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""Muon (Jordan et al. 2024), the optimiser of hidden matrices, as PyTorch has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf_core.models.weights.frozen_weights import embeddings_and_heads
+
+MOMENTUM = 0.95  # with Nesterov's update, as in both papers
+
+
+def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
+    """Returns the trained matrices of the layers of a `Policy` or `Scorer`, routers too. The experts of a
+    layer in one 3-D tensor are none, which PyTorch's Muon refuses.
+
+    Raises ValueError when there are none.
+    """
+    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    # without matrices that multiply nothing, such as Mamba's A_log
+    inside = {
+        weight
+        for layer in layers
+        for name, weight in layer.named_parameters()
+        if name.endswith("weight") and weight.ndim == 2
+    }
+    found = {weight for weight in inside - embeddings_and_heads(module) if weight.requires_grad}
+    if not found:
+        raise ValueError(
+            f"optimizer=muon trains the matrices of a model's layers, and {type(module).__name__} has none"
+            " that are trained: set optimizer to adamw"
+        )
+    return found
+
+
+def muon_optimizer(matrices: Sequence[Tensor], weight_decay: float) -> torch.optim.Muon:
+    """Returns Muon with updates of AdamW's size: the orthogonal matrix times 0.2 * sqrt(longer side), so that
+    AdamW's learning rate and weight decay suit both (Liu et al. 2025, arXiv:2502.16982, equation 4)."""
+    return torch.optim.Muon(
+        matrices, lr=0.0, weight_decay=weight_decay, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"
+    )
