@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.records import Config, Positive, check
+from rlhf_core.records import Config, InDigestIfSet, Positive, check
 
 
 class KLPenalty(Config):
@@ -18,6 +18,13 @@ class KLPenalty(Config):
         description=(
             "KL anchor; default: the actor before training, or, with init_kl_coef 0 and no kl_target, none:"
             " no KL is measured"
+        ),
+    )
+    reset_reference_every: Annotated[Positive | None, InDigestIfSet] = Field(
+        None,
+        description=(
+            "iterations after which the reference gets the actor's weights, again and again (ProRL, Liu et"
+            " al. 2025); default: it stays the actor before training"
         ),
     )
     init_kl_coef: float = Field(0.01, ge=0, description="coefficient of the per-token KL")

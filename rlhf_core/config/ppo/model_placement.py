@@ -136,6 +136,31 @@ class ModelPlacement(KLPenalty, PolicyObjective, Optimised, Rewarded):
         return sharing
 
     @check
+    def _check_reset(self) -> Iterator[str]:
+        if self.reset_reference_every is None:
+            return
+        if not self.has_reference:
+            yield (
+                "reset_reference_every gives the reference new weights, and without a KL there is none: set"
+                " init_kl_coef above 0, or leave it out"
+            )
+        elif self.reference not in (None, self.actor):
+            yield (
+                "reset_reference_every gives the reference the actor's weights, and reference names"
+                f" {self.reference}: leave one of them out"
+            )
+        elif self.reference_in_actor:
+            yield (
+                "reset_reference_every gives the reference the actor's weights, and with lora it is the actor"
+                " without its adapters: leave one of them out"
+            )
+        if self.ref_reward_shard:
+            yield (
+                "reset_reference_every gives new weights to a reference that is whole on each rank: leave it"
+                " or ref_reward_shard out"
+            )
+
+    @check
     def _check_placement(self) -> Iterator[str]:
         if self.colocate_critic_reward and not (self.has_critic and self.reward_models):
             yield "colocate_critic_reward needs a critic and a reward model: leave it out"

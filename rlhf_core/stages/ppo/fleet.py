@@ -283,5 +283,10 @@ class Fleet:
     def export_actor(self, folder: Path) -> None:
         self.actor.call("export", Actor.export, str(folder)).wait(self.timeout)
 
+    def reset_reference(self, folder: Path) -> None:
+        """Gives the reference the weights of an export of the actor."""
+        assert self.reference is not None, "the recipe has one"
+        self.reference.call("reset", ReferenceModel.take_weights, str(folder)).wait(self.timeout)
+
     def export_average(self, folder: Path) -> None:
         self.actor.call("export", Actor.export_average, str(folder)).wait(self.timeout)

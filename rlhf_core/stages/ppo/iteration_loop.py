@@ -18,7 +18,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker
-from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, RunDir
+from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, STATE, RunDir
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.ppo_setup import schedule_of
@@ -40,9 +40,10 @@ from rlhf_core.stages.ppo.sampling.validation import (
     validate,
     write_rollouts,
 )
-from rlhf_core.system.files import sync_to_disk
+from rlhf_core.system.files import link_tree, sync_to_disk
 from rlhf_core.training.engine import at
 
+REFERENCE = "reference"  # in the state folder and in states: the export that the reference was reset to
 KEPT_ROLLOUTS = 8  # of each logged iteration
 SHOWN = (
     "reward/mean",
@@ -86,6 +87,7 @@ class IterationLoop:
         self._named: tuple[int, ...] = ()  # best iterations of the last two states
         self._commit: resume_state.StateCommit | None = None
         self._collector: Collector | None = None
+        self._reference: Path | None = None  # the export that the reference was reset to
 
     def begin(self, resume: resume_state.Resume | None) -> None:
         """Compares engines and trainer, loads the resume state, validates the starting model, and starts to
@@ -144,6 +146,8 @@ class IterationLoop:
                     flush=True,
                 )
                 break
+            if self._resets_reference(done):
+                self._reset_reference(done)
             if done < self._iterations and cadence.due(done):
                 self._save(done, cadence)
         finish_saving(self._fleet, self._commit)
@@ -160,6 +164,10 @@ class IterationLoop:
         fleet.engines.sync_weights(updates_before(self._config, self._first))
         fleet.probe(self._setup.probe)
         self._kl, carried = restore(self._kl, resume.loop)
+        if (resume.folder / REFERENCE).is_dir():
+            self._reference = self._run / STATE / REFERENCE
+            link_tree(resume.folder / REFERENCE, self._reference)
+            fleet.reset_reference(self._reference)
         ahead = read_ahead(resume.folder, self._setup.order, self._setup.sampling.n)
         self._carried = carried._replace(ahead=ahead)
         if resume.loop.get("best"):
@@ -190,6 +198,18 @@ class IterationLoop:
         keep_best(self._run, {self.best.iteration, *self._named})
         return metrics
 
+    def _resets_reference(self, done: int) -> bool:
+        """Returns whether the reference gets the actor's weights after this iteration."""
+        every = self._config.reset_reference_every
+        return every is not None and done % every == 0 and done < self._iterations
+
+    def _reset_reference(self, done: int) -> None:
+        """Gives the reference the actor's weights, through an export, which later states link to."""
+        self._reference = self._run / STATE / REFERENCE
+        export(self._fleet, self._reference)
+        self._fleet.reset_reference(self._reference)
+        print(f"the reference is the actor after iteration {done} of {self._iterations}", flush=True)
+
     def _stops(self) -> bool:
         """Returns whether `stop_when` ends the run."""
         limit = self._config.stop_when
@@ -203,7 +223,7 @@ class IterationLoop:
             "best": self.best,
         }
         finish_saving(fleet, self._commit)
-        write = partial(save_state, fleet, self._carried, self._collector)
+        write = partial(save_state, fleet, self._carried, self._collector, self._reference)
         self._commit = resume_state.save(
             self._run, done, self._config.keep_checkpoints, state, write, fleet.state_files()
         )
@@ -250,9 +270,14 @@ def chosen(fleet: Fleet, held_out: Validation, run: RunDir, best: Best, last: in
     return metrics | selection | {"eval/best_iteration": float(best.iteration)}
 
 
-def save_state(fleet: Fleet, carried: Carried, collector: Collector | None, folder: Path) -> None:
-    """Writes the roles' part of a resume state, and the answers that were sampled ahead."""
+def save_state(
+    fleet: Fleet, carried: Carried, collector: Collector | None, reference: Path | None, folder: Path
+) -> None:
+    """Writes the roles' part of a resume state, the answers that were sampled ahead, and links to the export
+    `reference`."""
     fleet.save_state(folder)
+    if reference is not None:
+        link_tree(reference, folder / REFERENCE)
     if collector is not None:
         write_collected(folder, collector.state())
     if carried.ahead is not None:

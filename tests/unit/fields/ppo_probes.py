@@ -158,6 +158,7 @@ class Roles:
 
     def __init__(self) -> None:
         self.weights = 0
+        self.references: list[str] = []
         self.engines = SimpleNamespace(adapters_alone=True, sync_weights=lambda version=0: None)
 
     def __getattr__(self, name: str) -> Any:
@@ -169,6 +170,9 @@ class Roles:
     def export_actor(self, folder: Any) -> None:
         folder.mkdir(parents=True)
         (folder / "weights").write_text(str(self.weights))
+
+    def reset_reference(self, folder: Any) -> None:
+        self.references.append((folder / "weights").read_text())
 
     def save_state(self, folder: Any) -> None:
         (folder / "weights").write_text(str(self.weights))
@@ -221,7 +225,8 @@ def looped(world: World, fields: Mapping[str, Any]) -> Any:
         sorted(file.name for file in run.path.glob(f"{folder}/*"))
         for folder in ("exports", "checkpoint", "rollouts", "best")
     ]
-    return said, files, {name: value for name, value in metrics.items() if "phase" not in name}
+    found = {name: value for name, value in metrics.items() if "phase" not in name}
+    return said, files, roles.references, found
 
 
 def started(world: World, fields: Mapping[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from rlhf_core.objectives.collate import Batch
 from rlhf_core.rollout.weight_transfer import gpu_uuid
 from rlhf_core.stages.ppo.measured.roofline import ModelShape, shape_of
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, Scored, score_share
+from rlhf_core.system import progress
 from rlhf_core.system.gpu_allocator import move_to_pinned
 from rlhf_core.training.backends import zero_backend
 from rlhf_core.training.process_group import join_ranks
@@ -124,6 +126,15 @@ class ReferenceModel(ReadOnlyModel):
             policy.replay_routing()
         super().__init__(policy, model, offload, shards)
         self.temperature = temperature
+
+    def take_weights(self, folder: str) -> None:
+        """Takes the weights of a later checkpoint of the same model."""
+        with progress.files(Path(folder)), torch.no_grad():
+            later = load_policy(folder, self.model.dtype, self.model.trust_remote_code, on_host=True)
+            weights = dict(later.named_parameters())
+            for name, weight in self.module.named_parameters():
+                weight.copy_(weights.pop(name))
+        assert not weights, "it is the same model"
 
     def logprobs(self, documents: Sequence[Document]) -> Scored:
         return self.score(

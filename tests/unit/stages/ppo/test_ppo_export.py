@@ -35,6 +35,7 @@ class Roles:
         self.unsaved = unsaved
         self.revivals = 0
         self.loaded = list[str]()
+        self.reference = 0  # the iteration whose actor it is
 
     @property
     def engines(self) -> Roles:
@@ -73,6 +74,9 @@ class Roles:
 
     def load_state(self, folder: Path) -> None:
         self.weights = int((folder / "weights").read_text())
+
+    def reset_reference(self, folder: Path) -> None:
+        self.reference = int((folder / "weights").read_text())
 
     def load(self, checkpoint: Path) -> None:
         self.loaded.append(checkpoint.name)
