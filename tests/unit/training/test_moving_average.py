@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlhf_core.config import KINDS, Recipe
+from rlhf_core.config.training.optimised import SHARDINGS
 from rlhf_core.config.training.optimiser_fields import Freeze
 from rlhf_core.forecast.memory import Training, trained
 from rlhf_core.models.weights.frozen_weights import freeze_weights
@@ -161,7 +162,7 @@ def test_an_average_that_cannot_be_made_is_refused(kind: str, fields: dict[str, 
 
 @pytest.mark.parametrize(("zero_stage", "ranks"), [(0, 1), (1, 4), (2, 4), (3, 4)])
 def test_the_forecast_counts_four_bytes_a_weight(zero_stage: int, ranks: int) -> None:
-    how = Training(ranks, zero_stage, 1.0, 4096)
+    how = Training(ranks, SHARDINGS[zero_stage], 1.0, 4096)
     without = trained(LARGE_MODEL, how, True, 4096).still
     averaged = how._replace(averages=True)
     assert trained(LARGE_MODEL, averaged, True, 4096).still == without + 4 * LARGE_MODEL.parameters / ranks
