@@ -235,7 +235,12 @@ def answer_all(
             if found is None:
                 path = request.inputs[model]
                 start = time.monotonic()
-                renderer = Renderer(load_tokenizer(path, trust), config.template, stored_suffix(path))
+                renderer = Renderer(
+                    load_tokenizer(path, trust),
+                    config.template,
+                    stored_suffix(path),
+                    template_args=config.template_args,
+                )
                 sampler = engine.with_model(path, model_kind(model_config(path, max_len, trust), renderer))
                 found = generate(sampler, renderer, questions, config, request.seed)
                 if count is not None:
@@ -271,7 +276,7 @@ def over_optimisation_of(
         config,
         request.trust_remote_code,
     )
-    scorer, renderer = load_reward_model(config.proxy, request, config, config.template)
+    scorer, renderer = load_reward_model(config.proxy, request, config, config)
     judge = RewardModelJudge(
         "proxy", scorer.score, renderer, 0.0, config.prompt_max_len, config.generate_max_len
     )
@@ -315,7 +320,7 @@ def evaluate_reward_models(
     differences = {}
     pairs = None
     for name in dict.fromkeys(wanted.models):
-        scorer, renderer = load_reward_model(name, request, config, wanted.data.template)
+        scorer, renderer = load_reward_model(name, request, config, wanted.data)
         documents: list[Document] = []
         for row, pair in found:
             tools = tools_of(Located("reward_evaluation.data", row))

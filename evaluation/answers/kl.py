@@ -36,7 +36,12 @@ def log_ratios(
     """
 
     def documents(texts: Sequence[str], place: str) -> list[Document]:
-        renderer = Renderer(load_tokenizer(place, trust_remote_code), config.template, stored_suffix(place))
+        renderer = Renderer(
+            load_tokenizer(place, trust_remote_code),
+            config.template,
+            stored_suffix(place),
+            template_args=config.template_args,
+        )
         prompts = [
             renderer.prompt_within(question.messages, config.prompt_max_len)[0] for question in questions
         ]

@@ -13,6 +13,7 @@ from evaluation.judges.chat_judge import LlmJudge
 from evaluation.judges.offline import Judge, KnownAnswerJudge, RewardModelJudge
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.chat.template_arguments import read_arguments
 from rlhf_core.hub.ids import shown
 from rlhf_core.judging.chat_client import ChatClient, Connection, cost_of, remote
 from rlhf_core.models.precision import stored_dtype
@@ -63,7 +64,7 @@ def make_judge(
     if isinstance(judge, configs.RuleJudge):
         return KnownAnswerJudge(name, judge.answer_key)
     if isinstance(judge, configs.RewardJudge):
-        scorer, renderer = load_reward_model(judge.reward, request, config, config.template)
+        scorer, renderer = load_reward_model(judge.reward, request, config, config)
         return RewardModelJudge(
             name, scorer.score, renderer, judge.tie, config.prompt_max_len, config.generate_max_len
         )
@@ -107,9 +108,10 @@ def make_judge(
 
 
 def load_reward_model(
-    name: str, request: StageRequest, config: JudgingStage, template: str
+    name: str, request: StageRequest, config: JudgingStage, rendering: JudgingStage | configs.Data
 ) -> tuple[RewardScorer, Renderer]:
-    """Loads a reward model to the device. Returns it with the renderer for its inputs."""
+    """Loads a reward model to the device. Returns it with the renderer for its inputs, which has the template
+    of `rendering` and those of its arguments that the reward model's template reads."""
     # imports torch's model code, so only when needed
     from rlhf_core.models.reward_scoring import RewardScorer
 
@@ -120,7 +122,9 @@ def load_reward_model(
     scorer = RewardScorer(
         path, stored_dtype(reward_config), config.micro_rollout_batch_size, request.trust_remote_code
     )
-    return scorer, Renderer(load_tokenizer(path, request.trust_remote_code), template)
+    tokenizer = load_tokenizer(path, request.trust_remote_code)
+    arguments = read_arguments(tokenizer, rendering.template_args)
+    return scorer, Renderer(tokenizer, rendering.template, template_args=arguments)
 
 
 def judging(judged: Sequence[Judgment], judge: Judge, config: configs.Judge) -> Judging:

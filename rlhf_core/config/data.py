@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
-from rlhf_core.records import Config, Positive, Share, check
+from rlhf_core.records import Config, InDigestIfSet, Positive, Share, check
 
 # what the rows of a data set hold
 Rows = Literal["sft", "preference", "prompt", "answer", "labelled", "scored"]
 
 
-def template_mistakes(template: str) -> Iterator[str]:
-    """Yields a sentence if a template is not 'chat' and does not hold exactly one {} for the prompt."""
+# arguments that a chat template is given anyway, besides the special tokens (NAME_token)
+OWN_ARGUMENTS = frozenset(
+    "messages conversation conversations tools documents chat_template add_generation_prompt"
+    " continue_final_message return_assistant_tokens_mask tokenize additional_special_tokens"
+    " extra_special_tokens raise_exception strftime_now".split()
+)
+TemplateArgs = Annotated[dict[str, Any], InDigestIfSet]  # arguments of a chat template by name
+
+
+def passed_by_alignflow(name: str) -> bool:
+    """Returns whether a template's argument is one that every template is given."""
+    return name in OWN_ARGUMENTS or name.endswith("_token")
+
+
+def template_mistakes(template: str, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a sentence if a template is not 'chat' and does not hold exactly one {} for the prompt, and for
+    each mistake in the `arguments` of a chat template."""
     if template != "chat" and template.count("{}") != 1:
         yield f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt"
+    if template != "chat" and arguments:
+        yield "template_args are read by chat templates alone: leave them out, or set template to 'chat'"
+    for name in arguments:
+        if passed_by_alignflow(name):
+            yield f"template_args: alignflow itself gives {name} to the chat template: leave it out"
+        elif not name.isidentifier():
+            yield f"template_args: {name!r} is no name that a chat template can read: correct it"
+    try:
+        json.dumps(dict(arguments), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        yield f"template_args must be what JSON can hold ({error}): write dates and the like as texts"
 
 
 class Source(Config):
@@ -68,6 +95,9 @@ class Data(Config):
     template: str = Field(
         "chat", description="'chat': the tokenizer's chat template; else a plain one with one {} (prompt)"
     )
+    template_args: TemplateArgs = Field(
+        {}, description="arguments of the chat template by name, such as enable_thinking: false"
+    )
     max_samples: Positive | None = Field(None, description="at most this many rows")
 
     @field_validator("sources", mode="before")
@@ -84,7 +114,7 @@ class Data(Config):
         total = sum(source.probability for source in self.sources)
         if len(self.sources) > 1 and abs(total - 1) > 1e-6:
             yield f"the probabilities of the {len(self.sources)} sources sum to {total:g}: make them sum to 1"
-        yield from template_mistakes(self.template)
+        yield from template_mistakes(self.template, self.template_args)
 
 
 class Text(NamedTuple):

@@ -44,7 +44,11 @@ def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey], list[str]]]:
 
 
 def _report(plan: Plan, node: Node, text: Text, place: str) -> DataReport:
-    renderer = Renderer(load_tokenizer(place, plan.recipe.trust_remote_code), text.data.template)
+    renderer = Renderer(
+        load_tokenizer(place, plan.recipe.trust_remote_code),
+        text.data.template,
+        template_args=text.data.template_args,
+    )
     seed = plan.recipe.seed
     if text.rows == "prompt":
         return prompts(text.data, renderer, text.limit, seed).report

@@ -10,7 +10,14 @@ from rlhf_core.config.data import Text
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.preflight.rows.template_rows import Rendered
-from rlhf_core.preflight.template_length import MeasuredTemplate, Pair, RowsToRender, measure, measured
+from rlhf_core.preflight.template_length import (
+    MeasuredTemplate,
+    Pair,
+    RowsToRender,
+    measure,
+    measured,
+    pair_of,
+)
 from rlhf_core.recipe.plan import Node, Plan
 
 Frames = dict[Pair, MeasuredTemplate | str]  # a string: why the tokenizer or template cannot be used
@@ -30,13 +37,13 @@ def frames_of(
     pairs: dict[Pair, dict[RowsToRender, None]] = {}
     for node in nodes:
         for text in node.config.texts if node.name in starts else ():
-            rows = pairs.setdefault((starts[node.name], text.data.template), {})
+            rows = pairs.setdefault(pair_of(starts[node.name], text.data), {})
             if text.rows:
                 rows[_rows_of(text)] = None
     trust = plan.recipe.trust_remote_code
     found = _frames_apart(pairs, trust) if trust or "transformers" not in sys.modules else {}
     return {
-        pair: found[pair] if pair in found else _frame(*pair, tuple(rows), trust)
+        pair: found[pair] if pair in found else _frame(pair, tuple(rows), trust)
         for pair, rows in pairs.items()
     }
 
@@ -59,21 +66,20 @@ def _frames_apart(pairs: Mapping[Pair, Iterable[RowsToRender]], trust_remote_cod
     """Like `frames_of`, but only for pairs that a process without torch can read. Fetches tokenizers from the
     Hub."""
     found: Frames = {}
-    folders = {}
-    for place, template in pairs:
+    folders: dict[Pair, Pair] = {}
+    for pair in pairs:
+        place = pair[0]
         try:
-            folders[place, template] = (tokenizer_place(place) if is_remote(place) else place), template
+            folders[pair] = (tokenizer_place(place) if is_remote(place) else place, *pair[1:])
         except ValueError as error:
-            found[place, template] = str(error)
+            found[pair] = str(error)
     local = {folder: tuple(pairs[pair]) for pair, folder in folders.items() if not is_remote(folder[0])}
     lengths = measured(local, trust_remote_code)
     return found | {pair: lengths[folder] for pair, folder in folders.items() if folder in lengths}
 
 
-def _frame(
-    place: str, template: str, rows: Sequence[RowsToRender], trust_remote_code: bool
-) -> MeasuredTemplate | str:
+def _frame(pair: Pair, rows: Sequence[RowsToRender], trust_remote_code: bool) -> MeasuredTemplate | str:
     try:
-        return measure(place, template, rows, trust_remote_code)
+        return measure(pair, rows, trust_remote_code)
     except ValueError as error:
         return str(error)

@@ -37,6 +37,7 @@ from rlhf_core.preflight.families.family import family_problems, option_problems
 from rlhf_core.preflight.frames import frames_of, rendered
 from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.model_checks import (
+    argument_problems,
     model_problem,
     sampling_problems,
     unfit_models,
@@ -47,7 +48,7 @@ from rlhf_core.preflight.question_checks import question_problems, selecting_que
 from rlhf_core.preflight.reward_functions import code_problems, trial_problems
 from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, prompt_problem
 from rlhf_core.preflight.sequences import sequence_problems
-from rlhf_core.preflight.template_length import MeasuredTemplate
+from rlhf_core.preflight.template_length import MeasuredTemplate, pair_of
 from rlhf_core.preflight.verifier_problems import verified_rows_problems, verifier_needs
 from rlhf_core.preflight.weight_checks import weight_problem
 from rlhf_core.recipe.load_recipe import load_recipe
@@ -101,15 +102,19 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         else {}
     )
     # reported with the data
-    unread = {*broken, *(place for (place, _), frame in frames.items() if isinstance(frame, str))}
+    unread = {*broken, *(pair[0] for pair, frame in frames.items() if isinstance(frame, str))}
 
     @cache
     def unlike(own: str, other: str) -> str | None:
         return None if {own, other} & unread else unlike_vocabulary(own, other, plan.recipe.trust_remote_code)
 
-    @cache
+    read: dict[tuple[str, Kind], list[str]] = {}  # once for all rounds of a loop
+
     def unfit_rows(data: Data, kind: Kind) -> list[str]:
-        return _refused("", check_columns, data, kind)  # once for all rounds of a loop
+        key = data.model_dump_json(), kind
+        if key not in read:
+            read[key] = _refused("", check_columns, data, kind)
+        return read[key]
 
     for node in todo:
         start = tokenizer_of(plan, node)
@@ -120,9 +125,10 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             )
         problems += vocabulary_problems(node, partial(_start_of, plan, node), unlike)
         problems += sampling_problems(node, partial(_start_of, plan, node))
+        problems += argument_problems(node, partial(_start_of, plan, node), plan.recipe.trust_remote_code)
         problems += sequence_problems(node, partial(_start_of, plan, node))
         for text in node.config.texts:
-            frame = frames.get((start or "", text.data.template))
+            frame = frames.get(pair_of(start or "", text.data))
             problems += text_problems(node, text, frame, unfit_rows)
         of_prompts = f"stages.{node.name}.prompts:"
         if not any(problem.startswith(of_prompts) for problem in problems):
@@ -182,7 +188,7 @@ def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     made: dict[str, int] = {}  # most rows that each stage makes
     for node in todo:
         for text in node.config.texts:
-            frame = frames.get((tokenizer_of(plan, node) or "", text.data.template))
+            frame = frames.get(pair_of(tokenizer_of(plan, node) or "", text.data))
             if not isinstance(frame, MeasuredTemplate):
                 continue
             found = rendered(frame, text)

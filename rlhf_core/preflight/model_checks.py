@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import KINDS, PPO, StageConfig
+from rlhf_core.config import KINDS, PPO, Evaluation, StageConfig
 from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import (
@@ -159,6 +159,36 @@ def not_writable(place: str) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def argument_problems(
+    node: Node, start_of: Callable[[str], str | None], trust_remote_code: bool
+) -> list[str]:
+    """Returns the arguments that an evaluation gives to chat templates which never read them, in a sentence
+    for each such tokenizer."""
+    config = node.config
+    if (
+        not isinstance(config, Evaluation)
+        or not config.template_args
+        or importlib.util.find_spec("transformers") is None
+    ):
+        return []
+    from rlhf_core.data.chat import load_tokenizer
+    from rlhf_core.data.chat.template_arguments import refuse_unread
+
+    names = dict.fromkeys((config.baseline, *config.models, *(config.parents or {}).values()))
+    places = dict.fromkeys(start_of(name) for name in names if name not in config.endpoints)
+    problems = []
+    for place in filter(None, places):
+        try:
+            template = str(load_tokenizer(place, trust_remote_code).get_chat_template())
+        except ValueError:  # reported with the models and the data
+            continue
+        try:
+            refuse_unread(template, config.template_args, place)
+        except ValueError as error:
+            problems.append(f"stages.{node.name}.questions: {error}")
+    return problems
 
 
 def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:

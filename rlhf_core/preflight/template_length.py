@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from rlhf_core.config import Data
 from rlhf_core.data.rows.columns import Kind
@@ -29,7 +29,8 @@ from rlhf_core.system.processes import child_environment
 if TYPE_CHECKING:  # chat imports transformers
     from rlhf_core.data.chat import Renderer
 
-Pair = tuple[str, str]  # a model folder and a template
+# a model folder, a template, and the template's arguments as JSON, if it has any
+Pair = tuple[str, str] | tuple[str, str, str]
 SECONDS = 60.0
 CPU_SECONDS = 2.0  # for one template, which takes milliseconds
 ROW_CPU_SECONDS = 20.0  # for one row, which may be long
@@ -63,7 +64,7 @@ class MeasuredTemplate(NamedTuple):
     rendered: dict[RowsToRender, Rendered]
 
 
-Key = tuple[str, str, int, tuple[RowsToRender, ...], tuple[int, ...]]
+Key = tuple[Pair, int, tuple[RowsToRender, ...], tuple[int, ...]]
 # Keyed by folder, template, newest mtime in the folder, data sets and mtimes of their files, because a run
 # checks twice: before its flow and in it.
 _known: dict[Key, MeasuredTemplate] = {}
@@ -97,15 +98,24 @@ def measured(
     return {pair: _known[key] for pair, key in keys.items() if key in _known} | refused
 
 
-def measure(
-    place: str, template: str, rows: Sequence[RowsToRender], trust_remote_code: bool
-) -> MeasuredTemplate:
+def measure(pair: Pair, rows: Sequence[RowsToRender], trust_remote_code: bool) -> MeasuredTemplate:
     """Like `measured`, but in this process and without time limits. Raises ValueError for a tokenizer or
     template that cannot be used."""
     from rlhf_core.data.chat import Renderer, load_tokenizer
 
-    renderer = Renderer(load_tokenizer(place, trust_remote_code), template)
+    renderer = Renderer(load_tokenizer(pair[0], trust_remote_code), pair[1], template_args=_arguments(pair))
     return MeasuredTemplate(renderer.frame_len, {each: _render(renderer, each) for each in rows})
+
+
+def pair_of(place: str, data: Data) -> Pair:
+    """Returns the key of a tokenizer's place with the template of a data set."""
+    if not data.template_args:
+        return place, data.template
+    return place, data.template, json.dumps(data.template_args, sort_keys=True)
+
+
+def _arguments(pair: Pair) -> dict[str, Any]:
+    return json.loads(pair[2]) if len(pair) == 3 else {}
 
 
 def _render(
@@ -153,7 +163,7 @@ def _read(line: list[object] | str | None, rows: Sequence[RowsToRender]) -> Meas
 def _key(pair: Pair, rows: tuple[RowsToRender, ...]) -> Key:
     files = [Path(source.path) for each in rows for source in Data.model_validate_json(each.data).sources]
     return (
-        *pair,
+        pair,
         _changed(Path(pair[0])),
         rows,
         tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files),
@@ -185,10 +195,10 @@ def main() -> None:
     trust = sys.argv[1:] == ["trust"]
     if not trust:  # a model's code may need it
         sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
-    for (place, template), rows in json.load(sys.stdin):
+    for pair, rows in json.load(sys.stdin):
         answer: list[object] | str | None = None
         try:
-            answer = _answer(place, template, [RowsToRender(*each) for each in rows], trust)
+            answer = _answer(tuple(pair), [RowsToRender(*each) for each in rows], trust)
         except Exception as error:
             if isinstance(error.__cause__, MemoryError):
                 answer = TOO_LARGE
@@ -196,13 +206,13 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _answer(place: str, template: str, rows: Sequence[RowsToRender], trust_remote_code: bool) -> list[object]:
+def _answer(pair: Pair, rows: Sequence[RowsToRender], trust_remote_code: bool) -> list[object]:
     with uncollected():
         from rlhf_core.data.chat import Renderer, load_tokenizer
 
-    tokenizer = load_tokenizer(place, trust_remote_code)
+    tokenizer = load_tokenizer(pair[0], trust_remote_code)
     with _limited(CPU_SECONDS):
-        renderer = Renderer(tokenizer, template)
+        renderer = Renderer(tokenizer, pair[1], template_args=_arguments(pair))
         with contextlib.suppress(ValueError):  # a template that refuses it is reported with the data
             renderer.conversation(SPOKEN)  # some templates loop only on text
     of_row = partial(_limited, ROW_CPU_SECONDS)

@@ -171,14 +171,14 @@ def _on_feedback(loop: IterativeFeedback, policy: str) -> DPO | KTO:
 
 def _training(loop: SampledLoop, policy: str, answers: str) -> DPO | KTO | SFT:
     """Returns the stage that trains `policy` on the output of the round's preferences stage, `answers`."""
-    template = loop.prompts.template
+    rendered = {"template": loop.prompts.template, "template_args": loop.prompts.template_args}
     loop = loop.model_copy(update={"max_len": loop.max_len or loop.prompt_max_len + loop.generate_max_len})
     if loop.post_processor == "dpo":
-        return DPO(**_shared(loop, DPO), policy=policy, pairs=answers, template=template)
+        return DPO(**_shared(loop, DPO), policy=policy, pairs=answers, **rendered)
     if loop.post_processor == "kto":
-        return KTO(**_shared(loop, KTO), policy=policy, answers=answers, template=template)
+        return KTO(**_shared(loop, KTO), policy=policy, answers=answers, **rendered)
     condition = "reward" if loop.post_processor == "conditional_sft" else "none"
-    return SFT(**_shared(loop, SFT), model=policy, answers=answers, template=template, condition=condition)
+    return SFT(**_shared(loop, SFT), model=policy, answers=answers, condition=condition, **rendered)
 
 
 def _judging(name: str, config: Evaluation, expanded: Expanded) -> Evaluation:

@@ -60,7 +60,7 @@ def _scores_by_model(config: Evaluation) -> bool:
 
 
 CLIPS = "eps_clip eps_clip_low eps_clip_high dual_clip stop_kl"
-SCORES = "template prompt_max_len generate_max_len micro_rollout_batch_size"
+SCORES = "template template_args prompt_max_len generate_max_len micro_rollout_batch_size"
 RULES = (
     Rule(
         PPO,
@@ -161,7 +161,12 @@ RULES = (
         "in stages with eval_data, which the rounds of a loop do not have",
     ),
     Rule(Trainable, "eval_steps", lambda c: getattr(c, "eval_data", True) is not None, "with eval_data"),
-    Rule(SFT, "template", lambda c: c.data is None, "with answers (data has a template of its own)"),
+    Rule(
+        SFT,
+        "template template_args",
+        lambda c: c.data is None,
+        "with answers (data has a template of its own)",
+    ),
     Rule(
         SFT,
         "packing",
@@ -170,7 +175,7 @@ RULES = (
     ),
     Rule(
         DirectAlignment,
-        "template",
+        "template template_args",
         lambda c: c.data is None,
         "with pairs or answers (data has a template of its own)",
     ),

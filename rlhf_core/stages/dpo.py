@@ -193,9 +193,11 @@ def load_pairs(
     """Loads the pairs of a file mixture. Without one (no `data`), loads the pairs of a preferences stage,
     which are always chat messages."""
     own = data or Data(
-        sources=(Source(path=request.inputs[config.pairs or ""], margin_key=None),), template=config.template
+        sources=(Source(path=request.inputs[config.pairs or ""], margin_key=None),),
+        template=config.template,
+        template_args=config.template_args,
     )
-    renderer = Renderer(tokenizer, own.template, verbatim=data is None)
+    renderer = Renderer(tokenizer, own.template, verbatim=data is None, template_args=own.template_args)
     return preference_pairs(own, renderer, config.max_len, request.seed, folder)
 
 

@@ -143,8 +143,12 @@ def load_answers(
     request: StageRequest, config: KTO, tokenizer: PreTrainedTokenizerBase, data: Data | None, folder: Path
 ) -> Loaded[Labelled]:
     """Loads the answers of a file mixture. Without one (no `data`), loads those of a preferences stage."""
-    own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
-    renderer = Renderer(tokenizer, own.template, verbatim=data is None)
+    own = data or Data(
+        sources=(Source(path=request.inputs[config.answers or ""]),),
+        template=config.template,
+        template_args=config.template_args,
+    )
+    renderer = Renderer(tokenizer, own.template, verbatim=data is None, template_args=own.template_args)
     return labelled_answers(own, renderer, config.max_len, request.seed, folder)
 
 

@@ -54,7 +54,11 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def load(data: Data) -> Loaded[Pair]:
         return preference_pairs(
-            data, Renderer(tokenizer, data.template), config.max_len, request.seed, run / STATE
+            data,
+            Renderer(tokenizer, data.template, template_args=data.template_args),
+            config.max_len,
+            request.seed,
+            run / STATE,
         )
 
     data = load(config.data)

@@ -135,8 +135,12 @@ def load_documents(
     """Loads conversations of a file mixture, or answers with the mask on them alone: a preferences stage's
     (no `data`), or scored ones. Held-out scored answers are conditioned like those trained on
     (`suffix_of`)."""
-    own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
-    renderer = Renderer(tokenizer, own.template, verbatim=data is None)
+    own = data or Data(
+        sources=(Source(path=request.inputs[config.answers or ""]),),
+        template=config.template,
+        template_args=config.template_args,
+    )
+    renderer = Renderer(tokenizer, own.template, verbatim=data is None, template_args=own.template_args)
     if data is None or config.condition == "reward":
         return answer_documents(
             own, renderer, config.max_len, request.seed, config.condition, folder, suffix_of

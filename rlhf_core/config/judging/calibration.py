@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from rlhf_core.config.data import Source, template_mistakes
+from rlhf_core.config.data import Source, TemplateArgs, template_mistakes
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.judging.judges import (
     Judge,
@@ -40,6 +40,9 @@ class Calibration(Gated):
         None, description="at most this many pairs, those labelled last; default: all"
     )
     template: str = Field("chat", description="of a reward judge: 'chat' or a plain template with one {}")
+    template_args: TemplateArgs = Field(
+        {}, description="of a reward judge: arguments of its chat template by name"
+    )
     prompt_max_len: Positive = Field(
         1024, description="of a reward judge: longest prompt in tokens; longer ones keep their end"
     )
@@ -60,7 +63,7 @@ class Calibration(Gated):
 
     @check
     def _check_template(self) -> Iterator[str]:
-        yield from template_mistakes(self.template)
+        yield from template_mistakes(self.template, self.template_args)
 
     def tokenizer_model(self, start: str) -> str | None:
         return next((name for _, name, _ in self.nested_names), None)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.config.data import Data, Source, Text, template_mistakes
+from rlhf_core.config.data import Data, Source, TemplateArgs, Text, template_mistakes
 from rlhf_core.config.engines import only_in_ppo, without_pipeline
 from rlhf_core.config.gates import Asked, Gated, Key
 from rlhf_core.config.judging.judges import (
@@ -52,6 +52,9 @@ class Evaluation(Gated, SamplingFields):
     questions: Source = Field(description="rows with a prompt, and what the rule needs")
     max_questions: Positive | None = Field(None, description="at most this many questions")
     template: str = Field("chat", description="'chat' or a plain template with one {}")
+    template_args: TemplateArgs = Field(
+        {}, description="arguments of the local models' chat templates by name; endpoints: more"
+    )
     judges: tuple[Judge, ...] = Field(
         (RuleJudge(),), description="the first judge decides, the others are second opinions", min_length=1
     )
@@ -97,7 +100,7 @@ class Evaluation(Gated, SamplingFields):
 
     @check
     def _check_template(self) -> Iterator[str]:
-        yield from template_mistakes(self.template)
+        yield from template_mistakes(self.template, self.template_args)
 
     @check
     def _check_engine(self) -> Iterator[str]:
@@ -190,7 +193,7 @@ class Evaluation(Gated, SamplingFields):
     @property
     def asked(self) -> Data:
         """The questions as a data set."""
-        return Data(sources=(self.questions,), template=self.template)
+        return Data(sources=(self.questions,), template=self.template, template_args=self.template_args)
 
     @property
     def turns(self) -> Sequence[Groups]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.config.data import Data, template_mistakes
+from rlhf_core.config.data import Data, TemplateArgs, template_mistakes
 from rlhf_core.config.training.optimised import Routed, Trainable
 from rlhf_core.records import Config, Rate, check
 
@@ -68,11 +68,14 @@ class DirectAlignment(Trainable, Routed):
     template: str = Field(
         "chat", description="template of pairs or answers: 'chat' or a plain one with one {}"
     )
+    template_args: TemplateArgs = Field(
+        {}, description="arguments of the chat template by name, for pairs or answers"
+    )
     learning_rate: Rate = Field(5e-7, description="peak learning rate")
 
     @check
     def _check_template(self) -> Iterator[str]:
-        yield from template_mistakes(self.template)
+        yield from template_mistakes(self.template, self.template_args)
 
 
 class DPO(DirectAlignment, PreferenceLoss):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.config.data import Data, Text, template_mistakes
+from rlhf_core.config.data import Data, TemplateArgs, Text, template_mistakes
 from rlhf_core.config.training.optimised import Routed, Trainable
 from rlhf_core.records import NotInDigest, Rate, check
 
@@ -27,6 +27,9 @@ class SFT(Trainable, Routed):
         description="a preferences stage whose answers are the data (rejection_sampling, conditional_sft)",
     )
     template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
+    template_args: TemplateArgs = Field(
+        {}, description="arguments of the chat template by name, for those answers"
+    )
     eval_data: Data | None = Field(None, description="held-out rows for the evaluation loss")
     packing: Annotated[bool, NotInDigest] = Field(
         True, description="pack documents into rows of max_len (best fit); attention never crosses them"
@@ -41,7 +44,7 @@ class SFT(Trainable, Routed):
 
     @check
     def _check_data(self) -> Iterator[str]:
-        yield from template_mistakes(self.template)
+        yield from template_mistakes(self.template, self.template_args)
         if (self.data is None) == (self.answers is None):
             yield (
                 "an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)"

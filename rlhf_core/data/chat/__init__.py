@@ -3,7 +3,8 @@ answers.
 
 The rendered string is split where an answer begins and ends, and the parts are encoded separately, so that no
 token crosses a border: the tokens of `prompt(messages[:i])`, which a sampler continues, are exactly the
-beginning of `conversation(messages)`, which is trained on.
+beginning of `conversation(messages)`, which is trained on. An answer that other messages
+follow may be written without the end of its prompt (an empty thought); it is masked as it is written.
 
 A control token typed inside a message (`<|im_end|>`) stays text: a placeholder replaces it in the template,
 and it is encoded with `split_special_tokens`. This covers all added tokens marked special, in all roles. The

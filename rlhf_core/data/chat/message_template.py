@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from rlhf_core.data.chat.template_arguments import refuse_unread
 from rlhf_core.data.chat.text_encoder import MARK, Span, TextEncoder
 from rlhf_core.data.chat.tokenizer_loading import first_line
 from rlhf_core.data.documents import Message
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Tools = Sequence[dict[str, Any]]
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class MessageTemplate:
     """The chat template of a tokenizer ("chat"), or a plain template with one {}.
 
     `end_of_turn_id` is the token that the template puts after an answer, and `end_of_turn` its text; None if
-    there is none. Raises ValueError when the template cannot be used.
+    there is none. `arguments` are given to the chat template by name. Raises ValueError when the template
+    cannot be used, or never reads an argument.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, encoder: TextEncoder):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        encoder: TextEncoder,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    ):
         self.tokenizer = tokenizer
         self.template = template
         self._encoder = encoder
+        self._arguments = encoder.hide_values(dict(arguments))
         self._eos = str(tokenizer.eos_token)
         first = tokenizer("a").input_ids[0]
         has_bos = tokenizer.bos_token is not None and first == tokenizer.bos_token_id
@@ -39,6 +50,7 @@ class MessageTemplate:
         if template == "chat":
             self._chat_template = self._find_chat_template()
             self.end_of_turn_id = self._find_end_of_turn()
+            refuse_unread(self._chat_template, arguments, str(tokenizer.name_or_path))
         self.end_of_turn: str | None = None
         if self.end_of_turn_id is not None:
             self.end_of_turn = str(tokenizer.convert_ids_to_tokens(self.end_of_turn_id))
@@ -53,11 +65,15 @@ class MessageTemplate:
             return self._plain(hidden)
         text, spans = self._render(hidden, generation_prompt, tools)
         if GENERATION.search(self._chat_template):
+            if self._arguments and hidden and hidden[-1]["role"] == "assistant":
+                self._refuse_other_beginning(text, hidden, tools)
             return text, spans
         for index, message in enumerate(hidden):
             if message["role"] == "assistant":
                 span = self._answer_in(text, hidden, index, tools)
                 if span is None:
+                    if self._arguments and index == len(hidden) - 1:
+                        self._refuse_other_beginning(text, hidden, tools)
                     raise ValueError(
                         f"the chat template writes the messages before message {index + 1} differently once"
                         " it is there, so the tokens of this answer cannot be found: put {% generation %}"
@@ -133,15 +149,38 @@ class MessageTemplate:
     def _answer_in(self, text: str, hidden: list[Message], index: int, tools: Tools = ()) -> Span | None:
         """Returns the span of the answer `hidden[index]` in `text`; None if the template renders the messages
         before it differently."""
-        before, _ = self._render(hidden[:index], True, tools)
-        if not text.startswith(before):
+        start = self._answer_start(text, hidden, index, tools)
+        if start is None:
             return None
         if self.end_of_turn is None:
             through, _ = self._render(hidden[: index + 1], False, tools)
-            return (len(before), len(through)) if text.startswith(through) else None
+            return (start, len(through)) if text.startswith(through) else None
         # No answer contains this text: control tokens in messages are replaced by placeholders.
-        found = text.find(self.end_of_turn, len(before))
-        return len(before), found + len(self.end_of_turn) if found >= 0 else len(text)
+        found = text.find(self.end_of_turn, start)
+        return start, found + len(self.end_of_turn) if found >= 0 else len(text)
+
+    def _answer_start(self, text: str, hidden: list[Message], index: int, tools: Tools) -> int | None:
+        """Returns where the answer `hidden[index]` begins in `text`: after its prompt. A template may leave
+        out the end of the generation prompt (an empty thought) before an answer that others follow; there it
+        is where the template puts the content."""
+        prompt, _ = self._render(hidden[:index], True, tools)
+        if text.startswith(prompt):
+            return len(prompt)
+        if index == len(hidden) - 1:
+            return None
+        before, _ = self._render(hidden[:index], False, tools)
+        marked = [*hidden[:index], {**hidden[index], "content": MARK}, *hidden[index + 1 :]]
+        header, found, _ = self._render(marked, False, tools)[0].partition(MARK)
+        return len(header) if found and header.startswith(before) and text.startswith(header) else None
+
+    def _refuse_other_beginning(self, text: str, hidden: list[Message], tools: Tools) -> None:
+        """Raises ValueError if the prompt of the last message is not the beginning of `text`."""
+        if not text.startswith(self._render(hidden[:-1], True, tools)[0]):
+            raise ValueError(
+                f"with template_args ({', '.join(self._arguments)}) the chat template begins message"
+                f" {len(hidden)}, an answer, differently than its prompt ends, so another prompt would be"
+                " trained than is sampled: change the arguments, or leave such answers (thoughts) out"
+            )
 
     def _render(
         self, messages: list[Message], generation_prompt: bool, tools: Tools = ()
@@ -154,6 +193,7 @@ class MessageTemplate:
                 return_assistant_tokens_mask=bool(GENERATION.search(self._chat_template)),
                 add_generation_prompt=generation_prompt,
                 **self.tokenizer.special_tokens_map,
+                **self._arguments,
             )
         except Exception as error:  # a template is a program and can raise anything
             roles = ", ".join(message["role"] for message in messages)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.chat.message_template import MessageTemplate, Tools
+from rlhf_core.data.chat.message_template import NO_ARGUMENTS, MessageTemplate, Tools
 from rlhf_core.data.chat.text_encoder import Span, TextEncoder, first_stop
 from rlhf_core.data.chat.tokenizer_loading import check_embedding_rows
 from rlhf_core.data.documents import Document, Message, answered, check_limit, with_suffix
@@ -23,7 +24,8 @@ class Renderer:
     the end-of-sequence token after each answer. `prompt_suffix` is appended to the last message of every
     prompt (`rlhf_core.data.documents`), not to conversations. `verbatim`: the data's answers were sampled, so
     they already contain the template's prefix of an answer (a space, an empty thought), and `response_tokens`
-    does not add it. The constructor raises ValueError when the template cannot be used with this tokenizer.
+    does not add it. `template_args`: further arguments of the chat template, by
+    name. The constructor raises ValueError when the template cannot be used with this tokenizer.
     """
 
     def __init__(
@@ -32,13 +34,14 @@ class Renderer:
         template: str,
         prompt_suffix: str = "",
         verbatim: bool = False,
+        template_args: Mapping[str, Any] = NO_ARGUMENTS,
     ):
         self.tokenizer = tokenizer
         self.template = template
         self.prompt_suffix = prompt_suffix
         self.verbatim = verbatim
         self._encoder = TextEncoder(tokenizer)
-        self._template = MessageTemplate(tokenizer, template, self._encoder)
+        self._template = MessageTemplate(tokenizer, template, self._encoder, template_args)
         self.control_tokens = self._encoder.control_tokens  # control tokens as plain text
         end_of_turn = self._template.end_of_turn_id
         self.end_token_id: int = tokenizer.eos_token_id if end_of_turn is None else end_of_turn

@@ -47,6 +47,8 @@ def refuse_fields(body: Mapping[str, Any]) -> None:
     """Raises ValueError for fields that would change the sampling."""
     if body.get("n") not in (None, 1):
         raise ValueError("n must be 1: ask several times")
+    if body.get("chat_template_kwargs"):
+        raise ValueError("chat_template_kwargs are the stage's: set template_args of its prompts")
     if body.get("stop"):
         raise ValueError("stop is not supported: answers end with the template's end of turn")
     if (body.get("response_format") or {}).get("type") not in (None, "text"):

@@ -51,7 +51,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     config = cast(PPO, request.config)
     paths = model_paths(config, request.inputs)
     tokenizer, own_tokens = load_vocabularies(config, paths, request.trust_remote_code)
-    renderer = Renderer(tokenizer, config.prompts.template)
+    renderer = Renderer(tokenizer, config.prompts.template, template_args=config.prompts.template_args)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     write_data_report(run, request.name, prompts=data.report)
     iterations = config.iterations(len(data.items))

@@ -57,7 +57,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     require_positions(policy, stored_config(policy), config.prompt_max_len + config.generate_max_len)
     tokenizer = load_tokenizer(policy, request.trust_remote_code)
     own_tokens = own_tokens_of(request, config, policy)
-    renderer = Renderer(tokenizer, config.prompts.template)
+    renderer = Renderer(tokenizer, config.prompts.template, template_args=config.prompts.template_args)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     write_data_report(run, request.name, prompts=data.report)
     prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
@@ -126,7 +126,9 @@ def conditioned(
     suffix = stored_suffix(policy)
     if not suffix:
         return [prompt.tokens for prompt in prompts]
-    renderer = Renderer(tokenizer, config.prompts.template, suffix)
+    renderer = Renderer(
+        tokenizer, config.prompts.template, suffix, template_args=config.prompts.template_args
+    )
     return [renderer.prompt_within(prompt.messages, config.prompt_max_len)[0] for prompt in prompts]
 
 

@@ -110,10 +110,10 @@ def wrong(task, base_url, api_key):
 def refused(task, base_url, api_key):
     client = OpenAI(base_url=base_url, api_key=api_key)
     told = {}
-    for field, value in {"stop": ["x"], "n": 2, "tool_choice": "required", "max_tokens": 0.5}.items():
+    for field, value in {"stop": ["x"], "n": 2, "tool_choice": "required", "max_tokens": 0.5, "extra_body": {"chat_template_kwargs": {"a": 1}}}.items():
         try: client.chat.completions.create(model="any", messages=[asks("a")], **{field: value})
         except BadRequestError as error: told[field] = str(error)
-    assert list(told) == ["stop", "n", "tool_choice", "max_tokens"], told
+    assert list(told) == ["stop", "n", "tool_choice", "max_tokens", "extra_body"], told
     try: OpenAI(base_url=base_url, api_key="other", max_retries=0).models.list()
     except Exception as error: assert error.status_code == 401
     assert [model.id for model in client.models.list()] == ["policy"]

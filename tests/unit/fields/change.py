@@ -44,6 +44,7 @@ EXPERTS = {
     "output_router_logits": True,
 }
 TEMPLATE = (
+    "{{ note or '' }}"
     "{%- for message in messages -%}{%- if message['role'] == 'assistant' -%}<a>{% generation %}{{"
     " message['content'] }}<end>{% endgeneration %}{%- else -%}<u>{{ message['content'] }}<end>{%- endif"
     " -%}{%- endfor -%}{%- if add_generation_prompt -%}<a>{%- endif -%}"

@@ -169,7 +169,9 @@ def rendered(kind: str) -> Any:
         if "probability" in source:
             sources.append({**source, "path": "held.jsonl", "probability": 1 - source["probability"]})
         data = Data.model_validate({"sources": sources, **given})
-        renderer = Renderer(load_tokenizer(world.place("sft"), False), data.template)
+        renderer = Renderer(
+            load_tokenizer(world.place("sft"), False), data.template, template_args=data.template_args
+        )
         match kind:
             case "sft":
                 return [list(d.tokens) for d in sft_documents(data, renderer, 64, 0).items]
@@ -279,12 +281,14 @@ SAMPLED = {
         Change("reward_evaluation", HELD_OUT, BATTLE),
         Change("temperature", 0.0, BATTLE),
         Change("template", "Q: {}", BATTLE),
+        Change("template_args", {"note": "ab"}, BATTLE),
         Change("engine", {"options": {"max_num_seqs": 3}}, BATTLE),
     ],
     "Data": [
         Change("max_samples", 2, rendered("sft")),
         Change("sources", [{"path": "rows.jsonl"}], rendered("sft")),
         Change("template", "Q: {}", rendered("preference")),
+        Change("template_args", {"note": "ab"}, rendered("preference")),
     ],
     "Source": [
         Change("path", "held.jsonl", rendered("preference")),

@@ -14,10 +14,13 @@ WITHOUT = {
     # Runs the evaluation's stage; history and band: tests/unit/evaluation/regression/test_regression.py.
     "regression": (
         "band baseline bootstrap_rounds dtype endpoints generate_max_len history judges max_questions models"
-        " parents prompt_max_len proxy questions reward_evaluation style_tokenizer temperature template engine"
+        " parents prompt_max_len proxy questions reward_evaluation style_tokenizer temperature template"
+        " template_args engine"
     ),
     # tests/unit/evaluation/calibration/test_stage.py
-    "calibration": "bootstrap_rounds generate_max_len judge labels max_labels prompt_max_len template",
+    "calibration": (
+        "bootstrap_rounds generate_max_len judge labels max_labels prompt_max_len template template_args"
+    ),
     # Needs lm-eval: tests/unit/evaluation/alignment_tax/test_alignment_tax.py.
     "alignment_tax": (
         "baseline bootstrap_rounds chat_template dtype limit max_gen_toks max_model_len models num_fewshot"

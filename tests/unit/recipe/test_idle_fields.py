@@ -72,6 +72,7 @@ IDLE: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("sft", SFT | {"save_minutes": 0}, {"keep_checkpoints": 3}, {"save_minutes": 9.0}),
     ("sft", SFT, {"eval_steps": 9}, {"eval_data": DATA}),
     ("sft", SFT, {"template": "Q: {}"}, {"data": None, "answers": "preferences"}),
+    ("sft", SFT, {"template_args": {"a": 1}}, {"data": None, "answers": "preferences"}),
     ("dpo", DPO, {"template": "Q: {}"}, {"data": None, "pairs": "preferences"}),
     ("iterative_dpo", LOOP, {"eval_steps": 9}, {}),
     ("preferences", PREFERENCES, {"micro_rollout_batch_size": 4}, {"reward": "org/reward"}),
@@ -79,7 +80,7 @@ IDLE: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("evaluation", EVALUATION, {"judges": [ALWAYS]}, {"judges": [ALWAYS | {"interval_width": 0.1}]}),
     *[
         ("calibration", CALIBRATION, field, {"judge": {"kind": "reward", "reward": "org/r"}})
-        for field in ({"template": "Q: {}"}, {"prompt_max_len": 9}, {"generate_max_len": 9}, {"micro_rollout_batch_size": 9})
+        for field in ({"template": "Q: {}"}, {"template_args": {"a": 1}}, {"prompt_max_len": 9}, {"generate_max_len": 9}, {"micro_rollout_batch_size": 9})
     ],
     *[
         ("publication", {"model": "base"}, field, {"repo_id": "org/name"})

@@ -84,7 +84,9 @@ def load_validation(
     prompts: list[Prompt] = []
     groups: dict[str, range] = {}
     shared = 0
-    own_renderer = Renderer(renderer.tokenizer, config.eval_prompts.template)
+    own_renderer = Renderer(
+        renderer.tokenizer, config.eval_prompts.template, template_args=config.eval_prompts.template_args
+    )
     for source in config.eval_prompts.sources:
         data = config.eval_prompts.model_copy(
             update={"sources": (source.model_copy(update={"probability": 1.0}),)}

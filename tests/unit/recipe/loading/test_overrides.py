@@ -97,7 +97,10 @@ def test_overrides_are_applied_together_before_the_check(recipe: Write) -> None:
             "stages.ppo.zero_stage: input should be 'auto', 0, 1, 2 or 3, not 'true'; correct it",
         ),
         ("sft.max_len=-1", "stages.sft.max_len: input should be greater than 0, not -1"),
-        ("sft.data=train.jsonl", "stages.sft.data: must be a mapping (sources, template, max_samples)"),
+        (
+            "sft.data=train.jsonl",
+            "stages.sft.data: must be a mapping (sources, template, template_args, max_samples)",
+        ),
         (
             "evaluation.judges.0.kind=rul",
             "stages.evaluation.judges.0: kind: unknown value 'rul'; did you mean rule?",

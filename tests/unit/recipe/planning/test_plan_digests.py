@@ -129,6 +129,9 @@ def test_fields_in_the_digest_if_set_are_in_it_with_another_value_than_their_def
     assert deciding(PPO.model_validate(given | {"schedule": "cosine"}), Digests(tmp_path)) == default
     other = {"schedule": "wsd", "warmup_steps": 0, "optimizer": "muon"}
     assert deciding(PPO.model_validate(given | other), Digests(tmp_path)) == default | other
+    argued = {"prompts": {"sources": "p.jsonl", "template_args": {"effort": "low"}}}
+    prompts = deciding(PPO.model_validate(argued), Digests(tmp_path))["prompts"]
+    assert prompts == default["prompts"] | {"template_args": {"effort": "low"}}
 
 
 def test_a_digest_covers_the_code_of_a_reward_function(planned: Planned, tmp_path: Path) -> None:

@@ -106,6 +106,13 @@ def test_a_loop_trains_as_its_post_processor_says(
     )
 
 
+def test_the_rounds_of_a_loop_render_with_the_arguments_of_its_prompts(planned: Planned) -> None:
+    found = planned("loop.prompts.template_args={effort: low}")
+    sampling, training = (found[f"loop.round1.{part}"].config for part in ("preferences", "dpo"))
+    assert isinstance(sampling, Preferences) and isinstance(training, DPO)
+    assert sampling.prompts.template_args == training.template_args == {"effort": "low"}
+
+
 @pytest.mark.parametrize(
     ("stages", "told"),
     [
