@@ -17,7 +17,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from rlhf_core.cluster.rank_environment import RANK_VARIABLES
-from rlhf_core.config.training.optimised import ADAPTER_RANKS
+from rlhf_core.config.training.lora_fields import ADAPTER_RANKS
 from rlhf_core.hub.api import client_options
 from rlhf_core.hub.ids import parted
 from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
