@@ -38,6 +38,7 @@ CALLS = {
 }
 X32 = 0x40000000  # from this number on, calls belong to x86-64's x32 interface
 OPEN_FILES = 64
+OPEN_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8"}  # without sandbox: no keys
 CLONE_THREAD = 0x10000
 LOAD = 0x20
 EQUAL = 0x15
@@ -98,16 +99,24 @@ async def run(
     loop = asyncio.get_running_loop()
     async with _turns.setdefault(loop, asyncio.Semaphore(max(2, os.cpu_count() or 1))):
         async with opened(command, seconds, memory_mib, with_stderr) as process:
-            written = bytearray()
-            try:
-                talk = _talk(process, stdin.encode(errors="replace"), written, output_bytes)
-                await asyncio.wait_for(talk, seconds)
-                late = False
-            except TimeoutError:
-                late = True
-    return Output(
-        bytes(written[:output_bytes]).decode(errors="replace"), None if late else process.returncode
-    )
+            return await output_of(process, stdin, seconds, output_bytes)
+
+
+async def output_of(
+    process: asyncio.subprocess.Process, stdin: str, seconds: float, output_bytes: int
+) -> Output:
+    """Returns the output of a program that `opened` started and kills. `seconds`: by the clock."""
+    written = bytearray()
+    late = False
+    try:
+        await asyncio.wait_for(_talk(process, stdin.encode(errors="replace"), written, output_bytes), seconds)
+    except TimeoutError:
+        late = True
+    text = bytes(written[:output_bytes]).decode(errors="replace")
+    if late:
+        return Output(text, None)
+    killed = -signal.SIGKILL  # it printed too much and still runs
+    return Output(text, killed if process.returncode is None else process.returncode)
 
 
 @asynccontextmanager
@@ -139,6 +148,7 @@ async def opened(
             pass_fds=(rules.fileno(),) if closed else (),
             start_new_session=closed,  # else it stays in this process's group and ends with it
             preexec_fn=lambda: _limit(seconds, memory_mib),
+            env=None if closed else OPEN_ENVIRONMENT,  # bubblewrap clears it itself
         )
     assert process.stdout is not None
     try:
