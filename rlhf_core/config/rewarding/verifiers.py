@@ -83,7 +83,7 @@ class CodeReward(VerifierReward):
     tests: str = Field("tests", min_length=1, description="column with the tests; a.b: the key b in column a")
     language: Literal["python"] = Field("python", description="language of the programs")
     timeout: Rate = Field(
-        10.0, description="seconds of one test; all tests of an answer have ten times as long together"
+        10.0, description="CPU seconds of one test; all tests of an answer have ten times as long together"
     )
     memory_mib: int = Field(512, gt=0, le=1 << 20, description="memory of one program in MiB")
     partial: bool = Field(
@@ -112,7 +112,7 @@ class CodeReward(VerifierReward):
 
     @property
     def request_seconds(self) -> float:
-        return self.batch_size * (10 * self.timeout + SPARE_SECONDS) + SPARE_SECONDS
+        return self.batch_size * (4 * 11 * self.timeout + SPARE_SECONDS) + SPARE_SECONDS
 
 
 Verifier = MathReward | CodeReward

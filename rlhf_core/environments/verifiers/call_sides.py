@@ -4,14 +4,19 @@ code, the other the tests. `python -c SOURCE answer|tests`; standard library onl
 The side of the tests asks for calls of the answer's functions, and gets their results as plain data. So the
 answer sees no test and no expected value, cannot change how results are compared, and cannot report a test as
 passed. Both sides read and write lines of JSON on the descriptors that they are started with; what code
-prints or reads goes to /dev/null.
+prints or reads goes to /dev/null. Lists, dicts and sets that a call changes are changed on the side of the
+tests, too; functions and iterators go by reference in both directions.
 """
 
 import builtins
 import json
 import math
 import os
+import signal
 import sys
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
 from typing import IO, Any
 
 COMMON = """
@@ -29,7 +34,7 @@ class AnswerError(Exception):
 
 
 class AnswerObject:
-    """An object of the answer's code, as the side of the tests has it. Equal to itself alone."""
+    """An object of the other side. Equal to itself alone."""
 
     def __init__(self, link: "Link", place: Any):
         self._link = link
@@ -52,12 +57,19 @@ class AnswerObject:
     def __getitem__(self, key: Any) -> Any:
         return self._link.ask("item", self, key)
 
+    def __iter__(self) -> Any:
+        return self._link.ask("iterate", self, None)
+
+    def __next__(self) -> Any:
+        return self._link.ask("next", self, None)
+
 
 class Link:
     """One side's line to the program that started both. `held`: the objects that the other side knows by
-    number."""
+    number. `check`: the number of the check that runs."""
 
     def __init__(self) -> None:
+        self.check = 0
         self.read: IO[str] = os.fdopen(os.dup(0), encoding="utf-8")
         self.write: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8")
         self.held: list[Any] = []
@@ -77,8 +89,13 @@ class Link:
 
     def ask(self, what: str, target: AnswerObject, given: Any) -> Any:
         """Asks the other side for a result. Raises what the answer's code raised."""
-        self.send({"ask": [what, target._place, self.encoded(given)]})
+        self.send({"ask": [what, target._place, self.encoded(given), self.check]})
         reply = self.receive()
+        while "ask" in reply:
+            self.serve(reply["ask"])
+            reply = self.receive()
+        for of_options, place, value in reply.get("changed", []):
+            _change(given[of_options][place], self.decoded(value))
         if "raised" not in reply:
             return self.decoded(reply["result"])
         kind: Any = getattr(builtins, str(reply["raised"]), None)
@@ -101,6 +118,12 @@ class Link:
         if isinstance(value, dict):
             pairs = [[self.encoded(k, depth + 1), self.encoded(v, depth + 1)] for k, v in value.items()]
             return ["dict", pairs]
+        if isinstance(value, Decimal):
+            return ["decimal", str(value)]
+        if isinstance(value, Fraction):
+            return ["fraction", value.numerator, value.denominator]
+        if isinstance(value, range):
+            return ["range", value.start, value.stop, value.step]
         for name, kind in SEQUENCES.items():
             if isinstance(value, kind):
                 return [name, [self.encoded(part, depth + 1) for part in value]]
@@ -122,67 +145,146 @@ class Link:
             return bytes.fromhex(rest[0])
         if name == "dict":
             return {self.decoded(key): self.decoded(part) for key, part in rest[0]}
+        if name == "keys":
+            return dict.fromkeys(self.decoded(part) for part in rest[0]).keys()
+        if name in NUMBERS:
+            return NUMBERS[name](*rest)
         return SEQUENCES[name](self.decoded(part) for part in rest[0])
+
+    def serve(self, asked: list[Any]) -> None:
+        """Sends the result of what the other side asks for, or what that raised."""
+        what, place, given, self.check = asked
+        try:
+            reply = self.reply(what, place, given)
+            json.dumps(reply)
+        except BaseException as error:  # whatever the code raises
+            reply = {"raised": type(error).__name__, "text": str(error)[:200]}
+        self.send(reply)
+
+    def reply(self, what: str, place: Any, given: Any) -> dict[str, Any]:
+        """Calls a function that was an argument, or goes on with an iterator. Nothing else: attributes would
+        lead the answer to the tests."""
+        if what not in ("call", "iterate", "next"):
+            raise AttributeError(f"no {what} of an argument")
+        return {"result": self.encoded(self.result(what, self.named(place), self.decoded(given)))}
+
+    def result(self, what: str, target: Any, given: Any) -> Any:
+        if what == "call":
+            args, options = given
+            return target(*args, **options)
+        return iter(target) if what == "iterate" else next(target)
 
     def named(self, place: Any) -> Any:
         """Returns an object that the other side knows by its number."""
         return self.held[place]
 
 
-SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+SEQUENCES: dict[str, Any] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "keys": type(dict.fromkeys("").keys()),
+}
+NUMBERS: dict[str, Any] = {"decimal": Decimal, "fraction": Fraction, "range": range}
+CHANGEABLE = ("list", "dict", "set")
+
+
+def _change(value: Any, new: Any) -> None:
+    """Gives a list, dict or set the content of another."""
+    if isinstance(value, list):
+        value[:] = new
+    else:
+        value.clear()
+        value.update(new)
 
 
 class AnswerLink(Link):
     """The side of the answer: objects have numbers, and what its code defines has names."""
 
     names: dict[str, Any]
+    standard: dict[str, Any]  # the names that were there before the answer's
+    seconds: float  # CPU time of one check
 
     def named(self, place: Any) -> Any:
         if isinstance(place, int):
             return self.held[place]
-        if place not in self.names and "Solution" in self.names:
+        if place in self.names and self.names[place] is not self.standard.get(place, self):
+            return self.names[place]
+        if "Solution" in self.names:
             return getattr(self.names["Solution"](), place)
-        if place not in self.names:
-            raise NameError(f"name {place!r} is not defined")
-        return self.names[place]
+        raise NameError(f"name {place!r} is not defined")
 
-    def result(self, what: str, place: Any, given: Any) -> Any:
-        target = self.named(place)
+    def serve(self, asked: list[Any]) -> None:
+        if asked[-1] != self.check:
+            self.limit_time()
+        super().serve(asked)
+
+    def limit_time(self) -> None:
+        """Ends this process after `seconds` more of CPU time. Code may undo it; the sandbox's limits stay."""
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, self.seconds)
+
+    def reply(self, what: str, place: Any, given: Any) -> dict[str, Any]:
+        plain = self.decoded(given)
+        result = {"result": self.encoded(self.result(what, self.named(place), plain))}
         if what == "call":
-            args, options = given
-            return target(*args, **options)
+            args, options = given[1]
+            places = [(0, place, value) for place, value in enumerate(args[1])]
+            places += [(1, place, value) for place, value in options[1]]
+            result["changed"] = self.changed(places, plain)
+        return result
+
+    def changed(self, places: list[Any], plain: list[Any]) -> list[Any]:
+        """Returns the place and new value of each list, dict or set among the arguments that differs from
+        what was given."""
+        found = []
+        for of_options, place, before in places:
+            if not isinstance(before, list) or before[0] not in CHANGEABLE or _has_objects(before):
+                continue
+            after = self.encoded(plain[of_options][place])
+            if after != before:
+                found.append([of_options, place, after])
+        return found
+
+    def result(self, what: str, target: Any, given: Any) -> Any:
         if what == "attribute":
             return getattr(target, given)
         if what == "item":
             return target[given]
-        return len(target) if what == "length" else bool(target)
+        if what == "length":
+            return len(target)
+        return bool(target) if what == "truth" else super().result(what, target, given)
+
+
+def _has_objects(given: list[Any]) -> bool:
+    text = json.dumps(given)
+    return '"own"' in text or '"object"' in text
 
 
 def answer_side(link: AnswerLink) -> None:
     """Runs the answer's code, then the calls that the tests ask for."""
     link.names = {"__name__": "answer"}
     exec(COMMON, link.names)  # noqa: S102 this is what the sandbox is for
+    link.standard = dict(link.names)
     link.send({"ready": True})
+    link.seconds = link.receive()["seconds"]
+    link.limit_time()
     exec(compile(link.receive()["code"], "answer.py", "exec"), link.names)  # noqa: S102
     link.send({"loaded": True})
     while True:
-        what, place, given = link.receive()["ask"]
-        try:
-            reply = {"result": link.encoded(link.result(what, place, link.decoded(given)))}
-            json.dumps(reply)
-        except BaseException as error:  # whatever the answer's code raises
-            reply = {"raised": type(error).__name__, "text": str(error)[:200]}
-        link.send(reply)
+        link.serve(link.receive()["ask"])
 
 
 def tests_side(link: Link) -> None:
     """Runs the tests one after another and reports each."""
-    names: dict[str, Any] = {"__name__": "tests", "_same": same}
+    names: dict[str, Any] = {"__name__": "__main__", "_same": same}
     exec(COMMON, names)  # noqa: S102
     link.send({"ready": True})
     request = link.receive()
-    names |= {name: AnswerObject(link, name) for name in request["names"] if name not in names}
-    for code in request["checks"]:
+    names |= {name: AnswerObject(link, name) for name in request["names"]}
+    for link.check, code in enumerate(request["checks"], 1):
         try:
             exec(compile(code, "tests.py", "exec"), names)  # noqa: S102
             passed = True

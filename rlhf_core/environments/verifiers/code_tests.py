@@ -9,17 +9,15 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from keyword import iskeyword
 from typing import Any, NamedTuple
 
+from rlhf_core.environments.verifiers.python_tests import checks_of
 from rlhf_core.environments.verifiers.row_cells import cell
 
-ENTRY = re.compile(r"(?:Solution\(\)\.)?[A-Za-z_]\w*")
-GIVEN = {"_same", "candidate", "__name__"}  # names that are not the answer's
+OWN = {"_same", "_found"}  # names that the checks of calls use
 
 
 class CodeTests(NamedTuple):
@@ -55,9 +53,9 @@ def known_tests(row: Mapping[str, Any], column: str) -> CodeTests:
 
 def _tests(value: Any, entry: Any) -> CodeTests:
     if isinstance(value, str):
-        return _of_code(value, entry)
+        return CodeTests(*checks_of(value, entry))
     if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
-        return _of_code("\n".join(value), entry)
+        return CodeTests(*checks_of("\n".join(value), entry))
     if isinstance(value, dict):
         value = [value] if "input" in value else _paired(value)
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
@@ -92,76 +90,11 @@ def _lines(value: Any) -> str:
 def _call(name: str, given: Any, known: Any) -> str:
     """Returns the check of one call. As in APPS, a result may stand alone in a list; arguments in a text are
     JSON, one a line."""
-    if not name.isidentifier():
-        raise ValueError(f"fn_name {name!r:.60}, which is no name")
+    if not name.isidentifier() or iskeyword(name) or name in OWN:
+        raise ValueError(f"fn_name {name!r:.60}, which is no name of a function")
     if isinstance(given, str):
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
         known = json.loads(known) if isinstance(known, str) else known
     if not isinstance(given, list):
         raise ValueError(f"arguments that are no list but {given!r:.60}")
     return f"_found = {name}(*{given!r})\nassert _same(_found, {known!r}) or _same([_found], {known!r})"
-
-
-def _of_code(code: str, entry: Any) -> CodeTests:
-    """Returns tests that are Python code: each ends with an assert or a call at the top level."""
-    tree = ast.parse(code)
-    body = [part for part in tree.body if not _imports_solution(part)]
-    functions = {part.name: part for part in body if isinstance(part, ast.FunctionDef)}
-    called = {node.id for part in body if isinstance(part, ast.Expr) for node in _loads(part)}
-    if "check" in functions and "check" not in called:
-        if not isinstance(entry, str) or not ENTRY.fullmatch(entry):
-            raise ValueError(
-                "a function check, which nothing calls: name the answer's function in entry_point"
-            )
-        body += ast.parse(f"check({entry})").body
-    for name, function in functions.items():
-        if name.startswith("test_") and name not in called and not function.args.args:
-            body += ast.parse(f"{name}()").body
-    checks = list(_pieces(body))
-    names = _free(body)
-    if checks and not names:
-        raise ValueError("tests that use nothing of the answer")
-    return CodeTests(tuple(checks), names)
-
-
-def _imports_solution(part: ast.stmt) -> bool:
-    """Returns whether a statement imports from the answer, as if it were a module `solution`."""
-    return isinstance(part, ast.ImportFrom) and part.module == "solution"
-
-
-def _pieces(body: list[ast.stmt]) -> Iterator[str]:
-    """Yields the statements up to each assert or call, as code. What follows the last one tests nothing."""
-    piece: list[ast.stmt] = []
-    for part in body:
-        piece.append(part)
-        call = isinstance(part, ast.Expr) and isinstance(part.value, ast.Call)
-        if call or isinstance(part, ast.Assert):
-            yield ast.unparse(ast.Module(piece, []))
-            piece = []
-
-
-def _loads(tree: ast.AST) -> Iterator[ast.Name]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
-
-
-def _free(body: list[ast.stmt]) -> tuple[str, ...]:
-    """Returns the names that code uses and neither binds nor gets from Python: the answer's."""
-    tree = ast.Module(body, [])
-    bound = {name for node in ast.walk(tree) for name in _bound(node)}
-    used = dict.fromkeys(node.id for node in _loads(tree))
-    return tuple(name for name in used if name not in bound | GIVEN and not hasattr(builtins, name))
-
-
-def _bound(node: ast.AST) -> list[str]:
-    match node:
-        case ast.Name(id=name, ctx=ast.Store()):
-            return [name]
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return [name]
-        case ast.arg(arg=name):
-            return [name]
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return [alias.asname or alias.name.partition(".")[0] for alias in names]
-        case ast.ExceptHandler(name=str(name)):
-            return [name]
-    return []

@@ -1,8 +1,8 @@
 """`reward: code`: runs the last block of Python code of a response with the row's tests, in a sandbox.
 
 The reward is 1 if all tests pass, else 0; with `partial` the share that passes. A test that exceeds a limit
-of time or memory has failed, and after one that exceeds the time the remaining ones have too. An answer has
-no reward if the sandbox itself fails.
+of CPU time or memory has failed, and after one that exceeds the time the remaining ones have too. An answer
+has no reward if the sandbox itself fails.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import re
+import resource
 import sys
 import time
 from asyncio.subprocess import Process
@@ -23,16 +24,18 @@ from rlhf_core.environments import sandbox
 from rlhf_core.environments.verifiers.code_tests import CodeTests, known_tests
 
 ALL_TESTS = 10  # times the limit of one test that all of an answer's may take together
-START_SECONDS = 30.0  # for the sandbox and Python to start
+WAITING = 4  # times the limit of CPU time that tests may take by the clock, on a busy machine
+START_SECONDS = 30.0  # for the sandbox and Python to start, by the clock
+START_CPU = 1.0  # CPU seconds for them to start
 LONGEST_CODE = 100_000  # bytes; Linux limits an argument to 128 KiB
 LONGEST_LINE = 16 << 20  # bytes of one call's arguments or result
 SPARE_OUTPUT = 4096  # bytes that a program may print beyond twice what is expected
 FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^`]*$")
-TAGS = {"python": ("", "python", "py", "python3")}
+TAGS = {"python": ("python", "py", "python3")}
 SIDES = Path(__file__).with_name("call_sides.py")
 PROGRAM = """
 import sys
-sys.stdout.write("ready\\n")
+sys.stdout.write('{"ready": true}\\n')
 sys.stdout.flush()
 exec(compile(sys.argv.pop(), "answer.py", "exec"), {"__name__": "__main__"})
 """
@@ -78,9 +81,10 @@ def verify_answers(
 
 
 def last_block(text: str, tags: Sequence[str]) -> str | None:
-    """Returns the last closed block of code between fences that has one of these tags; None if there is
-    none."""
-    found: str | None = None
+    """Returns the last closed block of code between fences that has one of these tags, or without one the
+    last that has no tag; None if there is none."""
+    tagged: str | None = None
+    untagged: str | None = None
     fence = tag = ""
     lines: list[str] = []
     for line in text.split("\n"):
@@ -89,11 +93,13 @@ def last_block(text: str, tags: Sequence[str]) -> str | None:
             fence, tag = match[1], match[2].lower()
             lines = []
         elif fence and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
-            found = "\n".join(lines) if tag in tags else found
+            block = "\n".join(lines)
+            tagged = block if tag in tags else tagged
+            untagged = block if not tag else untagged
             fence = ""
         else:
             lines.append(line)
-    return found
+    return untagged if tagged is None else tagged
 
 
 def can_run(code: str) -> bool:
@@ -105,12 +111,11 @@ async def passed_tests(
     code: str, tests: CodeTests, seconds: float, memory_mib: int, all_or_nothing: bool
 ) -> int:
     """Returns how many tests the code passes; with `all_or_nothing` up to the first that it does not pass.
-    `seconds`: of one test. Raises SandboxFailed, OSError or RuntimeError when the sandbox fails."""
-    deadline = time.monotonic() + ALL_TESTS * seconds + START_SECONDS
+    `seconds`: CPU time of one test. Raises SandboxFailed, OSError or RuntimeError when the sandbox fails."""
     if tests.programs:
-        return await _programs(code, tests, seconds, memory_mib, all_or_nothing, deadline)
+        return await _programs(code, tests, seconds, memory_mib, all_or_nothing)
     command = [*sandbox.python()[:-1], "-c", SIDES.read_text()]
-    limits = ALL_TESTS * seconds, memory_mib, False, LONGEST_LINE
+    limits = ALL_TESTS * seconds + START_CPU, memory_mib, False, LONGEST_LINE
     async with (
         sandbox.opened([*command, "answer"], *limits) as answer,
         sandbox.opened([*command, "tests"], *limits) as checker,
@@ -118,48 +123,57 @@ async def passed_tests(
         await _start(answer, memory_mib)
         await _start(checker, memory_mib)
         try:
-            await _send(answer, {"code": code}, seconds)
-            loaded = await _line(answer, seconds)
+            await _send(answer, {"seconds": seconds}, START_SECONDS)
+            await _send(answer, {"code": code}, START_SECONDS)
+            loaded = await _line(answer, WAITING * seconds)
         except TimeoutError:
             return 0
         if loaded.strip() != b'{"loaded": true}':
             return 0
         await _send(checker, {"checks": tests.checks, "names": tests.names}, START_SECONDS)
-        return await _checks(answer, checker, len(tests.checks), seconds, all_or_nothing, deadline)
+        return await _checks(answer, checker, len(tests.checks), seconds, all_or_nothing)
 
 
 async def _programs(
-    code: str, tests: CodeTests, seconds: float, memory_mib: int, all_or_nothing: bool, deadline: float
+    code: str, tests: CodeTests, seconds: float, memory_mib: int, all_or_nothing: bool
 ) -> int:
     """Runs the code as a program with each test's input, and compares what it prints."""
     passed = 0
+    spent = 0.0  # CPU seconds
+    end = time.monotonic() + WAITING * ALL_TESTS * seconds
     command = [*sandbox.python()[:-1], "-c", PROGRAM, code.encode(errors="replace").decode()]
     for given, known in tests.programs:
-        left = deadline - time.monotonic()
+        before = _children_seconds()
         most = 2 * len(known.encode(errors="replace")) + SPARE_OUTPUT
-        limit = min(seconds, left)
-        output = await sandbox.run(command, given, limit, memory_mib, most, with_stderr=False)
-        started, _, printed = output.text.partition("\n")
-        if started != "ready":
-            raise SandboxFailed(f"Python did not start with {memory_mib} MiB (status {output.code})")
-        right = output.code == 0 and same_output(printed, known)
+        async with sandbox.opened(command, seconds + START_CPU, memory_mib, False) as process:
+            await _start(process, memory_mib)
+            output = await sandbox.output_of(process, given, WAITING * seconds, most)
+        took = _children_seconds() - before
+        spent += took - START_CPU
+        right = output.code == 0 and same_output(output.text, known)
         passed += right
-        if output.code is None or (all_or_nothing and not right) or time.monotonic() > deadline:
+        late = output.code is None or (not right and took > seconds)
+        if late or (all_or_nothing and not right) or spent > ALL_TESTS * seconds or time.monotonic() > end:
             break
     return passed
 
 
-async def _checks(
-    answer: Process, checker: Process, count: int, seconds: float, all_or_nothing: bool, deadline: float
-) -> int:
+def _children_seconds() -> float:
+    """Returns the CPU time of the programs that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+async def _checks(answer: Process, checker: Process, count: int, seconds: float, all_or_nothing: bool) -> int:
     """Passes calls and results between the two sides, and counts the checks that passed."""
     passed = 0
-    end = min(deadline, time.monotonic() + seconds)
+    deadline = time.monotonic() + WAITING * ALL_TESTS * seconds
+    end = time.monotonic() + WAITING * seconds
     results = 0
     while results < count:
         try:
             line = await _line(checker, end - time.monotonic())
-            if line.startswith(b'{"ask"'):
+            if line and not line.startswith(b'{"passed"'):
                 await _answer_call(answer, checker, line, end)
                 continue
         except TimeoutError:
@@ -168,15 +182,15 @@ async def _checks(
             break
         passed += line.strip() == b'{"passed": true}'
         results += 1
-        end = min(deadline, time.monotonic() + seconds)
+        end = min(deadline, time.monotonic() + WAITING * seconds)
         if all_or_nothing and passed < results:
             break
     return passed
 
 
 async def _answer_call(answer: Process, checker: Process, line: bytes, end: float) -> None:
-    """Gets the result of a call. Raises TimeoutError when there is none in time, and when the answer's
-    process has ended or wrote too much."""
+    """Hands a call, or the result of one, to the answer, and its next line back. Raises TimeoutError when
+    there is none in time, and when the answer's process has ended or wrote too much."""
     await _send_line(answer, line, end - time.monotonic())
     reply = await _line(answer, end - time.monotonic())
     if not reply:

@@ -57,6 +57,15 @@ def test_a_function_by_name_has_a_check_for_each_call() -> None:
             2,
             ("f",),
         ),
+        ("assert f(0) == 0\nfor i in range(3):\n    assert f(i) == i", {}, 2, ("f",)),
+        ("assert f(0) == 0\nif f(1) != 1:\n    raise ValueError", {}, 2, ("f",)),
+        ("assert f(0) == 0\nwith g() as x:\n    assert x\nprint(f(1))", {}, 2, ("f", "g")),
+        ("import random\nrandom.seed(0)\nprint('x')\nassert f(1) == 1", {}, 1, ("f",)),
+        ("def same(x):\n    assert f(x) == x\n\ndef all_same():\n    same(1)\n\nall_same()", {}, 1, ("f",)),
+        ("def test_it(x):\n    assert f(x)\n\ndef test_all():\n    test_it(1)", {}, 1, ("f",)),
+        ("def test_it(x=1):\n    assert f(x)", {}, 1, ("f",)),
+        ("if __name__ == '__main__':\n    assert f(1)", {}, 1, ("f",)),
+        ("assert math.isclose(f(1), 1)\nassert sorted(f(2))", {}, 2, ("f",)),
         ("import math\nfor i in range(3):\n    pass\nassert math.isclose(f(i), max(i, 1))", {}, 1, ("f",)),
     ],
 )
@@ -67,8 +76,43 @@ def test_code_is_cut_into_checks(cell: Any, row: dict[str, Any], count: int, nam
 
 
 @pytest.mark.parametrize(
+    ("cell", "row", "names"),
+    [
+        ("assert reduce([1]) == 1", {}, ("reduce",)),
+        ("from collections import Counter\nassert Counter(f('a')) == Counter('a')", {}, ("f",)),
+        ("from solution import Counter, f\nassert Counter(f(1))", {}, ("Counter", "f")),
+        ("from solution import max\nassert max([1]) == 1", {}, ("max",)),
+        ("assert copy([1]) == f([1])", {}, ("f", "copy")),  # a module cannot be called
+        ("def check(candidate):\n    assert candidate([1])", {"entry_point": "heapify"}, ("heapify",)),
+        ("def check(candidate):\n    assert candidate([1])", {"entry_point": "sorted"}, ("sorted",)),
+        ({"fn_name": "Counter", "inputs": [[1]], "outputs": [[1]]}, {}, ("Counter",)),
+    ],
+)  # fmt: skip
+def test_the_tests_decide_which_standard_names_are_the_answers(
+    cell: Any, row: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    assert known_tests({"tests": cell, **row}, "tests").names == names
+
+
+@pytest.mark.parametrize(
     ("cell", "told"),
     [
+        ("print(f(1))", "no tests"),
+        ("setup()\nx = f(1)", "no tests"),
+        ("assert Counter(f(1)) == Counter([1])", "Counter, of Python or of the answer"),
+        ("assert f(1)\nclass TestB:\n    def test_b(self):\n        assert f(2)", "the test class TestB"),
+        ("assert f(1)\nasync def test_b():\n    assert f(2)", "the asynchronous test test_b"),
+        ("assert f(1)\ndef test_b(tmp_path):\n    assert f(2)", "the test test_b with parameters"),
+        ("assert f(1)\ndef extra():\n    assert f(2)", "asserts in extra, which nothing calls"),
+        ("def test_a():\n    assert f(1)\n\ndef test_a():\n    assert f(2)", "two functions test_a"),
+        ("import pytest\ndef test_a():\n    assert f(1)", "import pytest, which is not in"),
+        ("def test_a():\n    import numpy as np\n    assert f(1)", "import numpy, which is not in"),
+        ("import unittest\nassert f(1)\nunittest.main()", "that unittest runs"),
+        ("from .it import f\nassert f(1)", "import .it, which is not in"),
+        ("from solution import f as g\nassert g(1)", "import f under another name"),
+        ("try:\n    f(1)\nexcept E:\n    assert g(2)", "the answer's E as a class"),
+        ("assert isinstance(f(1), (int, Box))", "the answer's Box as a class"),
+        ("x = [1]\nassert f(x) is x", "compare objects by `is`"),
         (None, "neither code, nor inputs and outputs, but None"),
         (7, "but 7"),
         ("", "no tests"),
@@ -82,6 +126,7 @@ def test_code_is_cut_into_checks(cell: Any, row: dict[str, Any], count: int, nam
         ([{"input": "1"}], "without input or output"),
         ([{"input": [1], "output": 1, "fn_name": "f"}, {"input": "1", "output": "1"}], "some have fn_name"),
         ([{"input": [1], "output": 1, "fn_name": "f()"}], "no name"),
+        ([{"input": [1], "output": 1, "fn_name": "_same"}], "no name"),
         ([{"input": {"a": 1}, "output": 1, "fn_name": "f"}], "no list"),
         ('{"inputs": ["1"]', "no Python code"),
         ("(" * 5000, "no Python code"),
@@ -97,6 +142,8 @@ def test_other_tests_are_told(cell: Any, told: str) -> None:
     [
         ("```python\na = 1\n```", "a = 1"),
         ("```\na\n```\nbetter:\n```py\nb\n\nc\n```\nIt prints\n```text\n3\n```", "b\n\nc"),
+        ("```python\na\n```\nIt prints\n```\n3\n```", "a"),  # output, without a tag
+        ("```\na\n```\n```text\n3\n```", "a"),
         ("  ```Python\n  a\n  ```", "  a"),
         ("````python\n```\na\n```\n````", "```\na\n```"),
         ("~~~python\na\n~~~", "a"),
