@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config import PPO, Aggregation
-from rlhf_core.objectives.losses import Loss, entropy_loss, gspo_logprobs, kl_loss, policy_loss
+from rlhf_core.objectives.losses import Loss, entropy_loss, gspo_logprobs, kl_from_old, kl_loss, policy_loss
 from rlhf_core.objectives.masked import document_sum
 
 
@@ -58,8 +58,9 @@ def denominator(aggregation: Aggregation, counted: ResponseCounts, constant_leng
 def actor_loss(x: PerToken, num_documents: int, counted: ResponseCounts, config: PPO, kl_coef: float) -> Loss:
     """Returns `policy_loss + kl_coef * KL - entropy_coef * entropy`, all with the same denominator.
 
-    Metrics: shares and ratios are means over tokens, or over answers with aggregation `sequence`. Raises
-    ValueError when the step has no response token or answer.
+    Metrics: shares and ratios are means over tokens, or over answers with aggregation `sequence`;
+    policy/kl_old is of single tokens, also with `ratio: sequence`. Raises ValueError when the step has no
+    response token or answer.
     """
     divisor = denominator(config.aggregation, counted, config.generate_max_len)
     weights = None
@@ -84,7 +85,8 @@ def actor_loss(x: PerToken, num_documents: int, counted: ResponseCounts, config:
     )
     entropy = entropy_loss(x.entropy, x.mask, divisor, weights)
     loss = surrogate.loss
-    metrics = surrogate.metrics | entropy.metrics
+    moved = kl_from_old(x.logprobs, x.old_logprobs, x.mask, divisor, weights)
+    metrics = surrogate.metrics | entropy.metrics | {"policy/kl_old": moved}
     if config.kl_in == "loss" and x.ref_logprobs is not None:
         kl = kl_loss(
             x.logprobs,

@@ -251,8 +251,7 @@ def policy_loss(
     `cispo`: the objective is `sg(clip(rho)) A logprobs`, so that every token has a gradient (MiniMax-M1,
     2025, eq. 4 and 5; its clip_low is 1). Denominator: response tokens. GRPO's mean per answer: `weights`
     1/|answer| on its tokens, denominator answers. Dr. GRPO: denominator answers x a constant length, which
-    also divides the metrics. clip_share: tokens without gradient because of a clip; ratio_gap: |rho - 1|;
-    kl_old: k3 estimate of KL(old || new), nats per token.
+    also divides the metrics. clip_share: tokens without gradient because of a clip; ratio_gap: |rho - 1|.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0)
     advantages = torch.where(mask, advantages, 0)
@@ -278,10 +277,19 @@ def policy_loss(
             "policy/clip_share": counted * (objective != surrogate),
             "policy/ratio": counted * ratio,
             "policy/ratio_gap": counted * (ratio - 1).abs(),
-            "policy/kl_old": counted * kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3"),
         },
         denominator,
     )
+
+
+def kl_from_old(
+    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, denominator: float, weights: Tensor | None = None
+) -> Tensor:
+    """Returns the k3 estimate (Schulman 2020) of KL(old || new) from each token's own log-ratio, all (B, T),
+    nats per token, without a gradient. `weights` and denominator as in `policy_loss`."""
+    log_ratio = torch.where(mask, logprobs.detach() - old_logprobs, 0)
+    kl = kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3")
+    return _total(kl if weights is None else torch.where(mask, weights, 0) * kl, denominator)
 
 
 def gspo_logprobs(

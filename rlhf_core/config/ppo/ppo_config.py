@@ -119,6 +119,11 @@ class PPO(
                 "sampler_is mask leaves out single tokens, and ratio sequence is of whole answers: set"
                 " sampler_is_level to geometric or sequence"
             )
+        if self.sampler_is == "in_ratio" and self.stop_kl is not None:
+            yield (
+                "stop_kl limits the KL from the policy at the iteration's start, and with sampler_is in_ratio"
+                " that KL is from the sampler: leave out stop_kl, or set sampler_is to truncate"
+            )
         if self.environment is not None and self.stream_batch_size:
             yield (
                 "stream_batch_size scores answers as they are finished, which episodes of an environment are"

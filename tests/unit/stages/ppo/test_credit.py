@@ -212,6 +212,18 @@ def test_policy_loss_by_aggregation() -> None:
     assert metrics["policy/ratio"] == close(5.15 / 5), "a ratio stays one of tokens"
 
 
+def test_the_kl_from_the_old_policy_is_that_of_tokens_with_each_ratio() -> None:
+    """Log-ratios of 0.5 and -0.5, whose mean over the answer is 0."""
+    zeros = torch.zeros(1, 4)
+    gaps = torch.tensor([[0.5, -0.5, 0.5, -0.5]])
+    inside = torch.ones(1, 4, dtype=torch.bool)
+    x = PerToken(gaps, zeros, zeros, None, zeros, zeros + 1, inside, torch.zeros(1, 4, dtype=torch.long))
+    for ratio in ("token", "sequence"):
+        found = actor_loss(x, 1, ResponseCounts(4, 1), ppo(ratio=ratio, init_kl_coef=0.0), 0.0).metrics
+        assert float(found["policy/kl_old"]) == close(math.cosh(0.5) - 1), ratio
+        assert float(found["policy/ratio"]) == close(math.cosh(0.5) if ratio == "token" else 1.0)
+
+
 def test_clip_higher_and_dual_clip_reach_the_loss() -> None:
     # clip_high 0.5: the first token keeps its 1.5: 1.5 * 0.69 = 1.035
     assert loss_of(eps_clip_high=0.5)[0] == close(-(1.0035 - 0.828 + 1.035) / STD / 5)

@@ -283,6 +283,12 @@ def test_the_actor_takes_no_step_after_one_that_is_beyond_stop_kl(models: Path) 
     assert "value/loss" in critic(models).train(items, updates).metrics[3]
 
 
+def test_stop_kl_is_refused_where_the_kl_is_from_the_sampler() -> None:
+    ppo(sampler_is="in_ratio")
+    with pytest.raises(ValueError, match="stop_kl limits the KL from the policy"):
+        ppo(sampler_is="in_ratio", stop_kl=0.1)
+
+
 @pytest.mark.usefixtures("plain_engine")
 def test_masked_steps_are_not_counted_as_skipped(models: Path) -> None:
     config = ppo(sampler_is="mask", sampler_is_level="geometric", stop_kl=0.1)
