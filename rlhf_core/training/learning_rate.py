@@ -11,18 +11,22 @@ def learning_rate(step: int, total: int, peak: float, schedule: ScheduleFields) 
     """Returns the learning rate of a step: a linear warm-up to `peak`, then what `schedule` says, down to
     `min_lr_ratio * peak`.
 
-    `step` counts from 0 to `total - 1`. The first step's rate is not 0; the end of a fall is the rate that a
-    step after the last would have. A warm-up that is longer than the run does not reach the peak.
+    `step` counts from 0 to `total - 1`. The first step's rate is not 0. The last step of wsd has the rate at
+    the end of the fall; of cosine and linear, a step after the last would have it. A warm-up that is longer
+    than the run does not reach the peak.
     """
     warmup = warmup_steps(total, schedule)
     if step < warmup:
         return peak * (step + 1) / warmup
     first = warmup  # step at which the fall begins
+    fallen = step - first
     if schedule.schedule == "wsd":
-        first = max(warmup, total - math.ceil(total * schedule.decay_ratio))
+        falling = math.ceil(total * schedule.decay_ratio - 1e-9)  # 70 * 0.1 is above 7
+        first = max(warmup, total - falling)
+        fallen = step - first + 1
     if schedule.schedule == "constant" or step < first:
         return peak
-    progress = min(1.0, (step - first) / max(1, total - first))
+    progress = min(1.0, fallen / max(1, total - first))
     end = schedule.min_lr_ratio
     if schedule.schedule == "cosine":
         return peak * (end + (1 - end) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -47,22 +47,29 @@ def test_a_constant_schedule_stays_at_its_peak_after_the_warm_up() -> None:
 
 def test_wsd_stays_at_its_peak_and_falls_in_the_last_share() -> None:
     found = rates(100, schedule="wsd", warmup_steps=10, decay_ratio=0.2, min_lr_ratio=0.1)
-    assert found[9:81] == [1.0] * 72, "the fall begins at step 80"
-    assert found[80:] == pytest.approx([1 - 0.9 * k / 20 for k in range(21)])
+    assert found[9:80] == [1.0] * 71, "the fall begins at step 80"
+    assert found[79:] == pytest.approx([*(1 - 0.9 * k / 20 for k in range(21)), 0.1])
     whole = rates(10, schedule="wsd", warmup_ratio=0, decay_ratio=1.0)
-    assert whole == pytest.approx(rates(10, schedule="linear", warmup_ratio=0))
+    assert whole[:-1] == pytest.approx(rates(10, schedule="linear", warmup_ratio=0)[1:])
+
+
+@pytest.mark.parametrize(("total", "falling"), [(1, 1), (10, 1), (20, 2), (70, 7), (71, 8)])
+def test_the_last_step_of_wsd_has_the_lowest_rate(total: int, falling: int) -> None:
+    found = rates(total, schedule="wsd", warmup_steps=0, decay_ratio=0.1, min_lr_ratio=0.1)[:-1]
+    assert found[-1] == pytest.approx(0.1) and found.count(1.0) == total - falling
 
 
 def test_wsd_with_a_long_warm_up_falls_after_it() -> None:
     found = rates(10, schedule="wsd", warmup_steps=8, decay_ratio=0.5, min_lr_ratio=0)
-    assert found == pytest.approx([*(k / 8 for k in range(1, 9)), 1, 0.5, 0])
+    assert found == pytest.approx([*(k / 8 for k in range(1, 9)), 0.5, 0, 0])
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_every_rate_of_a_short_run_is_a_positive_number_up_to_the_peak(schedule: str) -> None:
+    floor = 0.01 if schedule == "wsd" else 0.0
     for total in (1, 2, 3):
         for fields in ({}, {"warmup_steps": 0}, {"warmup_steps": 50}, {"warmup_ratio": 0.5}):
-            found = rates(total, schedule=schedule, min_lr_ratio=0, **fields)[:-1]
+            found = rates(total, schedule=schedule, min_lr_ratio=floor, **fields)[:-1]
             assert all(0 < rate <= 1 for rate in found), (total, fields)
 
 
