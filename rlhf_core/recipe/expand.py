@@ -89,7 +89,9 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
         if found:
             swept[name] = tuple(found)
             stages |= found
-            aliases |= {f"{variant}.{export}": variant for variant in found for export in config.exports}
+            aliases |= {
+                f"{variant}.{export}": variant for variant, own in found.items() for export in own.exports
+            }
             continue
         if not isinstance(config, Loop):
             stages[name] = (
@@ -238,7 +240,9 @@ def _parents(
         if model != baseline and config is not None and KINDS[config.stage].makes == "policy":
             named = getattr(config, KINDS[config.stage].start)
             parent = aliases.get(named, named)
-            if parent in stages or parent == baseline:
+            if named.startswith(f"{parent}."):  # a further model of the stage
+                found[model] = named
+            elif parent in stages or parent == baseline:
                 found[model] = judged.get(parent, parent)
     return found
 

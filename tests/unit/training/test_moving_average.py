@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf_core.config import KINDS, Recipe
+from rlhf_core.config import KINDS, Evaluation, Recipe
 from rlhf_core.config.training.optimised import SHARDINGS
 from rlhf_core.config.training.optimiser_fields import Freeze
 from rlhf_core.forecast.memory import Training, trained
@@ -139,7 +139,46 @@ def test_other_stages_name_the_average_and_evaluations_its_stage() -> None:
         "sft.ema": "sft",
         "dpo.ema": "dpo",
     }
-    assert found.stages["evaluation"].parents == {"dpo": "sft", "dpo.ema": "sft"}
+    assert found.stages["evaluation"].parents == {"dpo": "sft.ema", "dpo.ema": "sft.ema"}
+
+
+@pytest.mark.parametrize(
+    ("baseline", "parents", "gate"),
+    [
+        ("base", {"dpo": "sft.ema"}, "win_rate_vs_parent/dpo"),
+        ("sft", {"dpo": "sft.ema"}, "win_rate_vs_parent/dpo"),
+        ("sft.ema", {}, "win_rate/dpo"),
+    ],
+)
+def test_a_model_from_an_average_is_judged_against_the_average(
+    baseline: str, parents: dict[str, str], gate: str
+) -> None:
+    data = {"sources": "rows.jsonl"}
+    stages = {
+        "sft": {"data": data, "ema": 0.9},
+        "dpo": {"policy": "sft.ema", "data": data},
+        "evaluation": {
+            "models": ["dpo"],
+            "baseline": baseline,
+            "questions": {"path": "q.jsonl"},
+            "judges": [{"kind": "openai", "model": "m"}],
+            "gates": [{"metric": "win_rate_vs_parent/dpo", "min": 0.5}],
+        },
+    }
+    found = expand(Recipe.model_validate({"name": "r", "base_model": "org/base", "stages": stages}))
+    evaluation = found.stages["evaluation"]
+    assert isinstance(evaluation, Evaluation) and evaluation.parents == parents
+    assert [each.metric for each in evaluation.gates] == [gate]
+
+
+def test_other_stages_name_the_averages_of_a_sweep_over_ema() -> None:
+    data = {"sources": "rows.jsonl"}
+    stages = {"sft": {"data": data, "sweep": {"ema": [0.9, 0.99]}}}
+    found = expand(Recipe.model_validate({"name": "r", "base_model": "org/base", "stages": stages}))
+    assert {name: stage for name, stage in found.aliases.items() if name.endswith(".ema")} == {
+        "sft.ema=0.9.ema": "sft.ema=0.9",
+        "sft.ema=0.99.ema": "sft.ema=0.99",
+    }
 
 
 @pytest.mark.parametrize(
