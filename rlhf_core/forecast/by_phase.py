@@ -22,7 +22,7 @@ from rlhf_core.forecast.memory import (
     training_phases,
 )
 from rlhf_core.hub.model_config import Size
-from rlhf_core.runs.resume_state import STATE_BYTES
+from rlhf_core.runs.resume_state import AVERAGE_BYTES, STATE_BYTES
 from rlhf_core.system.gpu_allocator import ROUNDED
 
 PROCESS = 2 * GIB  # host memory of a process with its libraries (assumed)
@@ -166,7 +166,7 @@ def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
     if how.adapters:
         return _Host(still, loading)
     adam = how.sharding.on_host(how, share, size.vocabulary * size.hidden) if how.offload else 0.0
-    averages = 4 * share if how.averages else 0.0
+    averages = AVERAGE_BYTES * share if how.averages else 0.0
     on_host = averages if how.offload else 0.0
     return _Host(still, loading, STATE_BYTES * share + averages, adam=adam + on_host)
 

@@ -19,6 +19,7 @@ from rlhf_core.system.files import sync_to_disk, write_text
 LOOP = "loop.json"
 LOOK_SECONDS = 0.1
 STATE_BYTES = 12  # per trained parameter: its weight and Adam's two moments, in fp32
+AVERAGE_BYTES = 4  # per trained parameter, with `ema`: its moving average, in fp32
 
 
 class Resume(NamedTuple):
@@ -31,18 +32,19 @@ class Resume(NamedTuple):
 
 
 class Cadence:
-    """Decides when a resume state of `parameters` trained parameters is due in `folder`.
+    """Decides when a resume state of `parameters` trained parameters, with their moving average if it
+    `averages`, is due in `folder`.
 
     It is due every `steps` steps. If `steps` is 0, it is due when `minutes` have passed since the last one
     (0: never) and it fits on the disk.
     """
 
-    def __init__(self, steps: int, minutes: float, folder: Path, parameters: int):
+    def __init__(self, steps: int, minutes: float, folder: Path, parameters: int, averages: bool = False):
         self.steps = steps
         self.seconds = 60 * minutes
         self._saved = time.monotonic()
         self._folder = folder
-        self._bytes = STATE_BYTES * parameters
+        self._bytes = (STATE_BYTES + AVERAGE_BYTES * averages) * parameters
 
     @property
     def by_clock(self) -> bool:

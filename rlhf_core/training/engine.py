@@ -203,8 +203,11 @@ class TorchEngine:
     def load_state(self, folder: Path) -> None:
         for optimizer in self._optimizers:
             optimizer.state.clear()
-        self._make_state(stored_steps(folder))
+        steps = stored_steps(folder)
+        self._make_state(steps)
         read_parts(folder, self._parts(), self._weights)
+        if self._average is not None:
+            self._average.steps = int(steps)
         with torch.no_grad():
             for name, weight in self._weights.items():
                 weight.copy_(self._optimised[name])

@@ -8,26 +8,43 @@ import torch
 from torch import Tensor
 
 KIND = "average"  # of its tensors in a training state (`state_files`)
+LEAST_SHARE = 0.01  # of the weights in an update; what smaller shares add is lost in fp32's rounding
+SLICE = 2**24  # elements that `swap` copies at a time
 
 
 class MovingAverage:
     """`average = decay * average + (1 - decay) * weight` after each optimiser step, from the weights before
-    the first. Holds 4 bytes per weight, beside the optimiser's fp32 weights."""
+    the first. Above a decay of 0.995, `average = decay**k * average + (1 - decay**k) * weight` after every
+    k-th step, so that (1 - decay**k) is about LEAST_SHARE.
+
+    Holds 4 bytes per weight, beside the optimiser's fp32 weights. `steps`: the optimiser steps so far; set it
+    to those of a resumed state.
+    """
 
     def __init__(self, weights: Sequence[Tensor], decay: float):
         self._weights = [weight.detach() for weight in weights]
-        self._decay = decay
+        self._every = max(1, round(LEAST_SHARE / (1 - decay)))
+        self._share = 1 - decay**self._every
+        self.steps = 0
         self.values = [weight.clone() for weight in self._weights]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Adds the weights as they are after a step."""
-        torch._foreach_lerp_(self.values, self._weights, 1 - self._decay)
+        """Counts a step, and adds the weights as they are after it if their turn has come."""
+        self.steps += 1
+        if self.steps % self._every == 0:
+            torch._foreach_lerp_(self.values, self._weights, self._share)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchanges weights and averages, one tensor at a time."""
+        """Exchanges weights and averages, SLICE elements at a time."""
         for value, weight in zip(self.values, self._weights, strict=True):
-            kept = weight.clone()
-            weight.copy_(value)
-            value.copy_(kept)
+            for ours, theirs in zip(_slices(value), _slices(weight), strict=True):
+                kept = theirs.clone()
+                theirs.copy_(ours)
+                ours.copy_(kept)
+
+
+def _slices(tensor: Tensor) -> Sequence[Tensor]:
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor
+    return flat.split(SLICE)

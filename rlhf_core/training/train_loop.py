@@ -78,7 +78,9 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         print(f"resumed after step {first} of {total}", flush=True)
     tracker = Tracker(run, total, first) if engine.rank == 0 else None
     trainable = sum(whole_size(weight) for weight in engine.module.parameters() if weight.requires_grad)
-    cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, trainable)
+    cadence = resume_state.Cadence(
+        config.save_steps, config.save_minutes, run.path, trainable, config.ema is not None
+    )
     saving = Saving(engine, run, config.keep_checkpoints)
     before = resume.loop.get("skipped", 0) if resume else 0
     skipped = SkippedSteps(run, config.skip_nonfinite_steps, before, first, writes=engine.rank == 0)

@@ -123,7 +123,9 @@ class IterationLoop:
             flush=True,
         )
         parameters = 0 if config.lora else self._fleet.trained_parameters()
-        cadence = resume_state.Cadence(config.save_steps, config.save_minutes, self._run.path, parameters)
+        cadence = resume_state.Cadence(
+            config.save_steps, config.save_minutes, self._run.path, parameters, config.ema is not None
+        )
         done = self._first
         while done < self._iterations:
             done += 1

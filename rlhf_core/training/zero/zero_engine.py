@@ -190,8 +190,11 @@ class ZeroEngine:
     def load_state(self, folder: Path) -> None:
         optimizer = self._engine.optimizer
         names = [name for name, weight in self.module.named_parameters() if weight.requires_grad]
-        make_state(optimizer, self.zero_stage, stored_steps(folder))
+        steps = stored_steps(folder)
+        make_state(optimizer, self.zero_stage, steps)
         read_parts(folder, self._parts(), names)
+        if self._average is not None:
+            self._average.steps = int(steps)
         to_weights(optimizer, self.zero_stage)
 
     def barrier(self) -> None:

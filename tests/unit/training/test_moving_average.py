@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from rlhf_core.config.training.optimiser_fields import Freeze
 from rlhf_core.forecast.memory import Training, trained
 from rlhf_core.models.weights.frozen_weights import freeze_weights
 from rlhf_core.recipe.expand import expand
+from rlhf_core.runs.resume_state import Cadence
 from rlhf_core.training.engine import AdamW, TorchEngine
+from rlhf_core.training.moving_average import MovingAverage
 from tests.support.measured import LARGE_MODEL
 from tests.unit.training.test_frozen_weights import policy, step
 from tests.unit.training.test_training import config_of, run
@@ -25,11 +28,11 @@ from tests.unit.training.test_training import config_of, run
 DECAY = 0.75
 
 
-def engine(dtype: torch.dtype = torch.float32, frozen: bool = False) -> TorchEngine:
+def engine(dtype: torch.dtype = torch.float32, frozen: bool = False, average: float = DECAY) -> TorchEngine:
     module = policy(dtype=dtype)
     if frozen:
         freeze_weights(module.model, Freeze(embeddings=True, layers=1))
-    return TorchEngine(module, AdamW((0.9, 0.95), 0.1, 1.0, average=DECAY))
+    return TorchEngine(module, AdamW((0.9, 0.95), 0.1, 1.0, average=average))
 
 
 def weights(of: TorchEngine) -> dict[str, Tensor]:
@@ -69,17 +72,81 @@ def test_the_average_is_that_of_its_formula(dtype: torch.dtype, frozen: bool) ->
     assert len(moved) > len(expected) / 2, "the average lags behind"
 
 
-def test_an_average_is_resumed_bit_for_bit(tmp_path: Path) -> None:
-    whole = engine()
+def test_small_steps_are_not_lost_in_rounding() -> None:
+    """With 1 - decay of each, all of these would be below half of the distance between fp32 numbers."""
+    weight = torch.ones(1)
+    average = MovingAverage([weight], 0.999)
+    exact = 1.0
+    for number in range(1, 51):
+        weight.fill_(1 + 1e-6 * number)
+        average.update()
+        exact = 0.999 * exact + 0.001 * float(weight)
+    assert float(average.values[0]) - 1 == pytest.approx(exact - 1, abs=5e-7) and exact - 1 > 1e-6
+
+
+def test_the_average_of_weights_that_stay_becomes_these() -> None:
+    weight = torch.ones(1)
+    average = MovingAverage([weight], 0.9999)
+    weight.fill_(1.001)
+    for _ in range(100_000):
+        average.update()
+    assert float(average.values[0]) == pytest.approx(1.001, abs=1e-5)
+
+
+@pytest.mark.parametrize(("decay", "every"), [(1e-7, 1), (0.99, 1), (0.995, 2), (0.999, 10), (0.9999, 100)])
+def test_an_average_with_a_long_memory_takes_every_kth_step(decay: float, every: int) -> None:
+    weight = torch.zeros(1)
+    average = MovingAverage([weight], decay)
+    weight.fill_(1.0)
+    for _ in range(every):
+        assert float(average.values[0]) == 0
+        average.update()
+    assert float(average.values[0]) == pytest.approx(1 - decay**every, rel=1e-5)
+
+
+def test_weights_are_exchanged_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.training.moving_average.SLICE", 4)
+    kept: list[int] = []
+    whole = Tensor.clone
+
+    def clone(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return whole(tensor)
+
+    weights = [torch.rand(10), torch.rand(3, 3), torch.rand(2, 2).T, torch.rand(())]
+    average = MovingAverage(weights, 0.5)
+    before = [whole(weight) for weight in weights]
+    for weight in weights:
+        weight += 1
+    monkeypatch.setattr(Tensor, "clone", clone)
+    average.swap()
+    assert max(kept) == 4 and sum(kept) == 10 + 9 + 4 + 1
+    for weight, value, old in zip(weights, average.values, before, strict=True):
+        assert torch.equal(weight, old) and torch.equal(value, old + 1)
+
+
+def test_the_space_that_a_resume_state_needs_counts_the_average(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=14_000))
+    for averages in (False, True):
+        cadence = Cadence(0, 1e-9, tmp_path, 1000, averages)
+        assert cadence.due(1) is not averages
+
+
+@pytest.mark.parametrize("decay", [DECAY, 0.997])
+def test_an_average_is_resumed_bit_for_bit(decay: float, tmp_path: Path) -> None:
+    whole = engine(average=decay)
     for number in range(3):
         step(whole, number)
     whole.save_state(tmp_path)
     whole.finish_saving()
-    resumed = engine()
+    resumed = engine(average=decay)
     resumed.load_state(tmp_path)
-    for number in (3, 4):
+    for number in (3, 4, 5):
         step(whole, number)
         step(resumed, number)
+        assert resumed._average and whole._average and resumed._average.steps == whole._average.steps
     found = averages(resumed)
     assert all(torch.equal(found[name], weight) for name, weight in averages(whole).items())
 
