@@ -177,7 +177,7 @@ def make_engine(
         split_feed_forward(module.model, config.mlp_tokens)
     module.train()  # transformers loads models in eval mode, which does not recompute
     if config.freeze is not None:
-        freeze_weights(module.model, config.freeze)
+        freeze_weights(module.model, config.freeze, role)
     average = None if role == "critic" else config.ema
     muon = config.optimizer == "muon"
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm, config.decay, average, muon)

@@ -1,4 +1,4 @@
-"""Freezes weights that a recipe excludes from training, and finds embeddings and heads."""
+"""Freezes weights that a recipe excludes from training, and finds layers, embeddings and heads."""
 
 from __future__ import annotations
 
@@ -12,46 +12,49 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlhf_core.config.training.optimiser_fields import Freeze
 
 
-def freeze_weights(model: PreTrainedModel, freeze: Freeze) -> None:
+def freeze_weights(model: PreTrainedModel, freeze: Freeze, role: str = "model") -> None:
     """Takes the gradient from the weights that `freeze` names. Call it before the model's optimiser is made.
+    `role`: as in `Optimised.offloaded`.
 
     Raises ValueError when a part of `freeze` names nothing in this model, and when nothing is left to train.
+    A critic, which may be a smaller model with another head, freezes what it has of these.
     """
+    told = model.name_or_path or type(model).__name__
+    told = told if role == "model" else f"the {role} {told}"
+    required = role != "critic"
     if freeze.embeddings:
         model.get_input_embeddings().requires_grad_(False)
     if freeze.layers:
-        for layer in _first_layers(model, freeze.layers):
+        layers = layers_of(model)
+        if required and freeze.layers > len(layers):
+            raise ValueError(f"freeze.layers={freeze.layers}, and {told} has {len(layers)} layers: lower it")
+        for layer in layers[: freeze.layers]:
             layer.requires_grad_(False)
     for pattern in freeze.names:
-        _freeze_pattern(model, pattern)
+        weights = _named(model, pattern)
+        if required and not weights:
+            examples = ", ".join(name for name, _ in list(model.named_parameters())[-2:])
+            raise ValueError(
+                f"freeze.names: no weight of {told} is called {pattern!r}; its names are such as {examples}"
+            )
+        for weight in weights:
+            weight.requires_grad_(False)
     if not any(weight.requires_grad for weight in model.parameters()):
-        raise ValueError(f"freeze leaves no weight of {_told(model)} to train: freeze fewer")
+        raise ValueError(f"freeze leaves no weight of {told} to train: freeze fewer")
 
 
-def _first_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
-    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
-    if count > len(layers):
-        raise ValueError(f"freeze.layers={count}, and {_told(model)} has {len(layers)} layers: lower it")
-    return layers[:count]
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the decoder layers; if the code does not mark them, the longest list of modules."""
+    named = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList)]
+    return named or max(lists, key=len, default=[])
 
 
-def _freeze_pattern(model: PreTrainedModel, pattern: str) -> None:
+def _named(model: PreTrainedModel, pattern: str) -> list[nn.Parameter]:
+    """Returns the weights that a pattern fits, by each of their names if they are tied."""
     expression = re.compile(".*".join(map(re.escape, pattern.split("*"))))
-    # both names of tied weights
     named = model.named_parameters(remove_duplicate=False)
-    weights = [weight for name, weight in named if expression.fullmatch(name)]
-    if not weights:
-        examples = ", ".join(name for name, _ in list(model.named_parameters())[-2:])
-        raise ValueError(
-            f"freeze.names: no weight of {_told(model)} is called {pattern!r}; its names are such"
-            f" as {examples}"
-        )
-    for weight in weights:
-        weight.requires_grad_(False)
-
-
-def _told(model: PreTrainedModel) -> str:
-    return model.name_or_path or type(model).__name__
+    return [weight for name, weight in named if expression.fullmatch(name)]
 
 
 def embeddings_and_heads(module: nn.Module) -> set[nn.Parameter]:

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from torch import nn
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
 
 from rlhf_core.config import SFT
 from rlhf_core.config.training.optimiser_fields import Freeze
@@ -78,6 +85,34 @@ def test_embeddings_layers_and_patterns_name_their_weights() -> None:
 def test_what_freezes_nothing_or_everything_is_refused(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         frozen_names(policy(), **fields)
+
+
+def test_a_critic_freezes_what_it_has() -> None:
+    def critic(layers: int = 3) -> Qwen2ForSequenceClassification:
+        shape = SHAPE | {"num_hidden_layers": layers, "num_labels": 1, "pad_token_id": 0}
+        return Qwen2ForSequenceClassification(Qwen2Config(**shape))
+
+    def frozen(model: Qwen2ForSequenceClassification, **fields: Any) -> set[str]:
+        freeze_weights(model, Freeze.model_validate(fields), "critic")
+        return {name for name, weight in model.named_parameters() if not weight.requires_grad}
+
+    assert frozen(critic(), names=["lm_head.weight", "model.norm.weight"]) == {"model.norm.weight"}
+    assert {name.split(".")[2] for name in frozen(critic(2), layers=3)} == {"0", "1"}
+    with pytest.raises(ValueError, match=r"leaves no weight of the critic .* to train"):
+        frozen(critic(), names=["*"])
+    with pytest.raises(ValueError, match=r"freeze\.layers=4, and the actor .* has 3 layers"):
+        freeze_weights(policy().model, Freeze(layers=4), "actor")
+
+
+def test_layers_that_a_models_code_does_not_mark_are_frozen() -> None:
+    class Unmarked(PreTrainedModel):
+        def __init__(self) -> None:
+            super().__init__(PretrainedConfig())
+            self.blocks = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+
+    model = Unmarked()
+    freeze_weights(model, Freeze(layers=2))
+    assert [part.weight.requires_grad for part in model.blocks] == [False, False, True]
 
 
 @pytest.mark.parametrize(

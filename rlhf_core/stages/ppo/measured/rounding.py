@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf_core.models.weights.frozen_weights import layers_of
 
 # unit roundoffs; fp8: e4m3
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "fp8": 2.0**-4}
@@ -46,13 +47,6 @@ def noise_of(dtype: str, engine: Mapping[str, Any], float8: bool = False) -> Noi
     branch += FP8_WEIGHTS * fp8**2 * (float8 + ("fp8" in str(engine.get("quantization", ""))))
     branch += FP8_CACHE * fp8**2 if "fp8" in str(engine.get("kv_cache_dtype", "")) else 0.0
     return Noise(branch**0.5, (2 * SUMS) ** 0.5 * unit)
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the decoder layers; if the code does not mark them, the longest list of modules."""
-    named = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
-    lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList)]
-    return named or max(lists, key=len, default=[])
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_core.stages.ppo.measured.rounding import Noise, layers_of, noise_of, noisy
+from rlhf_core.models.weights.frozen_weights import layers_of
+from rlhf_core.stages.ppo.measured.rounding import Noise, noise_of, noisy
 
 
 def model() -> Qwen2ForCausalLM:
