@@ -195,8 +195,18 @@ def _read_schedule(draft: Draft) -> None:
     else:
         draft.note("dropped", shown, "the schedule is cosine; others are linear, constant and wsd")
     draft.note("dropped", extra, "the schedule has min_lr_ratio and decay_ratio")
+    _read_warmup(draft, warmup)
+
+
+def _read_warmup(draft: Draft, warmup: Flag | None) -> None:
+    """Reads warmup_steps, a number or, below 1, a share. If it is above 0, warmup_ratio has no effect."""
     value = draft.read(warmup, number)
     if value is None:
+        return
+    if value > 0:
+        draft.note("dropped", draft.take("warmup_ratio"), "--warmup_steps is used")
+    elif "warmup_ratio" in draft.left:
+        draft.note("translated", warmup, "--warmup_ratio is used")
         return
     if value < 1:
         draft.translate(warmup, "warmup_ratio", value)

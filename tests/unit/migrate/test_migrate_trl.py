@@ -116,6 +116,33 @@ def test_a_chain_of_two_commands_with_adapters(tmp_path: Path) -> None:
     assert "trl vllm-serve has no counterpart here" in found.remarks[-1].text
 
 
+@pytest.mark.parametrize(
+    ("options", "fields", "note"),
+    [
+        (
+            "--warmup_steps 20 --warmup_ratio 0.1",
+            {"warmup_steps": 20},
+            ("dropped", "--warmup_ratio 0.1", "--warmup_steps is used"),
+        ),
+        (
+            "--warmup_ratio 0.1 --warmup_steps 0",
+            {"warmup_ratio": 0.1},
+            ("translated", "--warmup_steps 0", "--warmup_ratio is used"),
+        ),
+        ("--warmup_steps 0", {"warmup_ratio": 0.0}, ("translated", "--warmup_steps 0", "warmup_ratio")),
+    ],
+)
+def test_positive_warmup_steps_win(
+    options: str, fields: dict[str, float], note: tuple[str, str, str], tmp_path: Path
+) -> None:
+    command = f"trl sft --model_name_or_path acme/base --dataset_name acme/chats {options}\n"
+    raw, found = migrated(tmp_path, command)
+    stage = raw["stages"]["sft"]
+    assert {name: value for name, value in stage.items() if name.startswith("warmup")} == fields
+    what, flag, text = note
+    assert told(found, what)[flag] == text
+
+
 def test_grpo(tmp_path: Path) -> None:
     raw, found = migrated(tmp_path, GRPO)
     stage = raw["stages"]["ppo"]
