@@ -241,13 +241,13 @@ class Fleet:
             group.take_seconds()
 
     def iteration_metrics(
-        self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float
+        self, rollouts: Sequence[Rollout], passes: Mapping[str, float], seconds: float
     ) -> dict[str, float]:
         """Returns metrics of an iteration of `seconds`: floors of its phases; the metrics of the last sync;
         memory, work and waits of each role; what judges used; tokens per step of engines that draft."""
         metrics: dict[str, float] = {}
         if self.machine is not None:
-            metrics |= floors(rollouts, trained, passes, self.machine, self.config.scorings)
+            metrics |= floors(rollouts, passes, self.machine, self.config.scorings)
         metrics |= self.engines.synced
         metrics |= memory_metrics(self.models, self.timeout)
         metrics |= work_metrics((*self.models, self.engines.sampler), seconds)

@@ -126,7 +126,9 @@ def ppo_iteration(
         collector.next_iteration()
     metrics |= episode_metrics(rollouts) | size_metrics(rollouts)
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
-    metrics |= fleet.iteration_metrics(rollouts, list(updates), schedule.max_epochs, time.monotonic() - start)
+    metrics |= fleet.iteration_metrics(
+        rollouts, training_passes(updates, steps, schedule.max_epochs), time.monotonic() - start
+    )
     return Iteration(
         metrics, diverged.kl, Carried(sampled.position, statistics, ahead), rollouts, scores.rewards
     )
@@ -155,6 +157,17 @@ def actor_metrics(steps: Sequence[Mapping[str, float]], config: PPO) -> dict[str
     if config.stop_kl is not None:
         metrics["policy/skipped_steps"] = float(len(steps) - len(reached))
     return metrics
+
+
+def training_passes(
+    updates: Mapping[str, Sequence[Update]], steps: Sequence[Mapping[str, float]], max_epochs: int
+) -> dict[str, float]:
+    """Returns how often each trained role passed over the rollout. The actor leaves out the steps after
+    `stop_kl`, and those without a token to train on."""
+    passes = dict.fromkeys(updates, float(max_epochs))
+    if "actor" in updates:
+        passes["actor"] *= sum("policy/ratio" in step for step in steps) / max(1, len(updates["actor"]))
+    return passes
 
 
 def divergence_of(

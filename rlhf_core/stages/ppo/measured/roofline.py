@@ -98,13 +98,12 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 def floors(
     rollouts: Sequence[Rollout],
-    trained: Sequence[str],
-    passes: int,
+    passes: Mapping[str, float],
     machine: RooflineInputs,
     scorings: Mapping[str, int],
 ) -> dict[str, float]:
-    """Returns the minimum seconds of each phase, as `floor/<phase>`. `passes`: how often training uses each
-    rollout. `scorings`: how often each role scores it.
+    """Returns the minimum seconds of each phase, as `floor/<phase>`. `passes`: how often each role trains
+    on each rollout. `scorings`: how often it scores it.
 
     A prompt with several answers counts once.
     """
@@ -112,7 +111,7 @@ def floors(
         len(rollout.document) - rollout.document.answer_start for rollout in rollouts
     )
     scoring = {role: 2 * machine.shapes[role].parameters * tokens * times for role, times in scorings.items()}
-    training = {role: 6 * machine.shapes[role].parameters * tokens * passes for role in trained}
+    training = {role: 6 * machine.shapes[role].parameters * tokens * times for role, times in passes.items()}
     return {
         "floor/generate": _generate(rollouts, machine),
         "floor/score": busiest(scoring, machine.gpus) / machine.ceilings.flops,

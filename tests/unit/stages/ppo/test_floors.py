@@ -10,6 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.load_model import recompute
+from rlhf_core.stages.ppo.iteration import training_passes
 from rlhf_core.stages.ppo.measured.roofline import (
     Ceilings,
     ModelShape,
@@ -18,6 +19,7 @@ from rlhf_core.stages.ppo.measured.roofline import (
     measure_ceilings,
     shape_of,
 )
+from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.rollout_records import Rollout
 
 SCORINGS = {"actor": 1, "critic": 1, "reference": 1}
@@ -35,29 +37,42 @@ def machine(gpus: dict[str, list[str]], span: int = 1) -> RooflineInputs:
 
 def test_roles_on_one_gpu_add_up_and_roles_apart_do_not() -> None:
     apart = {"actor": ["a"], "critic": ["b"], "reference": ["c"], "sampler": ["d"]}
-    found = floors([rollout(10, 30)], ["actor", "critic"], 2, machine(apart), SCORINGS)
+    found = floors([rollout(10, 30)], {"actor": 2, "critic": 2}, machine(apart), SCORINGS)
     assert found["floor/score"] == pytest.approx(2 * 1000 * 40 / 1e6) and found[
         "floor/train"
     ] == pytest.approx(6 * 1000 * 40 * 2 / 1e6)
     shared = floors(
-        [rollout(10, 30)], ["actor", "critic"], 2, machine({role: ["a"] for role in apart}), SCORINGS
+        [rollout(10, 30)], {"actor": 2, "critic": 2}, machine({role: ["a"] for role in apart}), SCORINGS
     )
     assert shared["floor/score"] == pytest.approx(3 * found["floor/score"])
     assert shared["floor/train"] == pytest.approx(2 * found["floor/train"])
     split = floors(
-        [rollout(10, 30)], ["actor"], 1, machine({"actor": ["a", "b"], "sampler": ["c"]}), {"actor": 1}
+        [rollout(10, 30)], {"actor": 1}, machine({"actor": ["a", "b"], "sampler": ["c"]}), {"actor": 1}
     )
     assert split["floor/train"] == pytest.approx(6 * 1000 * 40 / 2 / 1e6)
-    twice = floors([rollout(10, 30)], ["actor"], 1, machine({"actor": ["a"], "sampler": ["c"]}), {"actor": 2})
+    twice = floors([rollout(10, 30)], {"actor": 1}, machine({"actor": ["a"], "sampler": ["c"]}), {"actor": 2})
     assert twice["floor/score"] == pytest.approx(2 * found["floor/score"]), (
         "for the reference too, without its adapters"
     )
 
 
+def test_the_actor_passes_over_less_where_steps_are_left_out() -> None:
+    updates = {"actor": [Update([0], 1e-6, 0.0)] * 4, "critic": [Update([0], 1e-6, 0.0)] * 4}
+    taken = {"policy/ratio": 1.0, "value/loss": 1.0}
+    assert training_passes(updates, [taken] * 4, 2) == {"actor": 2.0, "critic": 2.0}
+    steps = [taken, taken, taken, {"value/loss": 1.0}]
+    assert training_passes(updates, steps, 2) == {"actor": 1.5, "critic": 2.0}
+    assert training_passes({"critic": updates["critic"]}, steps, 2) == {"critic": 2.0}
+    assert training_passes({"actor": []}, [], 2) == {"actor": 0.0}
+    apart = {"actor": ["a"], "critic": ["b"], "sampler": ["c"]}
+    found = floors([rollout(10, 30)], {"actor": 1.5, "critic": 1}, machine(apart), {})
+    assert found["floor/train"] == pytest.approx(6 * 1000 * 40 * 1.5 / 1e6)
+
+
 def test_a_prompt_of_several_answers_counts_once() -> None:
     gpus = {"actor": ["a"], "sampler": ["b"]}
     found = floors(
-        [rollout(10, 30), rollout(10, 20), rollout(5, 5)], ["actor"], 1, machine(gpus), {"actor": 1}
+        [rollout(10, 30), rollout(10, 20), rollout(5, 5)], {"actor": 1}, machine(gpus), {"actor": 1}
     )
     assert found["floor/score"] == pytest.approx(2 * 1000 * (15 + 55) / 1e6)
     assert found["floor/train"] == pytest.approx(6 * 1000 * (15 + 55) / 1e6)
@@ -65,13 +80,12 @@ def test_a_prompt_of_several_answers_counts_once() -> None:
 
 def test_generation_reads_weights_for_the_longest_answer_and_keys_for_all() -> None:
     gpus = {"actor": ["a"], "sampler": ["b"]}
-    found = floors([rollout(10, 30), rollout(20, 10)], ["actor"], 1, machine(gpus), {"actor": 1})
+    found = floors([rollout(10, 30), rollout(20, 10)], {"actor": 1}, machine(gpus), {"actor": 1})
     read = 10 * (30 * (10 + 15) + 10 * (20 + 5))
     assert found["floor/generate"] == pytest.approx(2 * 1000 * 30 / 1e6 + (30 * 2000 + read) / 1e5)
     halved = floors(
         [rollout(10, 30), rollout(20, 10)],
-        ["actor"],
-        1,
+        {"actor": 1},
         machine({"actor": ["a"], "sampler": ["b", "c"]}, span=2),
         {"actor": 1},
     )

@@ -104,9 +104,7 @@ class Fleet:
     def lengths(self, tokens: Sequence[int]) -> list[int]:
         return list(range(1, 1 + len(tokens)))
 
-    def iteration_metrics(
-        self, rollouts: object, trained: object, passes: int, seconds: float
-    ) -> dict[str, float]:
+    def iteration_metrics(self, rollouts: object, passes: object, seconds: float) -> dict[str, float]:
         return {}
 
     def sync_weights(self, version: int = 0) -> None:
