@@ -36,7 +36,7 @@ FAR_AWAY = (
 LARGE_STEPS = "PPO's steps are too large: lower actor_learning_rate or max_epochs."
 DISAGREES = (
     "The trainer's scoring and training passes disagree before the first step: its log-probs are wrong, not"
-    " PPO; compare dtypes."
+    " PPO; compare dtypes. With sampler_is in_ratio this is the gap to the sampler: look at sampler/gap."
 )
 BAD_CRITIC = "PPO's critic does not predict the returns: raise critic_learning_rate or freezing_actor_steps."
 OTHER_POLICY = (
@@ -120,13 +120,14 @@ POLICY = (
     Metric(
         "policy/first_ratio policy/first_ratio_gap",
         "the same at the first optimiser step of an iteration: 1 and 0 when scoring and training agree,"
-        " and with"
-        " one step an iteration, which needs no scoring",
+        " and with one step an iteration, which needs no scoring; with `sampler_is: in_ratio` the gap between"
+        " sampler and trainer",
         failed=DISAGREES,
     ),
     Metric(
         "policy/kl_old",
-        "KL from the policy at the iteration's start, k3 estimate, mean over the steps",
+        "KL from the policy at the iteration's start (with `sampler_is: in_ratio` from the sampler), k3"
+        " estimate, mean over the steps",
         "nats/token",
         failed=LARGE_STEPS,
     ),
