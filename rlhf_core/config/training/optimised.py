@@ -16,7 +16,7 @@ from rlhf_core.config.training.lora_fields import Lora
 from rlhf_core.config.training.optimiser_fields import EMA, OptimiserFields
 from rlhf_core.config.training.schedule_fields import ScheduleFields
 from rlhf_core.config.training.sharding import TORCH, Sharding
-from rlhf_core.config.training.zero_fields import ZeroFields
+from rlhf_core.config.training.zero_fields import QUANTISED_FROZEN, ZERO, ZeroFields
 from rlhf_core.config.training.zero_sharding import ZERO_1, ZERO_2, ZERO_3
 from rlhf_core.records import (
     Config,
@@ -253,6 +253,12 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
     def _check_freeze(self) -> Iterator[str]:
         if self.freeze is not None and self.lora is not None:
             yield "freeze and lora are two ways to train a part of the weights: leave one of them out"
+        zero = self.deepspeed.get(ZERO)
+        if self.freeze is not None and isinstance(zero, dict) and zero.get(QUANTISED_FROZEN):
+            yield (
+                f"deepspeed.{ZERO}.{QUANTISED_FROZEN} rounds the weights that freeze keeps: leave one of them"
+                " out"
+            )
 
     @check
     def _check_sequence(self) -> Iterator[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlhf_core.records import Config, InDigestIfSet, check
 
@@ -22,9 +22,15 @@ class Freeze(Config):
     names: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
         description=(
-            "patterns of weights' names, as in the model's code, with * for any text: *.mlp.gate.weight"
+            "patterns of weights' names, or one pattern, as in the model's code, with * for any text:"
+            " *.mlp.gate.weight"
         ),
     )
+
+    @field_validator("names", mode="before")
+    @classmethod
+    def _a_text_is_a_pattern(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
     @check
     def _check_something_is_frozen(self) -> Iterator[str]:

@@ -39,7 +39,7 @@ class ScheduleFields(Config):
 
     @check
     def _check_schedule(self) -> Iterator[str]:
-        if self.warmup_steps is not None and self.warmup_ratio != WARMUP_RATIO:
+        if self.warmup_steps is not None and self.warmup_ratio not in (0, WARMUP_RATIO):
             yield (
                 f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} are two lengths of"
                 " one warm-up: leave one of them out"

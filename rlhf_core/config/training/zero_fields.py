@@ -10,6 +10,7 @@ from pydantic import Field
 from rlhf_core.records import Config, NotInDigest, check, keys_that_are_no_text
 
 ZERO = "zero_optimization"
+QUANTISED_FROZEN = "zero_quantized_nontrainable_weights"
 # Options that `deepspeed` refuses, and why. A dot marks those in its zero_optimization block.
 NOT_FOR_DEEPSPEED = {
     **dict.fromkeys(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from rlhf_core.config import Optimised, Ranks
-from rlhf_core.config.training.zero_fields import ZERO
+from rlhf_core.config.training.zero_fields import QUANTISED_FROZEN, ZERO
 from rlhf_core.forecast.memory import copies
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.weights.shards import Shards
@@ -15,7 +15,7 @@ from rlhf_core.training.zero.zero_options import options_of
 from rlhf_core.training.zero.zero_shards import FrozenZero, ZeroShards
 
 # options of ZeRO++ (Wang et al. 2023)
-QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+QUANTISED = ("zero_quantized_weights", QUANTISED_FROZEN)
 
 
 class ZeroBackend:

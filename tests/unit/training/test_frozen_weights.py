@@ -63,6 +63,7 @@ def test_embeddings_layers_and_patterns_name_their_weights() -> None:
     assert frozen_names(policy(), names=["*.mlp.up_proj.weight"]) == {
         f"model.layers.{k}.mlp.up_proj.weight" for k in range(3)
     }
+    assert frozen_names(policy(), names="model.norm.weight") == {"model.norm.weight"}
     assert frozen_names(policy(), names=["model.norm.weight"]) == {"model.norm.weight"}
     assert frozen_names(policy(tied=True), names=["lm_head.weight"]) == {"model.embed_tokens.weight"}
     torch.manual_seed(0)
@@ -116,7 +117,15 @@ def test_layers_that_a_models_code_does_not_mark_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "told"), [({"lora": {}}, "freeze and lora"), ({"float8": True, "dtype": "bfloat16"}, "float8")]
+    ("more", "told"),
+    [
+        ({"lora": {}}, "freeze and lora"),
+        ({"float8": True, "dtype": "bfloat16"}, "float8"),
+        (
+            {"deepspeed": {"zero_optimization": {"zero_quantized_nontrainable_weights": True}}},
+            "rounds the weights that freeze keeps",
+        ),
+    ],
 )
 def test_freeze_is_refused_beside_what_trains_a_part_or_all(more: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):

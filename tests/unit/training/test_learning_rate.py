@@ -75,6 +75,7 @@ def test_every_rate_of_a_short_run_is_a_positive_number_up_to_the_peak(schedule:
 
 def test_warmup_steps_are_steps_and_one_that_is_too_long_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert rates(100, warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates(100, warmup_steps=4, warmup_ratio=0) == rates(100, warmup_steps=4)
     assert rates(10, warmup_steps=20)[9] == 0.5
     tell_long_warmup(10, ScheduleFields(warmup_steps=20))
     assert capsys.readouterr().out.startswith("warmup_steps=20, and this run has 10 optimiser steps")
