@@ -1,7 +1,9 @@
 r"""Finds the final answer in a text. Standard library only.
 
 The first of these that a text has decides, and of several the last one: `\boxed{...}`, a line `#### ...` (as
-in GSM8K), `answer is ...` or `answer: ...`, and a formula between dollar signs or a number.
+in GSM8K), and a sentence with `answer is ...` or `answer: ...`. Of sentences, those without a number or a
+formula count only if none has one. A sentence with several values, or that hedges, is no answer. A text that
+is nothing but a number or a formula is its own answer.
 """
 
 from __future__ import annotations
@@ -9,27 +11,50 @@ from __future__ import annotations
 import re
 
 LONGEST = 1000  # characters of a final answer; a longer one is none
-TAIL = 2000  # last characters of a text, in which formulas and numbers are looked for
 BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 HASHES = re.compile(r"####[ \t]*([^\n]*)")
-STATED = re.compile(r"\banswer(?:[ \t]+is\b|[ \t]*:)[ \t:]*", re.IGNORECASE)
-BOLD = re.compile(r"\*\*(.+?)\*\*")
-COMMAND = re.compile(r"\\[A-Za-z]+")
-WORD = re.compile(r"[^\W\d_]{2}")
-VALUE = re.compile(
-    r"\$\$?(?=\S)(?P<formula>[^$\n]+?)(?<=\S)\$\$?(?!\d)"
-    r"|\\\((?P<inline>.+?)\\\)|\\\[(?P<display>.+?)\\\]"
-    r"|(?P<number>(?<![\w.])[-+]?\$?\d+(?:,\d{3})*(?:\.\d+)?(?:\s?/\s?\d+)?\s?\\?%?)"
+FORMULA = r"\\\[[\s\S]{1,500}?\\\]|\\\(.{1,500}?\\\)|\$\$[^$]{1,500}\$\$|\$(?=\S)[^$\n]{1,500}(?<=\S)\$(?!\d)"
+# also `**Answer:** 5`, and a value on the next line, after `- ` or `* ` too
+STATED = re.compile(
+    r"\banswer(?:\*\*)?(?:[ \t]+is\b|[ \t]*:)(?:\n\s*[-*][ \t]+|[\s:]|\*\*(?=\s))*"
+    rf"(?P<sentence>(?:{FORMULA}|[^\n.;!]|\.(?=\S))*)",
+    re.IGNORECASE,
 )
+HEDGES = re.compile(
+    r"\?|n't\b|\b(?:not|or|either|between|neither|nor|at least|at most|more than|less than|maybe|perhaps"
+    r"|wrong|incorrect|unknown)\b",
+    re.IGNORECASE,
+)
+SCALES = re.compile(  # words that make another number of the one beside them
+    r"\b(?:hundred|thousand|million|billion|trillion|dozen|half|halves|thirds?|quarters?|squared|cubed"
+    r"|below)s?\b",
+    re.IGNORECASE,
+)
+BOLD = re.compile(r"\*\*(.+?)\*\*")
+NO_WORD = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{[^{}]*\}|\\[A-Za-z]+")
+WORD = re.compile(r"[^\W\d_]{2}")
+MINUS = re.compile(r"(?:\b(?:minus|negative)\b|-)\s*(?=[$\d.\\])", re.IGNORECASE)
+VALUE = re.compile(
+    rf"(?P<formula>{FORMULA})"
+    r"|(?P<number>(?<![\w.,/:-])[-+]?\$?(?:\d+\s+(?=\d+/))?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?(?:\s?\\?%)?"
+    r"(?![\w^]|[.,/:]\d))"
+)
+UNIT = re.compile(r"\s?([A-Za-z]+(?:[ /][A-Za-z]+)*)")
+MORE_THAN_WORDS = re.compile(r"[\d=<>^*+\\{}$~≈≤≥±≠]|(?<![A-Za-z])/|\b(?:plus|times|over|pi|sqrt)\b")
 
 
 def final_answer(text: str) -> str | None:
     """Returns the final answer in a text; None if there is none, or it is longer than LONGEST."""
-    found = _final(text)
+    found = _final(plain_signs(text))
     if found is None:
         return None
     found = found.strip().strip("*_`").strip()
     return found if 0 < len(found) <= LONGEST else None
+
+
+def plain_signs(text: str) -> str:
+    """Returns a text with hyphens for minus signs, and for en dashes that are not between numbers."""
+    return re.sub(r"(?<!\d)(?<!\d )–", "-", text.replace("−", "-"))
 
 
 def _final(text: str) -> str | None:
@@ -39,32 +64,44 @@ def _final(text: str) -> str | None:
     hashes = HASHES.findall(text)
     if hashes:
         return str(hashes[-1])
-    stated = list(STATED.finditer(text))
-    rest = text[stated[-1].end() :].partition("\n")[0] if stated else ""
-    if rest.strip(" .*"):
-        return _of_sentence(rest)
-    return _last_value(text[-TAIL:])
+    sentences = [stated["sentence"].strip() for stated in STATED.finditer(text)]
+    said = [sentence for sentence in sentences if sentence.strip("*")]
+    for sentence in reversed(said):
+        if HEDGES.search(sentence) or len(sentence) > LONGEST:
+            return None
+        if re.search(r"[\d$]|\\[(\[]", sentence):
+            return _value(sentence)
+    if said:
+        return said[-1]
+    whole = text.strip().removesuffix(".")
+    return _bare(whole) if VALUE.fullmatch(whole) else None
 
 
-def _of_sentence(rest: str) -> str:
-    """Returns the answer in what follows `answer is`: what is bold at its start; all of it if it has no
-    words, else its first formula or number, else its words."""
-    bold = BOLD.match(rest)
-    if bold:
-        return bold[1]
-    whole = rest.strip().rstrip(".")
-    value = VALUE.search(rest) if WORD.search(COMMAND.sub("", whole)) else None
-    return whole if value is None else _group(value)
+def _value(sentence: str) -> str | None:
+    """Returns the one value of a sentence, with the words after it, which may be its unit: what is bold, if
+    something is; all of it, if it has neither words nor formulas between dollar signs; else its formula or
+    number. None if there are several, or something else than words beside it."""
+    bold = BOLD.findall(sentence)
+    stated = MINUS.sub("-", bold[0] if len(bold) == 1 else sentence)
+    values = list(VALUE.finditer(stated))
+    if not WORD.search(NO_WORD.sub("", stated)) and all(value["number"] for value in values):
+        return stated
+    if len(values) != 1:
+        return None
+    after = stated[values[0].end() :]
+    beside = stated[: values[0].start()] + " " + after
+    if MORE_THAN_WORDS.search(beside) or SCALES.search(beside):
+        return None
+    unit = UNIT.match(after)
+    found = _bare(values[0][0])
+    return rf"{found} \text{{{unit[1]}}}" if unit else found
 
 
-def _last_value(text: str) -> str | None:
-    """Returns the last formula or number of a text."""
-    values = list(VALUE.finditer(text))
-    return _group(values[-1]) if values else None
-
-
-def _group(value: re.Match[str]) -> str:
-    return next(group for group in value.groups() if group is not None)
+def _bare(value: str) -> str:
+    """Returns a number, or a formula without what delimits it."""
+    if value[:2] in (r"\[", r"\("):
+        return value[2:-2]
+    return value.strip("$")
 
 
 def _braced(text: str, start: int) -> str | None:

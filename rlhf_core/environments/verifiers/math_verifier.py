@@ -1,15 +1,18 @@
 r"""`reward: math`: 1 if the final answer of a response equals that of the row, else 0.
 
 math-verify compares the two as numbers, formulas, sets, intervals or equations: 1/2 equals 0.5 and 50\%, and
-1,000 equals 1000; decimals count to six places. Words are compared as text. A response without an answer is
+1,000 equals 1000. Decimals count to six places, and below 0.001 to three significant digits. Units and bases
+are compared, as text, if both answers have one. Words are compared as text. A response without an answer is
 wrong, and so is one that a limit cut, or whose comparison exceeds a limit of time or memory.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 try:
@@ -17,7 +20,7 @@ try:
 except ImportError as missing:
     raise ImportError("math-verify is not installed: pip install 'math-verify[antlr4_13_2]'") from missing
 
-from rlhf_core.environments.verifiers.final_answer import final_answer
+from rlhf_core.environments.verifiers.final_answer import SCALES, final_answer, plain_signs
 from rlhf_core.environments.verifiers.forked import forked
 from rlhf_core.environments.verifiers.row_cells import known_answer
 
@@ -26,6 +29,17 @@ WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|operatorname)\s*\{(
 SPACES = re.compile(r"\\[ ,;:!]|~|\s+")
 WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 CONSTANTS = frozenset(("pi", "inf", "infinity", "oo"))
+SMALL = 1e-3  # six decimals of a smaller number are not three significant digits
+SIGNIFICANT = 1e-3
+REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}")
+SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d+)\b")
+MIXED = re.compile(r"(?<![\w./])(\d+)\s+(\d+)/(\d+)(?![\w.])")
+PERCENT = re.compile(r"\s*\bpercent\b")
+BASE = re.compile(r"-?[\dA-Z]+_\{?(\d+)\}?")
+UNIT = re.compile(
+    r"[-+]?\s*(?:\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|\(?[\d.,:/+ ]*\d\)?(?:\s*\\times\s*10\^\{?-?\d+\}?)?)\$?"
+    r"\s*(?P<unit>[A-Za-zµ].*)"
+)
 # forked.py limits the time: the library's own limits, by signals, do not end one long operation
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -59,6 +73,7 @@ def marked_answer(known: str) -> str:
 
 def same_answer(said: str, known: str) -> bool:
     """Returns whether two final answers are equal: as text, or as mathematics."""
+    said, known = _spelt_out(said), _spelt_out(known)
     one, other = _plain(said), _plain(known)
     if one == other:
         return True
@@ -66,9 +81,58 @@ def same_answer(said: str, known: str) -> bool:
         return one.casefold() == other.casefold()
     if _is_words(one):
         return False
+    if _differ(BASE, one, other) or SCALES.findall(one) != SCALES.findall(other):
+        return False
     right = _parsed(known)
     given = _parsed(said)
-    return bool(right and given) and bool(verify(right, given, timeout_seconds=None))
+    if not right or not given or not verify(right, given, timeout_seconds=None):
+        return False
+    if _differ(UNIT, one, other) and not _variables(right[0]) and not _variables(given[0]):
+        return False  # the library has dropped both units
+    return _are_near(right[0], given[0])
+
+
+def _spelt_out(answer: str) -> str:
+    r"""Returns an answer with what the library misreads in other words: 1e-9, 3 1/2, 0.\overline{3},
+    5 percent, and signs that are no hyphens."""
+    text = PERCENT.sub(r"\\%", plain_signs(answer))
+    text = MIXED.sub(r"(\1+\2/\3)", SCIENTIFIC.sub(r"\1\\times 10^{\2}", text))
+    return REPEATING.sub(_fraction, text)
+
+
+def _fraction(decimal: re.Match[str]) -> str:
+    """Returns a repeating decimal as a fraction."""
+    whole, once, again = decimal.groups()
+    nines = 10 ** len(once) * (10 ** len(again) - 1)
+    value = Fraction(int(f"{whole}{once}{again}") - int(f"0{whole}{once}"), nines)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _differ(part: re.Pattern[str], one: str, other: str) -> bool:
+    """Returns whether both answers have this part, a base or a unit, and not the same."""
+    found, known = part.fullmatch(one), part.fullmatch(other)
+    return bool(found and known) and _part(found) != _part(known)
+
+
+def _part(found: re.Match[str] | None) -> str:
+    """Returns a base or a unit without spaces, braces and the s of a plural."""
+    text = "" if found is None else found[1].replace("²", "^2").replace("³", "^3")
+    bare = re.sub(r"[\s{}.]", "", text)
+    return bare.removesuffix("s") if len(bare) > 2 else bare
+
+
+def _variables(parsed: Any) -> bool:
+    return bool(getattr(parsed, "free_symbols", None))
+
+
+def _are_near(one: Any, other: Any) -> bool:
+    """Returns whether two answers that are equal to six decimals are so to three significant digits, too."""
+    values = [getattr(answer, "rhs", answer) for answer in (one, other)]
+    if not all(getattr(value, "is_number", False) and value.is_real for value in values):
+        return True
+    if any(abs(value) >= SMALL for value in values):
+        return True
+    return math.isclose(float(values[0]), float(values[1]), rel_tol=SIGNIFICANT)
 
 
 def _plain(text: str) -> str:

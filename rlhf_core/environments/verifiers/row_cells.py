@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
@@ -33,3 +34,17 @@ def known_answer(row: Mapping[str, Any], column: str) -> str:
     if not str(value).strip():
         raise ValueError(f"column {column!r} is empty")
     return str(value)
+
+
+def known_formula(row: Mapping[str, Any], column: str) -> str:
+    """Returns a row's right answer as text. Raises ValueError when the row has none, or one whose braces do
+    not pair, which no response could equal."""
+    known = known_answer(row, column)
+    depth = 0
+    for found in re.findall(r"\\.|[{}]", known):
+        depth += {"{": 1, "}": -1}.get(found, 0)
+        if depth < 0:
+            break
+    if depth:
+        raise ValueError(f"column {column!r} holds {known!r:.60}, whose braces do not pair")
+    return known

@@ -11,9 +11,9 @@ from rlhf_core.config.rewards import RewardSource
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments import sandbox
 from rlhf_core.environments.verifiers.code_tests import known_tests
-from rlhf_core.environments.verifiers.row_cells import known_answer
+from rlhf_core.environments.verifiers.row_cells import known_formula
 
-READERS: dict[str, Callable[[Mapping[str, Any], str], object]] = {"math": known_answer, "code": known_tests}
+READERS: dict[str, Callable[[Mapping[str, Any], str], object]] = {"math": known_formula, "code": known_tests}
 
 
 def verifiers_of(sources: Sequence[RewardSource]) -> list[Verifier]:
