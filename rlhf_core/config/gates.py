@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -13,6 +13,7 @@ from pydantic import Field
 
 from rlhf_core.config.data import Source, Text
 from rlhf_core.config.process_groups import Groups
+from rlhf_core.config.rewarding.remote_models import Remote
 from rlhf_core.config.rewards import Environment
 from rlhf_core.records import Config, Frozen, NotInDigest, check
 
@@ -152,6 +153,11 @@ class Key(NamedTuple):
     reader: str
     variable: str
     required: bool = True
+
+
+def remote_keys(readers: Iterable[tuple[str, Remote]]) -> list[Key]:
+    """Returns the keys of models behind endpoints, given with how messages name them."""
+    return [Key(title, one.key_variable, one.needs_key) for title, one in readers if one.key_variable]
 
 
 class Asked(NamedTuple):

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rlhf_core.config.data import Data, Text
 from rlhf_core.config.engines import EngineConfig, only_in_ppo
-from rlhf_core.config.gates import Gated, Key
+from rlhf_core.config.gates import Gated, Key, remote_keys
 from rlhf_core.config.process_groups import Groups
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.config.rewards import (
@@ -24,6 +24,7 @@ from rlhf_core.config.training.optimised import Routed, Trainable
 from rlhf_core.config.training.preference import PreferenceLoss, UnpairedLoss
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
 
+ACROSS_PROMPTS = ("rejection_sampling", "conditional_sft")  # need rewards on one scale for all prompts
 PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
 
 
@@ -135,10 +136,7 @@ class Rewarded(Gated, SamplingFields):
         judges = (source for source in self.reward if isinstance(source, JudgeReward))
         return [
             Key(f"the reward {source.title}", source.api_key_env) for source in servers if source.api_key_env
-        ] + [
-            Key(f"the reward {source.title}", source.judge.api_key_env, source.judge.needs_key)
-            for source in judges
-        ]
+        ] + remote_keys((f"the reward {source.title}", source.judge) for source in judges)
 
 
 class Rounds(Rewarded):
@@ -197,6 +195,11 @@ class Rounds(Rewarded):
             yield (
                 "min_reward belongs to post_processor 'rejection_sampling': leave it out for"
                 f" {self.post_processor!r}"
+            )
+        if normalized_in_groups(self.reward) and self.post_processor in ACROSS_PROMPTS:
+            yield (
+                f"post_processor {self.post_processor!r} needs rewards that mean the same for every prompt,"
+                " and normalize group gives those of each prompt the mean 0: set normalize to none or running"
             )
 
 

@@ -283,8 +283,12 @@ class ChatClient:
 def remote(config: Remote) -> Connection:
     """Returns the connection to an endpoint. The key comes from an environment variable; otherwise it is
     "none", which servers without keys accept."""
-    hint = f", base_url and the key in the environment variable {config.api_key_env}"
-    return Connection(config.base_url, os.environ.get(config.api_key_env) or "none", hint)
+    variable = config.key_variable
+    if variable is None:
+        hint = ", base_url, and whether it needs a key: api_key_env names no variable"
+        return Connection(config.base_url, "none", hint)
+    hint = f", base_url and the key in the environment variable {variable}"
+    return Connection(config.base_url, os.environ.get(variable) or "none", hint)
 
 
 def _as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:

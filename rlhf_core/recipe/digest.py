@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from rlhf_core.config import KINDS, SFT, AlignmentTax, EngineConfig, Recipe, Source, StageConfig
 from rlhf_core.config.engines import SPEED_ONLY
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task, task_name
+from rlhf_core.config.rewarding.verifiers import VerifierReward
 from rlhf_core.config.rewards import Environment, FunctionReward
 from rlhf_core.config.training.zero_fields import ZeroFields, deciding_options
 from rlhf_core.hub.ids import is_remote
@@ -85,6 +86,8 @@ def deciding(value: Any, digests: Digests) -> Any:
             content["path"] = _content(value.path, digests)
         if isinstance(value, FunctionReward):
             content |= {"function": value.function_name, "code": digests.of(value.file)}
+        if isinstance(value, VerifierReward):
+            content["version"] = value.version
         if isinstance(value, Environment) and value.own:
             content |= {"path": value.class_name, "code": digests.of(value.file)}
         if isinstance(value, Environment):

@@ -3,8 +3,9 @@ that a bug in it is reported before any work (rlhf_core/preflight/reward_functio
 starts.
 
 Only an error that occurs in every call (`UsersError.certain`) ends the stage. Other errors may be due to the
-made-up answer and are warnings. Servers and judges are not asked for a reward, which may cost money; only
-whether their address answers is checked, and whether the prompt's row has the reference of a judge.
+made-up answer and are warnings. Verifiers are called in the same way. Servers and judges are not asked for a
+reward, which may cost money; only whether their address answers is checked, and whether the prompts' rows
+have the reference of a judge.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
+from rlhf_core.config.rewarding.verifiers import Verifier
 from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.required_columns import USUAL
@@ -40,12 +42,18 @@ def made_up_answer(row: dict[str, Any]) -> str:
     return ANSWER
 
 
-def try_rewards(sources: Sequence[RewardSource], prompt: Prompt, renderer: Renderer) -> None:
-    """Tries all functions, servers and judges of a stage, but no reward models. Prints warnings. Raises
-    ValueError for a function that cannot be loaded, or whose code fails for every answer, and for a missing
-    column of references."""
+def try_rewards(
+    sources: Sequence[RewardSource],
+    prompts: Sequence[Prompt],
+    renderer: Renderer,
+    eval_prompts: Sequence[Prompt] = (),
+) -> None:
+    """Tries all functions, verifiers, servers and judges of a stage, but no reward models, with the first
+    prompt. Prints warnings. Raises ValueError for a function that cannot be loaded, or whose code fails for
+    every answer, and for a row without the reference of a judge."""
+    prompt = prompts[0]
     for source in sources:
-        if isinstance(source, FunctionReward):
+        if isinstance(source, FunctionReward | Verifier):
             samples = [sample_of(prompt, text, renderer) for text in made_up_answers(prompt.row)]
             failed = call_once(source, samples, SECONDS)
             if failed:
@@ -55,7 +63,8 @@ def try_rewards(sources: Sequence[RewardSource], prompt: Prompt, renderer: Rende
                 "the reward server", HttpRewardClient(source.url, source.timeout, None).shown, source.url
             )
         elif isinstance(source, JudgeReward):
-            require_reference(source, prompt.row)
+            require_references(source, "prompts", prompts)
+            require_references(source, "eval_prompts", eval_prompts)
             _try_address(f"the judge {source.title} at", source.judge.base_url, source.judge.base_url)
 
 
@@ -70,10 +79,13 @@ def sample_of(prompt: Prompt, text: str, renderer: Renderer) -> Sample:
     return Sample(prompt.messages, text, prompt.row, True, renderer.decoded(document.tokens, False))
 
 
-def call_once(source: FunctionReward, samples: Sequence[Sample], seconds: float) -> str:
-    """Calls a function with made-up answers. Returns a failure that these answers may have caused, or "".
-    Raises ValueError for a function that cannot be loaded, or whose code fails for every answer."""
-    function = Function(source.file, source.function_name, min(source.timeout, seconds), 1)
+def call_once(source: FunctionReward | Verifier, samples: Sequence[Sample], seconds: float) -> str:
+    """Calls a function or a verifier with made-up answers. Returns a failure that these answers may have
+    caused, or "". Raises ValueError for a function that cannot be loaded, or whose code fails for every
+    answer."""
+    patience = min(source.request_seconds if isinstance(source, Verifier) else source.timeout, seconds)
+    options = source.options if isinstance(source, Verifier) else {}
+    function = Function(source.file, source.function_name, patience, 1, options)
     try:
         function.score(samples)
     except CodeError as error:
@@ -88,7 +100,7 @@ def call_once(source: FunctionReward, samples: Sequence[Sample], seconds: float)
     return ""
 
 
-def _warn(source: FunctionReward, what: str) -> None:
+def _warn(source: FunctionReward | Verifier, what: str) -> None:
     told = (
         f"a call with a made-up answer {what}; the stage goes on, and ends if it does so with the model's"
         " answers too"
@@ -96,13 +108,19 @@ def _warn(source: FunctionReward, what: str) -> None:
     print(f"warning: the reward function {source.title}: {told}", flush=True)
 
 
-def require_reference(source: JudgeReward, row: dict[str, Any]) -> None:
-    """Raises ValueError when a row of the prompts lacks the column of a judge's reference answers."""
-    if source.reference is not None and source.reference not in row:
-        raise ValueError(
-            f"the reward {source.title}: the prompts have no column {source.reference!r}, only"
-            f" {', '.join(row)}: set reference to the column with the reference answers"
-        )
+def require_references(source: JudgeReward, field: str, prompts: Sequence[Prompt]) -> None:
+    """Raises ValueError when a row of the prompts has no reference answer in the column that a judge
+    reads."""
+    column = source.reference
+    if column is None:
+        return
+    for number, prompt in enumerate(prompts, 1):
+        if prompt.row.get(column) is None:
+            raise ValueError(
+                f"{field}: number {number}: the reward {source.title} finds no reference answer in the column"
+                f" {column!r}; the row's columns are {', '.join(prompt.row)}: set reference to the column"
+                " with the reference answers, or correct the row"
+            )
 
 
 def _try_address(who: str, shown: str, url: str) -> None:

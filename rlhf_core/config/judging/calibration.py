@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Source, TemplateArgs, template_mistakes
-from rlhf_core.config.gates import Gated, Key
+from rlhf_core.config.gates import Gated, Key, remote_keys
 from rlhf_core.config.judging.judges import (
     Judge,
     OpenAIJudge,
@@ -88,7 +88,7 @@ class Calibration(Gated):
     def needed_keys(self) -> Sequence[Key]:
         if not isinstance(self.judge, Remote):
             return ()
-        return [Key(f"the judge {self.judge.model}", self.judge.api_key_env, self.judge.needs_key)]
+        return remote_keys([(f"the judge {self.judge.model}", self.judge)])
 
 
 def judge_identity(judge: Judge, inputs: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhf_core.config.data import Data, Source, Text
-from rlhf_core.config.gates import Gated, Key
+from rlhf_core.config.gates import Gated, Key, remote_keys
 from rlhf_core.config.judging.judges import ChatJudge, Judge, VllmJudge, names_of_judge
 from rlhf_core.config.process_groups import Groups
 from rlhf_core.config.rewarding.remote_models import Remote
@@ -98,8 +98,4 @@ class Drift(Gated):
     @property
     def needed_keys(self) -> Sequence[Key]:
         judge = self.anchors.judge if self.anchors else None
-        return (
-            [Key(f"the judge {judge.model}", judge.api_key_env, judge.needs_key)]
-            if isinstance(judge, Remote)
-            else []
-        )
+        return remote_keys([(f"the judge {judge.model}", judge)]) if isinstance(judge, Remote) else []

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from rlhf_core.config.data import Data, Source, TemplateArgs, Text, template_mistakes
 from rlhf_core.config.engines import only_in_ppo, without_pipeline
-from rlhf_core.config.gates import Asked, Gated, Key
+from rlhf_core.config.gates import Asked, Gated, Key, remote_keys
 from rlhf_core.config.judging.judges import (
     ChatJudge,
     Endpoint,
@@ -217,7 +217,7 @@ class Evaluation(Gated, SamplingFields):
     def needed_keys(self) -> Sequence[Key]:
         judges = ((f"the judge {judge.model}", judge) for judge in self.judges if isinstance(judge, Remote))
         endpoints = ((f"the endpoint {name}", endpoint) for name, endpoint in self.endpoints.items())
-        return [Key(name, one.api_key_env, one.needs_key) for name, one in (*judges, *endpoints)]
+        return remote_keys((*judges, *endpoints))
 
 
 class Regression(Evaluation):

@@ -25,7 +25,9 @@ class RatingModel(Remote):
     base_url: Annotated[str, NotInDigest] = Field(
         "https://api.openai.com/v1", description="endpoint, which may move: it does not decide a result"
     )
-    max_tokens: Positive = Field(1024, description="longest reply, the judge's reasons included")
+    max_tokens: Positive = Field(
+        4096, description="longest reply, the judge's reasons and hidden thoughts included"
+    )
 
 
 class Criterion(Config):
@@ -42,7 +44,7 @@ class LabelledPairs(Config):
     """Pairs of answers with a label, which a judge must agree with before it rewards."""
 
     data: Source = Field(description="rows with a prompt and two answers, chosen and rejected, held out")
-    min: Annotated[Share, NotInDigest] = Field(
+    min: Share = Field(
         0.7, description="share of pairs, ties half, below which the stage stops before its engines start"
     )
     limit: Positive = Field(200, description="at most this many pairs, the first")

@@ -10,6 +10,9 @@ from pydantic import Field, field_validator
 
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Variable
 
+OPENAI = "api.openai.com"
+OPENAI_KEY = "OPENAI_API_KEY"
+
 
 class RequestLimits(Config):
     """Concurrency, timeout and retries of requests to a chat endpoint."""
@@ -26,8 +29,12 @@ class Remote(RequestLimits):
 
     model: str = Field(description="model name at the endpoint")
     base_url: str = Field("https://api.openai.com/v1", description="endpoint")
-    api_key_env: Annotated[Variable, NotInDigest] = Field(
-        "OPENAI_API_KEY", description="environment variable that holds the key"
+    api_key_env: Annotated[Variable | None, NotInDigest] = Field(
+        None,
+        description=(
+            "environment variable that holds the key; default: OPENAI_API_KEY if base_url is OpenAI's, else"
+            " no key is sent"
+        ),
     )
     requests_per_minute: Annotated[Positive | None, NotInDigest] = Field(
         None, description="requests are spaced so that no more are sent; default: no limit"
@@ -57,5 +64,12 @@ class Remote(RequestLimits):
 
     @property
     def needs_key(self) -> bool:
-        """Whether the endpoint is known to refuse requests without a key."""
-        return "api.openai.com" in self.base_url
+        """Whether the endpoint is known to refuse requests without a key: OpenAI's, over https."""
+        address = urlsplit(self.base_url)
+        host = address.hostname or ""
+        return address.scheme == "https" and (host == OPENAI or host.endswith(f".{OPENAI}"))
+
+    @property
+    def key_variable(self) -> str | None:
+        """The environment variable whose key is sent; None: no key is sent."""
+        return self.api_key_env or (OPENAI_KEY if self.needs_key else None)

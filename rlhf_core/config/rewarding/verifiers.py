@@ -20,6 +20,7 @@ class VerifierReward(StandardisedReward):
     has `column`, which it reads, `options`, the arguments of its function, and `request_seconds`, which a
     request may take at most."""
 
+    version: ClassVar[int]  # in the digest: raise it when a change of the verifier gives other rewards
     shipped: ClassVar[str]  # the verifier: SHIPPED_VERIFIERS/NAME_verifier.py
     column_field: ClassVar[str]  # names the column that it reads
     batch_size: ClassVar[int]  # answers of one request
@@ -46,6 +47,7 @@ class MathReward(VerifierReward):
     """1 if the final answer of a response equals that of the row, else 0. The short form `math` means
     `{verifier: math}`. Needs the package math-verify."""
 
+    version: ClassVar[int] = 2
     shipped: ClassVar[str] = "math"
     column_field: ClassVar[str] = "answer"
     batch_size: ClassVar[int] = 16
@@ -74,6 +76,7 @@ class CodeReward(VerifierReward):
     """Whether the program in a response passes the tests of its row. The short form `code` means
     `{verifier: code}`."""
 
+    version: ClassVar[int] = 2
     shipped: ClassVar[str] = "code"
     column_field: ClassVar[str] = "tests"
     batch_size: ClassVar[int] = 4

@@ -65,7 +65,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     resumed_zero_stage = resume_state.kept_zero_stage(run, config)
     # Before any model is loaded: functions and environment may be faulty.
     require_verifiable(config.reward, data.items, held_out.prompts if held_out else ())
-    try_rewards(config.reward, data.items[0], renderer)
+    try_rewards(config.reward, data.items, renderer, held_out.prompts if held_out else ())
     agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / CACHE, request.seed)
     engines = start_rollout_group(config, renderer, groups, data.items[0])
     fleet = start_fleet(

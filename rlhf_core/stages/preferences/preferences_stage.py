@@ -62,7 +62,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     write_data_report(run, request.name, prompts=data.report)
     prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
     require_verifiable(config.reward, prompts)
-    try_rewards(config.reward, prompts[0], renderer)
+    try_rewards(config.reward, prompts, renderer)
     agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / CACHE, request.seed)
     prompt_tokens = conditioned(config, policy, tokenizer, prompts)
     answers = answers_of_round(config, policy, prompt_tokens, renderer.stop_token_ids, request, run)

@@ -89,7 +89,7 @@ Environment.options rlhf_core/config/rewards.py self.options
 Environment.answer_max_len rlhf_core/stages/ppo/train.py config.environment.answer_max_len
 Environment.timeout rlhf_core/environments/episodes.py self._config.timeout
 RequestLimits.timeout rlhf_core/judging/chat_client.py self.limits.timeout
-Remote.api_key_env rlhf_core/judging/chat_client.py config.api_key_env
+Remote.api_key_env rlhf_core/config/rewarding/remote_models.py self.api_key_env
 Endpoint.more evaluation/answers/remote_answers.py endpoint.more
 Endpoint.max_failed evaluation/answers/remote_answers.py endpoint.max_failed
 Source.path rlhf_core/data/rows/row_files.py source.path

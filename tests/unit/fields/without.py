@@ -50,7 +50,7 @@ WITHOUT = {
     "JudgeReward": "agreement compare criteria judge pairs_per_answer reference rubric scale",
     "RatingModel": "max_tokens model",
     "Criterion": "name text weight",
-    "LabelledPairs": "data limit",
+    "LabelledPairs": "data limit min",
     # tests/unit/environments/verifiers; verifier and language have one value.
     "MathReward": "answer timeout verifier",
     "CodeReward": "language memory_mib partial tests timeout verifier",

@@ -3,6 +3,8 @@ refused."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -74,7 +76,18 @@ def test_the_sum_is_standardised_over_the_iteration() -> None:
 @pytest.mark.parametrize("stage", [PPO, Preferences])
 def test_one_answer_has_no_group(stage: type) -> None:
     fields = {"reward": {"function": "a.py:f", "normalize": "group"}, "prompts": Data(sources="none")}
-    extra = {"advantage_estimator": "reinforce_pp"} if stage is PPO else {"post_processor": "conditional_sft"}
-    with pytest.raises(ValidationError, match="set n_samples_per_prompt to 2 or more"):
+    extra = {"advantage_estimator": "reinforce_pp"} if stage is PPO else {}
+    with pytest.raises(ValidationError, match="normalize group compares .*: set n_samples_per_prompt to 2 or more"):
         stage(**fields, **extra, n_samples_per_prompt=1)
     assert stage(**fields, **extra, n_samples_per_prompt=2).reward[0].normalize == "group"
+
+
+@pytest.mark.parametrize("post_processor", ["rejection_sampling", "conditional_sft"])
+def test_rewards_that_count_across_prompts_are_not_standardised_within_each(post_processor: Any) -> None:
+    def made(normalize: str, chosen: Any) -> Preferences:
+        fields = {"reward": {"function": "a.py:f", "normalize": normalize}, "prompts": Data(sources="none")}
+        return Preferences.model_validate(fields | {"post_processor": chosen})
+
+    with pytest.raises(ValidationError, match=f"{post_processor}.*: set normalize to none or running"):
+        made("group", post_processor)
+    assert made("running", post_processor) and made("group", "dpo") and made("group", "kto")

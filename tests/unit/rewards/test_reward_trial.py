@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config.rewarding.judge_reward import JudgeReward
+from rlhf_core.config.rewarding.verifiers import CodeReward, MathReward, VerifierReward
 from rlhf_core.config.rewards import FunctionReward, HttpReward
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.rewards.reward_server import application
-from rlhf_core.rewards.reward_trial import ANSWER, made_up_answer, sample_of, try_rewards
+from rlhf_core.rewards.reward_trial import ANSWER, made_up_answer, require_references, sample_of, try_rewards
 from rlhf_core.system.processes import raised_by_us
 from tests.support.asgi import served
 from tests.support.templates import save_tokenizer
@@ -97,13 +99,13 @@ def test_code_that_is_wrong_for_every_answer_is_refused_with_its_line(
         rf" {line_of(line)}\); correct it"
     )
     with pytest.raises(ValueError, match=found) as caught:
-        try_rewards([FunctionReward(function=f"{file}:{name}")], prompt, renderer)
+        try_rewards([FunctionReward(function=f"{file}:{name}")], [prompt], renderer)
     assert raised_by_us(caught.value), "a user's mistake: the stage is not retried"
 
 
 def test_a_function_with_another_signature_is_refused(file: Path, renderer: Renderer, prompt: Prompt) -> None:
     with pytest.raises(ValueError, match="other_name needs answers"):
-        try_rewards([FunctionReward(function=f"{file}:other_name")], prompt, renderer)
+        try_rewards([FunctionReward(function=f"{file}:other_name")], [prompt], renderer)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_a_function_with_another_signature_is_refused(file: Path, renderer: Rend
 def test_what_the_made_up_answer_may_have_caused_is_a_warning(
     file: Path, renderer: Renderer, prompt: Prompt, capsys: pytest.CaptureFixture[str], name: str, told: str
 ) -> None:
-    try_rewards([FunctionReward(function=f"{file}:{name}")], prompt, renderer)
+    try_rewards([FunctionReward(function=f"{file}:{name}")], [prompt], renderer)
     where = told % (file, line_of(f"def {name}")) if "%s" in told else told
     assert (
         f"warning: the reward function {name}: a call with a made-up answer {where}; the stage goes on"
@@ -135,7 +137,7 @@ def test_errors_of_single_answers_stop_no_stage(
     worded = Prompt(prompt.messages, prompt.tokens, {"answer": "of three words"}, False)
     try_rewards(
         [FunctionReward(function=f"{file}:{name}") for name in ("unpacks", "unset", "closed_over")],
-        worded,
+        [worded],
         renderer,
     )
     told = capsys.readouterr().out
@@ -149,7 +151,7 @@ def test_errors_of_single_answers_stop_no_stage(
 def test_a_good_function_and_a_failed_reward_say_nothing(
     file: Path, renderer: Renderer, prompt: Prompt, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try_rewards([FunctionReward(function=f"{file}:{name}") for name in ("good", "fails")], prompt, renderer)
+    try_rewards([FunctionReward(function=f"{file}:{name}") for name in ("good", "fails")], [prompt], renderer)
     assert capsys.readouterr().out == ""
 
 
@@ -169,8 +171,43 @@ def test_a_function_that_hangs_costs_its_time_limit(
     tmp_path: Path, renderer: Renderer, prompt: Prompt, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "slow.py").write_text("import time\ndef slow(responses): time.sleep(100)\n")
-    try_rewards([FunctionReward(function=f"{tmp_path}/slow.py:slow", timeout=0.5)], prompt, renderer)
+    try_rewards([FunctionReward(function=f"{tmp_path}/slow.py:slow", timeout=0.5)], [prompt], renderer)
     assert "failed: no answer within 0.5 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [MathReward, CodeReward])
+def test_the_code_of_a_verifier_is_there(kind: type[VerifierReward]) -> None:
+    source = kind()
+    assert source.file.is_file() and f"def {source.function_name}(" in source.file.read_text()
+
+
+def test_a_verifier_is_called_once(
+    renderer: Renderer,
+    prompt: Prompt,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("math_verify", reason="needs math-verify: make setup")
+    try_rewards([MathReward()], [prompt], renderer)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(VerifierReward, "file", tmp_path / "math_verifier.py")
+    (tmp_path / "math_verifier.py").write_text(
+        "def verify_answers(responses, column='', seconds=0.0): return [no]\n"
+    )
+    with pytest.raises(ValueError, match=r"the reward function math: .*NameError: name 'no' is not defined"):
+        try_rewards([MathReward()], [prompt], renderer)
+
+
+def test_each_row_has_the_reference_of_a_judge() -> None:
+    source = JudgeReward.model_validate({"judge": {"model": "m"}, "rubric": "r", "reference": "gold"})
+    rows = [{"gold": "1"}, {"gold": "2"}, {"other": "3"}]
+    prompts = [Prompt((), [1], row, False) for row in rows]
+    require_references(source, "prompts", prompts[:2])
+    with pytest.raises(
+        ValueError, match=r"^prompts: number 3: the reward m finds .* 'gold'; .* are other: set"
+    ):
+        require_references(source, "prompts", prompts)
 
 
 def test_a_server_is_not_asked_for_rewards_but_an_address_without_one_is_told(
@@ -178,12 +215,12 @@ def test_a_server_is_not_asked_for_rewards_but_an_address_without_one_is_told(
 ) -> None:
     scored: list[object] = []
     with served(application(lambda answers: scored.append(answers) or [0.0], {})) as url:  # type: ignore[func-returns-value]
-        try_rewards([HttpReward(url=url)], prompt, renderer)
+        try_rewards([HttpReward(url=url)], [prompt], renderer)
     assert scored == [] and capsys.readouterr().out == ""
     with socket.socket() as reserved:  # bound, but nobody listens
         reserved.bind(("127.0.0.1", 0))
         source = HttpReward(url=f"http://127.0.0.1:{reserved.getsockname()[1]}/score?key=secret")
-        try_rewards([source], prompt, renderer)
+        try_rewards([source], [prompt], renderer)
     told = capsys.readouterr().out
     assert (
         "/score does not answer yet (ConnectError): start it, or correct its address" in told

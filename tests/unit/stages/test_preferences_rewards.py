@@ -224,7 +224,10 @@ def test_a_missing_column_of_references_is_told_before_an_engine_starts(
 ) -> None:
     monkeypatch.setattr(rlhf_core.stages.preferences.preferences_stage, "answers_of_round", pytest.fail)
     judge = {"model": "taste", "base_url": "http://127.0.0.1:9/v1"}
-    with pytest.raises(ValueError, match=r"taste: the prompts have no column 'gold', only prompt, worth"):
+    with pytest.raises(
+        ValueError,
+        match=r"prompts: number 1: the reward taste finds no .* column 'gold'; .* are prompt, worth",
+    ):
         run({"judge": judge, "rubric": "Right?", "reference": "gold"})
 
 

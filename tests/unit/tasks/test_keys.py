@@ -12,6 +12,10 @@ from pydantic import SecretStr
 
 import flows.alignment
 from rlhf_core.config import Recipe
+from rlhf_core.config.gates import remote_keys
+from rlhf_core.config.judging.judges import OpenAIJudge
+from rlhf_core.config.rewarding.judge_reward import RatingModel
+from rlhf_core.judging.chat_client import remote
 from rlhf_core.recipe.load_recipe import recipe_of
 from tasks import keys
 
@@ -52,6 +56,31 @@ def test_variables_of_a_recipe() -> None:
     assert set(keys.variables(recipe())) == {"HF_TOKEN", "OPENAI_API_KEY", "JUDGE_KEY", "REWARD_KEY"}
     plain = recipe_of({"name": "x", "base_model": "b", "stages": {"sft": {"data": {"sources": "t.jsonl"}}}})
     assert keys.variables(plain) == ("HF_TOKEN",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "variable"),
+    [
+        ({}, "OPENAI_API_KEY"),
+        ({"base_url": "https://eu.api.openai.com/v1"}, "OPENAI_API_KEY"),
+        ({"base_url": "https://third.example/v1", "api_key_env": "OPENAI_API_KEY"}, "OPENAI_API_KEY"),
+        ({"base_url": "http://127.0.0.1:8000/v1", "api_key_env": "JUDGE_KEY"}, "JUDGE_KEY"),
+        ({"base_url": "https://third.example/v1"}, None),
+        ({"base_url": "http://third.example/v1"}, None),
+        ({"base_url": "http://api.openai.com/v1"}, None),
+        ({"base_url": "https://api.openai.com.third.example/v1"}, None),
+        ({"base_url": "https://third.example/api.openai.com/v1"}, None),
+    ],
+)
+def test_the_key_of_openai_goes_to_openai_alone(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], variable: str | None
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "of openai")
+    monkeypatch.setenv("JUDGE_KEY", "of the judge")
+    for config in (RatingModel(model="m", **fields), OpenAIJudge(model="m", **fields)):
+        assert config.key_variable == variable
+        assert remote(config).key == (os.environ[variable] if variable else "none")
+        assert [key.variable for key in remote_keys([("m", config)])] == ([variable] if variable else [])
 
 
 def test_a_secret_sets_an_unset_variable_until_the_block_ends(

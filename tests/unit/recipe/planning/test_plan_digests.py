@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY
 from rlhf_core.config import PPO
+from rlhf_core.config.rewarding.verifiers import CodeReward, MathReward, VerifierReward
 from rlhf_core.recipe.digest import deciding
 from rlhf_core.system.files import ABSENT, Digests
 from tests.support.tiny_plan import Planned, changed
@@ -143,6 +144,24 @@ def test_a_digest_covers_the_code_of_a_reward_function(planned: Planned, tmp_pat
     assert "ppo" in changed(p, planned(rewards.replace("a.py:f", "a.py:g")))
     (tmp_path / "a.py").write_text("def f(responses): return [1]\n")
     assert "ppo" in changed(p, planned(rewards)) and "sft" not in changed(p, planned(rewards))
+
+
+@pytest.mark.parametrize("kind", [MathReward, CodeReward])
+def test_a_digest_covers_the_version_of_a_verifier(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch, kind: type[VerifierReward]
+) -> None:
+    reward = f"ppo.reward=[reward_model, {kind.shipped}]"
+    p = planned(reward)
+    assert changed(p, planned(reward)) == set()
+    monkeypatch.setattr(kind, "version", kind.version + 1)
+    assert "ppo" in changed(p, planned(reward)) and "sft" not in changed(p, planned(reward))
+
+
+def test_a_digest_covers_the_agreement_that_a_judge_needs(planned: Planned, tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text("{}\n")
+    agreement = f"agreement: {{data: {tmp_path}/held.jsonl, min: 0.6}}"
+    reward = f"ppo.reward=[reward_model, {{judge: {{model: m}}, rubric: r, {agreement}}}]"
+    assert "ppo" in changed(planned(reward), planned(reward.replace("0.6", "0.8")))
 
 
 def test_one_plain_reward_model_counts_by_its_name(planned: Planned) -> None:
