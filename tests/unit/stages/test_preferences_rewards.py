@@ -251,7 +251,7 @@ def test_a_judge_compares_the_answers_to_each_prompt(run: Any) -> None:
 def test_sources_are_standardised_among_the_answers_to_one_prompt(run: Any) -> None:
     """The rows' own worth moves all rewards of a prompt, and so none."""
     sources = [{"function": f"code.py:{name}", "normalize": "group"} for name in ("length", "of_the_row")]
-    _, rows = run(sources)
+    _, rows = run(sources, post_processor="kto")
     std = (5 / 3) ** 0.5  # of 1, 2, 3, 4, and 0.5 of w, w, w, w + 1
     of_texts = {text: (len(text) - 2.5) / std + ((text == "6666") - 0.25) / 0.5 for text in ANSWERS}
     expected = {("0 plus 0", text): value for text, value in of_texts.items()}
