@@ -157,7 +157,11 @@ class Key(NamedTuple):
 
 def remote_keys(readers: Iterable[tuple[str, Remote]]) -> list[Key]:
     """Returns the keys of models behind endpoints, given with how messages name them."""
-    return [Key(title, one.key_variable, one.needs_key) for title, one in readers if one.key_variable]
+    return [
+        Key(title, one.key_variable, one.needs_key or one.api_key_env is not None)
+        for title, one in readers
+        if one.key_variable
+    ]
 
 
 class Asked(NamedTuple):

@@ -8,9 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from rlhf_core.config import (
+    DPO,
+    KTO,
+    SFT,
     Calibration,
     Drift,
     Evaluation,
+    Preferences,
     Publication,
     Recipe,
     Select,
@@ -54,6 +58,15 @@ def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
         if isinstance(config, Evaluation)
         and isinstance(calibration := stages.get(config.calibration or ""), Calibration)
         if judge_identity(calibration.judge, {}) != judge_identity(config.judges[0], {})
+    ]
+    problems += [
+        f"stages.{name}.template_args: they differ from those of the prompts of {source}, whose answers would"
+        " be trained after another prompt: make them equal"
+        for name, config in stages.items()
+        if isinstance(config, DPO | KTO | SFT)
+        if (source := config.pairs if isinstance(config, DPO) else config.answers)
+        if isinstance(sampled := stages.get(source), Preferences)
+        if sampled.prompts.template_args != config.template_args
     ]
     problems += [
         problem

@@ -129,6 +129,13 @@ class PPO(
                 "stream_batch_size scores answers as they are finished, which episodes of an environment are"
                 " not: leave it out"
             )
+        held_out = self.eval_prompts
+        if self.environment is not None and held_out is not None:
+            if held_out.template_args != self.prompts.template_args:
+                yield (
+                    "an environment writes later turns with the template_args of prompts, and those of"
+                    " eval_prompts differ: make them equal"
+                )
         if self.stop_when is not None and self.export_at:
             yield (
                 f"stop_when may end the stage before iteration {max(self.export_at)} of export_at: leave one"

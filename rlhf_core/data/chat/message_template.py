@@ -85,11 +85,16 @@ class MessageTemplate:
     def answer_text(
         self, prompt_messages: Sequence[Message], message: Message, tools: Tools = ()
     ) -> str | None:
-        """Returns the text that the template makes of an answer; None if it cannot be found."""
+        """Returns the text that the template makes of an answer; None if it cannot be found.
+
+        Raises ValueError if arguments of the template make its prompt end differently than the answer begins.
+        """
         self._require_calls([message])
         hidden = self._encoder.hide_messages([*prompt_messages, message])
         text, marked = self._render(hidden, False, tools)
         span = marked[-1] if marked else self._answer_in(text, hidden, len(hidden) - 1, tools)
+        if span is None and self._arguments:
+            self._refuse_other_beginning(text, hidden, tools)
         if span is None or (marked and text[: span[0]] != self._render(hidden[:-1], True, tools)[0]):
             return None
         return text[slice(*span)]

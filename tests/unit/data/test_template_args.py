@@ -122,6 +122,16 @@ def test_a_thought_where_thinking_is_off_is_refused(places: dict[str, str]) -> N
     assert masked(made(places["plain"]), THOUGHTFUL) == "<think>\nhm\n</think>\n\nFirst.<|im_end|>"
 
 
+def test_an_answer_of_a_pair_is_refused_in_the_same_case(places: dict[str, str]) -> None:
+    renderer = made(places["plain"], **OFF)
+    thought, plain = THOUGHTFUL[1]["content"], SINGLE[1]["content"]
+    with pytest.raises(ValueError, match=r"begins message 2.*differently"):
+        renderer.response_tokens(SINGLE[:1], thought)
+    prompt = renderer.prompt(SINGLE[:1])
+    found = renderer.response_tokens(SINGLE[:1], plain)
+    assert [*prompt, *found] == list(renderer.conversation(SINGLE).tokens)
+
+
 def test_a_tagged_template_is_checked_too(places: dict[str, str]) -> None:
     renderer = made(places["tagged"], **OFF)
     assert masked(renderer, SINGLE) == EMPTY + "First.<|im_end|>", "the tags say what is trained"

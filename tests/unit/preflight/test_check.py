@@ -308,7 +308,9 @@ def test_a_file_is_read_once_for_all_rounds_of_a_loop(
     planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[object] = []
-    monkeypatch.setattr(check, "check_columns", lambda data, kind: checked.append((data, kind)))
+    monkeypatch.setattr(
+        check, "check_columns", lambda data, kind: checked.append((data.model_dump_json(), kind))
+    )
     check_here(planned())
     assert len(checked) == len(set(checked)) > 2
 

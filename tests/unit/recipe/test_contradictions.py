@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.recipe.consistency import inconsistencies
+from rlhf_core.recipe.expand import expand
 from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.sentences import WrongRecipe
 
@@ -44,3 +46,24 @@ def test_a_contradiction_hides_no_wrong_name_of_its_stage() -> None:
     found = told(engine={"kind": "transformers", "pipeline_parallel_size": 2}, reference="stf")
     assert len(found) == 2 and "has no pipeline_parallel_size" in found[0], found
     assert "stages.ppo.reference: unknown name 'stf'" in found[1]
+
+
+def test_pairs_are_trained_with_the_arguments_that_they_were_sampled_with() -> None:
+    prompts = {"sources": "p.jsonl", "template_args": {"enable_thinking": False}}
+    sampled = {"stage": "preferences", "policy": "base", "prompts": prompts, "reward": "org/r"}
+
+    def problems(**fields: Any) -> list[str]:
+        stages = {"sampled": sampled, "dpo": {"policy": "base", "pairs": "sampled", **fields}}
+        recipe = recipe_of({"name": "r", "base_model": "org/model", "stages": stages})
+        return inconsistencies(recipe, expand(recipe))
+
+    assert problems(template_args={"enable_thinking": False}) == []
+    [problem] = problems()
+    assert problem.startswith("stages.dpo.template_args: they differ from those of the prompts of sampled")
+
+
+def test_later_turns_of_a_validation_have_the_arguments_of_the_training() -> None:
+    held_out = {"sources": "e.jsonl", "template_args": {"enable_thinking": False}}
+    fields = {"environment": "guess", "reward": "environment", "eval_prompts": held_out}
+    assert any("later turns" in line for line in told(**fields))
+    assert not any("later turns" in line for line in told(**fields, prompts=held_out, max_epochs=0))

@@ -52,6 +52,13 @@ def recipe() -> Recipe:
     return recipe_of({"name": "x", "base_model": "b", "stages": stages})
 
 
+def test_a_key_that_a_recipe_names_is_required() -> None:
+    named = {"kind": "openai", "model": "b", "base_url": "http://127.0.0.1:1/v1", "api_key_env": "JUDGE_KEY"}
+    evaluation = {"models": ["base"], "questions": {"path": "q.jsonl"}, "judges": [named]}
+    made = recipe_of({"name": "x", "base_model": "b", "stages": {"evaluation": evaluation}})
+    assert [key.required for key in made.stages["evaluation"].needed_keys] == [True]
+
+
 def test_variables_of_a_recipe() -> None:
     assert set(keys.variables(recipe())) == {"HF_TOKEN", "OPENAI_API_KEY", "JUDGE_KEY", "REWARD_KEY"}
     plain = recipe_of({"name": "x", "base_model": "b", "stages": {"sft": {"data": {"sources": "t.jsonl"}}}})
