@@ -87,7 +87,7 @@ class Storm:
 
 def judge_of(url: str, folder: Path, **changes: Any) -> LlmJudge:
     return openai_judge(
-        url, folder, **{"timeout": 1.5, "concurrency": 16, "max_attempts": 5, "max_failed": 1.0, **changes}
+        url, folder, **{"timeout": 4.0, "concurrency": 16, "max_attempts": 5, "max_failed": 1.0, **changes}
     )
 
 
