@@ -1,4 +1,4 @@
-"""Arguments that a chat template never reads are told before any work, for data sets and for evaluations."""
+"""Arguments that a chat template never reads are reported before any work, for data sets and for evaluations."""
 
 from __future__ import annotations
 

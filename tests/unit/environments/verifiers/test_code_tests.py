@@ -1,4 +1,4 @@
-"""The forms of tests that published data sets have, and what is told of others; blocks of code in responses; and
+"""The forms of tests that published data sets have, and what is said of others; blocks of code in responses; and
 output that counts as equal."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wrong recipes: each mistake is one sentence with where and what to do, and all are told at once."""
+"""Wrong recipes: each mistake is one sentence with where and what to do, and all are reported at once."""
 
 from __future__ import annotations
 
