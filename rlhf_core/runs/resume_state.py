@@ -104,13 +104,16 @@ class StateCommit:
     def __init__(self, run: RunDir, step: int, keep: int, loop: Mapping[str, Any], files: Sequence[str]):
         self._error: BaseException | None = None
         self._state = (run, step, keep, loop)
-        self._files = [open_state(run, step, clear=False) / file for file in files]
+        self._folder = open_state(run, step, clear=False)
+        self._files = [self._folder / file for file in files]
         self._thread = Thread(target=self._work, name="state commit", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
         try:
             while not all(file.exists() for file in self._files):
+                if not self._folder.is_dir():
+                    raise FileNotFoundError(f"{self._folder} was removed before all of it was written")
                 time.sleep(LOOK_SECONDS)
             close_state(*self._state)
         except BaseException as error:  # raised in the main thread by `wait`

@@ -125,3 +125,12 @@ def test_copies_that_newer_states_overtake_are_told_from_the_second_on(tmp_path:
         "the resume state step-2 of sft-0 was not copied: gone"
     ]
     assert not left.exists(), "what a killed run left is removed"
+
+
+def test_a_commit_ends_when_another_attempt_removes_its_state(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "stage")
+    resume_state.open_state(run, 1, clear=True)
+    killed = resume_state.StateCommit(run, 1, 1, {}, ["a rank that never writes"])
+    resume_state.open_state(run, 2, clear=True)
+    with pytest.raises(FileNotFoundError, match="was removed before all of it was written"):
+        killed.wait()
