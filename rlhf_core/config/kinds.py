@@ -23,6 +23,7 @@ from rlhf_core.config.metrics import (
     drift_metrics,
     evaluation_metrics,
     other_metrics,
+    ppo_charts,
     ppo_metrics,
     sampling_metrics,
     training_metrics,
@@ -173,7 +174,7 @@ KINDS = {
         metrics=ppo_metrics.REINFORCED,
         main=("eval/reward/mean", "reward/last_fifth", "reward/mean"),
         counts="iteration",
-        charts=ppo_metrics.CHARTS,
+        charts=ppo_charts.PPO_CHARTS,
     ),
     "evaluation": Kind(
         Evaluation,

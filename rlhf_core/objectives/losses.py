@@ -251,7 +251,8 @@ def policy_loss(
     `cispo`: the objective is `sg(clip(rho)) A logprobs`, so that every token has a gradient (MiniMax-M1,
     2025, eq. 4 and 5; its clip_low is 1). Denominator: response tokens. GRPO's mean per answer: `weights`
     1/|answer| on its tokens, denominator answers. Dr. GRPO: denominator answers x a constant length, which
-    also divides the metrics. clip_share: tokens without gradient because of a clip; ratio_gap: |rho - 1|.
+    also divides the metrics. clip_share: tokens without gradient because of a clip (_low: those
+    with rho < 1, _high: > 1); ratio_gap: |rho - 1|.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0)
     advantages = torch.where(mask, advantages, 0)
@@ -267,6 +268,7 @@ def policy_loss(
         objective = clipped  # compared for clip_share
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    changed = objective != surrogate
     return _loss(
         {
             "policy/loss": (
@@ -274,7 +276,9 @@ def policy_loss(
                 * is_weights
                 * (clipped.detach() * advantages * torch.where(mask, logprobs, 0) if cispo else objective)
             ),
-            "policy/clip_share": counted * (objective != surrogate),
+            "policy/clip_share": counted * changed,
+            "policy/clip_share_low": counted * (changed & (ratio < 1)),
+            "policy/clip_share_high": counted * (changed & (ratio > 1)),
             "policy/ratio": counted * ratio,
             "policy/ratio_gap": counted * (ratio - 1).abs(),
         },

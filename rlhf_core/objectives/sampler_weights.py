@@ -81,6 +81,11 @@ def kept_tokens(old: np.ndarray, sampler: np.ndarray, mask: np.ndarray, config: 
     return np.asarray(weights[0] > 0)
 
 
+def percentile(values: Tensor, percent: float) -> float:
+    """Returns a percentile of `values` (N,), of every k-th one if they are more than `SOME`."""
+    return float(np.percentile(values[:: 1 + len(values) // SOME].numpy(), percent))
+
+
 def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, float]:
     """Measures the distance between trainer and sampler. `gaps` (N,): log-prob of the trainer minus that of
     the sampler, in nats, for the response tokens of all answers in turn; `lengths`: tokens of each answer.
@@ -94,7 +99,7 @@ def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, flo
     metrics = {
         "sampler/gap": float(distances.mean(dtype=torch.float64)),
         "sampler/ratio_gap": float(torch.expm1(gaps).abs().mean(dtype=torch.float64)),
-        "sampler/gap_p99": float(np.percentile(distances[:: 1 + len(gaps) // SOME].numpy(), 99)),
+        "sampler/gap_p99": percentile(distances, 99),
     }
     weights = _of_level(gaps, lengths, config.sampler_is_level).clamp(max=LARGEST_LOG).exp()
     used = torch.ones_like(weights)

@@ -269,6 +269,8 @@ def policy_loss(
     totals = {
         "policy/loss": 0.0,
         "policy/clip_share": 0.0,
+        "policy/clip_share_low": 0.0,
+        "policy/clip_share_high": 0.0,
         "policy/ratio": 0.0,
         "policy/ratio_gap": 0.0,
         "policy/kl_old": 0.0,
@@ -284,6 +286,8 @@ def policy_loss(
             objective = max(objective, dual_clip * a)
         totals["policy/loss"] -= weights[t] * is_weights[t] * objective
         totals["policy/clip_share"] += weights[t] * (objective != ratio * a)
+        side = "low" if ratio < 1 else "high"
+        totals[f"policy/clip_share_{side}"] += weights[t] * (objective != ratio * a)
         totals["policy/ratio"] += weights[t] * ratio
         totals["policy/ratio_gap"] += weights[t] * abs(ratio - 1)
         totals["policy/kl_old"] += weights[t] * (ratio - 1 - math.log(ratio))

@@ -22,6 +22,7 @@ Capitals stand for names of the recipe or of the run: MODEL, SOURCE (of rewards)
 prompts), ROLE, JUDGE, ENDPOINT, TASK, REWARD (a reward model), REASON, PHASE, K. A share is between 0 and
 1, a difference of two shares between -1 and 1.
 """
+HEADER = ("metric", "unit", "meaning", "if it is out of bounds")
 SHARED = {
     "Stages with data": DATA,
     "Stages with optimiser steps": STEPS,
@@ -31,7 +32,8 @@ SHARED = {
 
 
 def metrics_page(kinds: Mapping[str, Sequence[Metric]]) -> str:
-    """Returns the metrics of kinds of stages as Markdown: names, unit, meaning. Those that several kinds
+    """Returns the metrics of kinds of stages as Markdown: names, unit, meaning, what bad values
+    usually mean. Those that several kinds
     share are listed once."""
     parts = [HEAD]
     listed: set[Metric] = set()
@@ -47,8 +49,8 @@ def metrics_page(kinds: Mapping[str, Sequence[Metric]]) -> str:
 
 
 def _section(title: str, metrics: tuple[Metric, ...]) -> str:
-    rows = [(_names(metric), metric.unit, _meaning(metric)) for metric in metrics]
-    return f"## {title}\n\n{table(('metric', 'unit', 'meaning'), rows)}\n"
+    rows = [(_names(metric), metric.unit, _meaning(metric), metric.failed) for metric in metrics]
+    return f"## {title}\n\n{table(HEADER, rows)}\n"
 
 
 def _names(metric: Metric) -> str:

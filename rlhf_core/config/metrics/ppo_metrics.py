@@ -3,7 +3,7 @@ iterations."""
 
 from __future__ import annotations
 
-from rlhf_core.config.metrics.metric import Condition, Metric, Panel, after_run, each
+from rlhf_core.config.metrics.metric import Condition, Metric, after_run, each
 from rlhf_core.config.metrics.sampling_metrics import rewarded
 from rlhf_core.config.metrics.shared_metrics import ANSWERS, DATA, EXPERTS, MERGED_AWAY, SURVIVES
 from rlhf_core.config.metrics.validation_metrics import EXPLOITED, VALIDATION
@@ -27,11 +27,16 @@ STALE = Condition("with `max_staleness`", lambda config: bool(config.max_stalene
 CONTINUOUS = Condition(
     "with `max_staleness` of 2 or more", lambda config: bool(config.max_staleness) and config.continuous
 )
+SEVERAL_ANSWERS = Condition("with several answers per prompt", lambda config: config.n_samples_per_prompt > 1)
 SLEEPS = Condition("with `engine.sleep`", lambda config: config.engine.sleep)
 
 FAR_AWAY = (
     "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust its"
     " reward."
+)
+NO_SIGNAL = (
+    "The answers to most prompts have one reward, and nothing is learned from them: take prompts that are"
+    " neither too easy nor too hard, or set dynamic_filtering."
 )
 LARGE_STEPS = "PPO's steps are too large: lower actor_learning_rate or max_epochs."
 DISAGREES = (
@@ -79,6 +84,20 @@ REWARDS = (
         failed=EXPLOITED,
     ),
     Metric(
+        "reward/equal_groups",
+        "share of the prompts with two rewarded answers or more whose rewards are all equal, from which group"
+        " estimators learn nothing",
+        "share",
+        SEVERAL_ANSWERS,
+        failed=NO_SIGNAL,
+    ),
+    Metric(
+        "reward/length_correlation",
+        "correlation of an answer's reward, before penalties, with its length, among the answers to a prompt;"
+        " with one answer per prompt among all; 0 if either does not vary",
+        failed="Reward goes with length: read the answers; add overlong_buffer or a reward that does not.",
+    ),
+    Metric(
         "reward/overlong",
         "mean over all answers of what `overlong_buffer` adds to the reward: 0 or negative",
         when=OVERLONG,
@@ -98,7 +117,20 @@ REWARDS = (
         failed=FAR_AWAY,
     ),
     Metric("kl/per_answer", "KL to the reference, summed over an answer", "nats", REFERENCE, failed=FAR_AWAY),
+    Metric(
+        "kl/p99",
+        "99th percentile over tokens of the KL to the reference: a few tokens may carry all of it",
+        "nats/token",
+        REFERENCE,
+        failed=FAR_AWAY,
+    ),
     Metric("kl/coef", "coefficient of the KL", when=REFERENCE, failed=FAR_AWAY),
+    Metric(
+        "advantage/std advantage/max",
+        "standard deviation and largest absolute value of the advantages that are trained on, over answers"
+        " where an answer has one, else over tokens",
+        failed=NO_SIGNAL,
+    ),
     Metric(
         "return/mean", "mean over the answers' tokens of the returns; without a critic, of the advantages"
     ),
@@ -108,6 +140,12 @@ POLICY = (
     Metric(
         "policy/clip_share",
         "share of tokens whose ratio the clip changed: they have no gradient, except with cispo",
+        "share",
+        failed="PPO's steps are too large: many tokens are clipped; lower actor_learning_rate or max_epochs.",
+    ),
+    Metric(
+        "policy/clip_share_low policy/clip_share_high",
+        "the same, of the tokens that became less likely (ratio below 1) and more likely",
         "share",
         failed="PPO's steps are too large: many tokens are clipped; lower actor_learning_rate or max_epochs.",
     ),
@@ -254,6 +292,12 @@ ROLLOUT = (
     ),
     EXPERTS,
     *ANSWERS,
+    Metric(
+        "response/length_p10 response/length_p50 response/length_p90 response/length_max",
+        "percentiles of the answers' lengths, and the longest",
+        "tokens",
+        failed="Answers have other lengths than expected: look at those of the page.",
+    ),
     Metric("tokens", "tokens of prompts and answers in an iteration", "tokens"),
     Metric("iterations", "iterations", "count"),
     *DATA,
@@ -335,20 +379,3 @@ TIMES = (
     Metric("wait/ROLE", "share of the iteration that a role waits", "share", of=roles_of),
 )
 REINFORCED = (*REWARDS, *VALIDATION, *POLICY, *SAMPLER, *ROLLOUT, *TIMES)
-
-CHARTS = (
-    Panel("Reward of the answers (band: ± 1 std)", {"reward/mean": "mean"}, band="reward/std"),
-    Panel(
-        "Reward on eval_prompts",
-        {"eval/reward/mean": "mean", "eval/reward/ci_low": "95 % interval", "eval/reward/ci_high": ""},
-    ),
-    Panel("Right answers on eval_prompts", {"eval/right/mean": ""}),
-    Panel("KL to the reference", {"kl/mean": ""}, level=0.0),
-    Panel("Answer length (tokens)", {"response/length": ""}),
-    Panel("Policy ratio", {"policy/ratio": ""}, level=1.0),
-    Panel("Share of clipped tokens", {"policy/clip_share": ""}),
-    Panel("Share of truncated answers", {"response/truncated": ""}),
-    Panel("Value loss", {"value/loss": ""}),
-    Panel("Explained variance of the values", {"value/explained_variance": ""}, level=0.0),
-    Panel("Log-prob gap, sampler to trainer", {"sampler/gap": ""}),
-)

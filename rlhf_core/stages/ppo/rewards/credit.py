@@ -32,12 +32,18 @@ from rlhf_core.objectives.advantages import (
 )
 from rlhf_core.objectives.losses import value_clip_range
 from rlhf_core.objectives.masked import whiten
-from rlhf_core.objectives.sampler_weights import sampler_metrics
+from rlhf_core.objectives.sampler_weights import percentile, sampler_metrics
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term, combine
 from rlhf_core.rewards.reward_contract import Steps
 from rlhf_core.rewards.steps import on_tokens
-from rlhf_core.stages.ppo.rewards.shaped_rewards import shaped_rewards, truncated
+from rlhf_core.stages.ppo.measured.answer_spread import (
+    advantage_spread,
+    group_signal,
+    length_correlation,
+    length_spread,
+)
+from rlhf_core.stages.ppo.rewards.shaped_rewards import Shaped, shaped_rewards, truncated
 from rlhf_core.stages.ppo.rewards.texts import Lengths
 from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
@@ -116,6 +122,8 @@ def credit(
         "response/truncated": float(cut.float().mean()),
         "rollout/usable": float(usable.float().mean()),
     }
+    metrics |= spread_of(shaped, combined.scored, counts, config)
+    metrics |= advantage_spread(advantages[mask & usable[:, None]])
     value_clip = None
     if config.has_critic and config.value_clip is not None:
         value_clip = value_clip_range(returns, values, mask & usable[:, None], config.value_clip)
@@ -127,6 +135,17 @@ def credit(
     known_returns = _cut(returns, masks) if config.has_critic else None
     experience = experience_of(rollouts, scores, advantage, known_returns, config)
     return Credited(experience, usable.nonzero().flatten().tolist(), metrics, value_clip)
+
+
+def spread_of(shaped: Shaped, scored: Tensor, lengths: Tensor, config: PPO) -> dict[str, float]:
+    """Measures how rewards and lengths of the answers, (B,) each, differ and go together. Penalties count in
+    the signal of a group, but not in the correlation with length, which they make themselves."""
+    samples = config.n_samples_per_prompt
+    metrics = length_spread(lengths)
+    metrics["reward/length_correlation"] = length_correlation(shaped.clipped, lengths, scored, samples)
+    if samples > 1:
+        metrics |= group_signal(shaped.rewards, scored, samples)
+    return metrics
 
 
 def kl_of(scores: Scores, masks: Sequence[np.ndarray], mask: Tensor, config: PPO) -> Tensor:
@@ -186,6 +205,7 @@ def divergence(
         metrics = {
             "kl/mean": kl,
             "kl/per_answer": float(estimates.sum(dtype=torch.float64)) / len(usable),
+            "kl/p99": percentile(estimates, 99),
             "kl/coef": kl_coef,
         }
     if config.sampler_is != "in_ratio":
