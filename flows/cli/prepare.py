@@ -11,6 +11,7 @@ from typing import Literal
 
 from flows.cli.show import OK, Override, RecipePlace, Whole, console, errors, show_migration, show_pins
 from rlhf_core.preflight.inputs import check_inputs, check_machine, input_warnings, load_here, needs
+from rlhf_core.preflight.server_checks import key_warnings
 from rlhf_core.recipe.idle_fields import idle_fields
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
@@ -80,6 +81,8 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
     show_pins(planned)
     for idle in idle_fields(planned.recipe):
         errors.print(f"note: {idle}", markup=False)
+    for sentence in key_warnings(planned.nodes):
+        errors.print(f"note: {sentence}", markup=False)
     inputs = check_inputs(planned, planned.nodes) if here else []
     machine = check_machine(planned, planned.nodes) if here else []
     for sentence in input_warnings(planned, planned.nodes) if here and not inputs else []:

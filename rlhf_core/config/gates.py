@@ -155,13 +155,20 @@ class Key(NamedTuple):
     required: bool = True
 
 
-def remote_keys(readers: Iterable[tuple[str, Remote]]) -> list[Key]:
-    """Returns the keys of models behind endpoints, given with how messages name them."""
-    return [
-        Key(title, one.key_variable, one.needs_key or one.api_key_env is not None)
-        for title, one in readers
-        if one.key_variable
-    ]
+class AskedServer(NamedTuple):
+    """A server that a stage sends requests to, and does not start. Messages name `reader` as what asks it.
+    `key_variable`: the environment variable whose key is sent; None: no key is sent. `chat`: the model, of a
+    chat endpoint."""
+
+    reader: str
+    address: str
+    key_variable: str | None
+    chat: Remote | None = None
+
+
+def chat_servers(readers: Iterable[tuple[str, Remote]]) -> list[AskedServer]:
+    """Returns the servers of models behind endpoints, given with how messages name them."""
+    return [AskedServer(title, one.base_url, one.key_variable, one) for title, one in readers]
 
 
 class Asked(NamedTuple):
@@ -195,9 +202,14 @@ class Gated(Config):
         return ()
 
     @property
+    def servers(self) -> Sequence[AskedServer]:
+        """The servers that the stage sends requests to, and does not start."""
+        return ()
+
+    @property
     def needed_keys(self) -> Sequence[Key]:
         """The keys that the stage reads from the environment."""
-        return ()
+        return [Key(server.reader, server.key_variable) for server in self.servers if server.key_variable]
 
     @property
     def nested_names(self) -> Sequence[tuple[str, str, str]]:

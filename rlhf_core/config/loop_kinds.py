@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rlhf_core.config.data import Data, Text
 from rlhf_core.config.engines import EngineConfig, only_in_ppo
-from rlhf_core.config.gates import Gated, Key, remote_keys
+from rlhf_core.config.gates import AskedServer, Gated, chat_servers
 from rlhf_core.config.process_groups import Groups
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.config.rewards import (
@@ -131,12 +131,12 @@ class Rewarded(Gated, SamplingFields):
         return [Text("prompts", self.prompts, "prompt", "prompt_max_len", self.prompt_max_len)]
 
     @property
-    def needed_keys(self) -> Sequence[Key]:
-        servers = (source for source in self.reward if isinstance(source, HttpReward))
+    def servers(self) -> Sequence[AskedServer]:
+        own = (source for source in self.reward if isinstance(source, HttpReward))
         judges = (source for source in self.reward if isinstance(source, JudgeReward))
         return [
-            Key(f"the reward {source.title}", source.api_key_env) for source in servers if source.api_key_env
-        ] + remote_keys((f"the reward {source.title}", source.judge) for source in judges)
+            AskedServer(f"the reward {source.title}", source.url, source.api_key_env) for source in own
+        ] + chat_servers((f"the reward {source.title}", source.judge) for source in judges)
 
 
 class Rounds(Rewarded):

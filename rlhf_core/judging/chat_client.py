@@ -37,6 +37,11 @@ from rlhf_core.system.proxies import proxy_of
 LONGEST_PAUSE = 60.0  # seconds between two attempts
 PROGRESS = 200  # items between two lines of progress
 REFUSED = (401, 403, 404)  # no request can succeed
+WRONG_KEY = (401, 403)
+SET_KEY = (
+    "set api_key_env to the name of the environment variable that holds the endpoint's key, such as"
+    " OPENAI_API_KEY"
+)
 WRONG_REQUEST = (400, 422)
 
 Item = TypeVar("Item")
@@ -53,7 +58,7 @@ NO_REPLY = (APIConnectionError, APIStatusError, APIResponseValidationError, Unre
 
 class Connection(NamedTuple):
     """An endpoint. `hint` is added to messages and names what to check when the endpoint refuses; `check`
-    raises if its server is known to have ended.
+    raises if its server is known to have ended. `without_key`: the endpoint may want a key, and gets none.
 
     Requests to a server on this machine (`local`) use no proxy.
     """
@@ -63,6 +68,7 @@ class Connection(NamedTuple):
     hint: str
     check: Callable[[], None] = lambda: None
     local: bool = False
+    without_key: bool = False
 
 
 class ChatReply(Frozen):
@@ -189,9 +195,11 @@ class ChatClient:
             return await attempts(self._once, list(messages))
         except APIStatusError as error:
             if error.status_code in REFUSED:
+                answer = f"{self.who}: {self.connection.url} answers {error.status_code}{self._proxy}"
+                if error.status_code in WRONG_KEY and self.connection.without_key:
+                    raise ValueError(f"{answer} to a request without a key: {SET_KEY}") from None
                 raise ValueError(
-                    f"{self.who}: {self.connection.url} answers {error.status_code}{self._proxy} for model"
-                    f" {self.model!r}: check the model's name{self.connection.hint}"
+                    f"{answer} for model {self.model!r}: check the model's name{self.connection.hint}"
                 ) from None
             raise
 
@@ -285,8 +293,7 @@ def remote(config: Remote) -> Connection:
     "none", which servers without keys accept."""
     variable = config.key_variable
     if variable is None:
-        hint = ", base_url, and whether it needs a key: api_key_env names no variable"
-        return Connection(config.base_url, "none", hint)
+        return Connection(config.base_url, "none", " and base_url", without_key=True)
     hint = f", base_url and the key in the environment variable {variable}"
     return Connection(config.base_url, os.environ.get(variable) or "none", hint)
 

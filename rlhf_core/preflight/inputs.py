@@ -48,6 +48,7 @@ from rlhf_core.preflight.question_checks import question_problems, selecting_que
 from rlhf_core.preflight.reward_functions import code_problems, trial_problems
 from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, prompt_problem
 from rlhf_core.preflight.sequences import sequence_problems
+from rlhf_core.preflight.server_checks import missing_keys
 from rlhf_core.preflight.template_length import MeasuredTemplate, pair_of
 from rlhf_core.preflight.verifier_problems import verified_rows_problems, verifier_needs
 from rlhf_core.preflight.weight_checks import weight_problem
@@ -259,6 +260,7 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         problems += _quantisation_problem(node, gpus) if not cluster else []
         problems += _sandbox_problem(node)
         problems += verifier_needs(node)
+        problems += missing_keys(node)
         for key in node.config.needed_keys:
             if key.required and not os.environ.get(key.variable):
                 problems.append(

@@ -48,13 +48,20 @@ class HttpRewardClient:
         except httpx.HTTPError as error:
             raise RewardError(f"{self.shown}: {type(error).__name__}{proxy_of(self.url)}") from None
         if status in REFUSED:
-            key = f" and the key in the environment variable {self.api_key_env}" if self.api_key_env else ""
             raise ValueError(
-                f"the reward server {self.shown} answers {status}{proxy_of(self.url)}: check its address{key}"
+                f"the reward server {self.shown} answers {status}{proxy_of(self.url)}: {self._advice(status)}"
             )
         if status != 200:
             raise RewardError(f"{self.shown} answers {status}{proxy_of(self.url)}")
         return read_reply(body, len(samples))
+
+    def _advice(self, status: int) -> str:
+        """Returns what to do about a refusal."""
+        if self.api_key_env:
+            return f"check its address and the key in the environment variable {self.api_key_env}"
+        if status in (401, 403):
+            return "set api_key_env to the name of the environment variable that holds its key"
+        return "check its address"
 
     async def _post(self, text: str) -> tuple[int, bytes]:
         """Returns status and body of the reply. Raises CancelledError after `close`."""

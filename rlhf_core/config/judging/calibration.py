@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Source, TemplateArgs, template_mistakes
-from rlhf_core.config.gates import Gated, Key, remote_keys
+from rlhf_core.config.gates import AskedServer, Gated, chat_servers
 from rlhf_core.config.judging.judges import (
     Judge,
     OpenAIJudge,
@@ -85,10 +85,10 @@ class Calibration(Gated):
         return [{"judge": self.judge.engine} if isinstance(self.judge, VllmJudge) else {}]
 
     @property
-    def needed_keys(self) -> Sequence[Key]:
+    def servers(self) -> Sequence[AskedServer]:
         if not isinstance(self.judge, Remote):
             return ()
-        return remote_keys([(f"the judge {self.judge.model}", self.judge)])
+        return chat_servers([(f"the judge {self.judge.model}", self.judge)])
 
 
 def judge_identity(judge: Judge, inputs: Mapping[str, str]) -> str:

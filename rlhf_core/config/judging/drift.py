@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhf_core.config.data import Data, Source, Text
-from rlhf_core.config.gates import Gated, Key, remote_keys
+from rlhf_core.config.gates import AskedServer, Gated, chat_servers
 from rlhf_core.config.judging.judges import ChatJudge, Judge, VllmJudge, names_of_judge
 from rlhf_core.config.process_groups import Groups
 from rlhf_core.config.rewarding.remote_models import Remote
@@ -96,6 +96,6 @@ class Drift(Gated):
         )
 
     @property
-    def needed_keys(self) -> Sequence[Key]:
+    def servers(self) -> Sequence[AskedServer]:
         judge = self.anchors.judge if self.anchors else None
-        return remote_keys([(f"the judge {judge.model}", judge)]) if isinstance(judge, Remote) else []
+        return chat_servers([(f"the judge {judge.model}", judge)]) if isinstance(judge, Remote) else []

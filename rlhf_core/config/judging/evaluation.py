@@ -10,7 +10,7 @@ from pydantic import Field
 
 from rlhf_core.config.data import Data, Source, TemplateArgs, Text, template_mistakes
 from rlhf_core.config.engines import only_in_ppo, without_pipeline
-from rlhf_core.config.gates import Asked, Gated, Key, remote_keys
+from rlhf_core.config.gates import Asked, AskedServer, Gated, chat_servers
 from rlhf_core.config.judging.judges import (
     ChatJudge,
     Endpoint,
@@ -214,10 +214,10 @@ class Evaluation(Gated, SamplingFields):
         ]
 
     @property
-    def needed_keys(self) -> Sequence[Key]:
+    def servers(self) -> Sequence[AskedServer]:
         judges = ((f"the judge {judge.model}", judge) for judge in self.judges if isinstance(judge, Remote))
         endpoints = ((f"the endpoint {name}", endpoint) for name, endpoint in self.endpoints.items())
-        return remote_keys((*judges, *endpoints))
+        return chat_servers((*judges, *endpoints))
 
 
 class Regression(Evaluation):

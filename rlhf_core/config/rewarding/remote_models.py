@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -12,6 +13,19 @@ from rlhf_core.records import Config, NotInDigest, Positive, Rate, Variable
 
 OPENAI = "api.openai.com"
 OPENAI_KEY = "OPENAI_API_KEY"
+# these, and hosts below them, answer no request without a key
+HOSTS_WITH_KEYS = (
+    OPENAI,
+    "api.anthropic.com",
+    "api.deepseek.com",
+    "api.fireworks.ai",
+    "api.groq.com",
+    "api.mistral.ai",
+    "api.together.xyz",
+    "generativelanguage.googleapis.com",
+    "openai.azure.com",
+    "openrouter.ai",
+)
 
 
 class RequestLimits(Config):
@@ -64,12 +78,26 @@ class Remote(RequestLimits):
 
     @property
     def needs_key(self) -> bool:
-        """Whether the endpoint is known to refuse requests without a key: OpenAI's, over https."""
-        address = urlsplit(self.base_url)
-        host = address.hostname or ""
-        return address.scheme == "https" and (host == OPENAI or host.endswith(f".{OPENAI}"))
+        """Whether the endpoint is known to refuse requests without a key: HOSTS_WITH_KEYS, over https."""
+        return any(self._is_at(host) for host in HOSTS_WITH_KEYS)
 
     @property
     def key_variable(self) -> str | None:
         """The environment variable whose key is sent; None: no key is sent."""
-        return self.api_key_env or (OPENAI_KEY if self.needs_key else None)
+        return self.api_key_env or (OPENAI_KEY if self._is_at(OPENAI) else None)
+
+    @property
+    def may_need_key(self) -> bool:
+        """Whether the endpoint has an https address outside this machine and its private network."""
+        address = urlsplit(self.base_url)
+        host = address.hostname or ""
+        try:
+            is_private = ip_address(host).is_private
+        except ValueError:  # a name
+            is_private = host == "localhost"
+        return address.scheme == "https" and not is_private
+
+    def _is_at(self, host: str) -> bool:
+        address = urlsplit(self.base_url)
+        own = address.hostname or ""
+        return address.scheme == "https" and (own == host or own.endswith(f".{host}"))

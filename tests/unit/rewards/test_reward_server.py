@@ -121,7 +121,7 @@ def test_each_request_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
             assert httpx.get(url, headers=headers).status_code == 401 and scored == []
             refused = httpx.post(url, json={"prompts": ["1"], "responses": ["1"]}, headers=headers)
             assert refused.status_code == 401 and "api_key_env" in refused.json()["error"] and scored == []
-        with pytest.raises(ValueError, match=r"answers 401: check its address$"):
+        with pytest.raises(ValueError, match=r"answers 401: set api_key_env to the name"):
             HttpRewardClient(url, 30, None).score([Sample(PROMPTS[0], "1", {}, True, "")])
         assert HttpRewardClient(url, 30, "REWARD_KEY").score(
             [Sample(PROMPTS[0], "1", {}, True, "")]

@@ -211,6 +211,13 @@ def test_a_refusal_stops_at_once(served: Served) -> None:
     assert len(served.requests) == 1
 
 
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_server_that_wants_a_key_is_told_where_to_name_it(served: Served, status: int) -> None:
+    served.behave[0] = lambda number, question: (status, {})
+    with pytest.raises(ValueError, match=f"answers {status}: set api_key_env to the name of the environment"):
+        score(served.url)
+
+
 def test_secrets_are_sent_and_never_shown(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="holds a password") as refused:
         HttpReward(url=served.url.replace("http://", "http://user:hunter2@"))

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 import flows.alignment
 from rlhf_core.config import Recipe
-from rlhf_core.config.gates import remote_keys
+from rlhf_core.config.gates import chat_servers
 from rlhf_core.config.judging.judges import OpenAIJudge
 from rlhf_core.config.rewarding.judge_reward import RatingModel
 from rlhf_core.judging.chat_client import remote
@@ -87,7 +87,7 @@ def test_the_key_of_openai_goes_to_openai_alone(
     for config in (RatingModel(model="m", **fields), OpenAIJudge(model="m", **fields)):
         assert config.key_variable == variable
         assert remote(config).key == (os.environ[variable] if variable else "none")
-        assert [key.variable for key in remote_keys([("m", config)])] == ([variable] if variable else [])
+        assert [server.key_variable for server in chat_servers([("m", config)])] == [variable]
 
 
 def test_a_secret_sets_an_unset_variable_until_the_block_ends(

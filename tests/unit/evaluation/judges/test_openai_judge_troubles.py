@@ -116,6 +116,22 @@ def test_garbage_is_counted_within_what_is_allowed_and_never_cached(
 
 
 @pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (401, "answers 401 to a request without a key: set api_key_env to .*, such as OPENAI_API_KEY$"),
+        (403, "answers 403 to a request without a key: set api_key_env to .*, such as OPENAI_API_KEY$"),
+        (404, "answers 404 for model 'judge': check the model's name and base_url$"),
+    ],
+)
+def test_an_endpoint_that_wants_a_key_is_told_where_to_name_it(
+    tmp_path: Path, status: int, told: str
+) -> None:
+    with serving(lambda *_: error(status)) as endpoint, pytest.raises(ValueError, match=told) as caught:
+        openai_judge(endpoint.url, tmp_path, api_key_env=None).judge(matches(1))
+    assert SECRET not in str(caught.value) and endpoint.keys == ["Bearer none"]
+
+
+@pytest.mark.parametrize(
     "trouble",
     [error(500), error(400), completion("nothing"), (200, {}, b"")],
     ids=["500", "400", "garbage", "empty"],

@@ -1,0 +1,39 @@
+"""Checks the servers that stages send requests to: judges, models behind endpoints, reward servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_core.config.rewarding.remote_models import OPENAI_KEY
+from rlhf_core.recipe.plan import Node
+
+SET_KEY = (
+    "set api_key_env to the environment variable that holds it; without api_key_env, the key in"
+    f" {OPENAI_KEY} goes to OpenAI alone: api_key_env: {OPENAI_KEY} sends it here"
+)
+
+
+def missing_keys(node: Node) -> list[str]:
+    """Returns a sentence for each chat endpoint of a stage that is known to refuse requests without a key,
+    and gets none."""
+    return [
+        f"stages.{node.name}: {server.reader} sends no key to {server.address}, which answers none without"
+        f" one: {SET_KEY}"
+        for server in node.config.servers
+        if server.chat is not None and server.chat.needs_key and server.key_variable is None
+    ]
+
+
+def key_warnings(nodes: Sequence[Node]) -> list[str]:
+    """Returns a sentence for each chat endpoint that gets no key and may refuse requests without one."""
+    found = []
+    for node in nodes:
+        if node.done or missing_keys(node):
+            continue
+        for server in node.config.servers:
+            if server.chat is not None and server.chat.may_need_key and server.key_variable is None:
+                found.append(
+                    f"stages.{node.name}: {server.reader} sends no key to {server.address}; if it needs one,"
+                    f" {SET_KEY}"
+                )
+    return list(dict.fromkeys(found))
