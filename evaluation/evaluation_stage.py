@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,13 @@ from evaluation.answers.local_answers import (
     write_answers,
 )
 from evaluation.answers.remote_answers import answer_remotely, answering_metrics
-from evaluation.judges.factory import judge_names, judging, load_reward_model, make_judge
+from evaluation.judges.factory import (
+    judge_names,
+    judges_with_verdicts,
+    judging,
+    load_reward_model,
+    make_judge,
+)
 from evaluation.judges.offline import KnownAnswerJudge, RewardModelJudge, battles
 from evaluation.judges.sequential import battles_in_turns
 from evaluation.scores import over_optimisation, reward_accuracy
@@ -45,6 +52,7 @@ from rlhf_core.data.rows.columns import Located, preference_of, tools_of
 from rlhf_core.data.rows.mixture import load_rows
 from rlhf_core.models.precision import stored_dtype
 from rlhf_core.records import Answering, EvalReport, Judging, Judgment
+from rlhf_core.runs.awaited_servers import require_servers
 from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system.files import digest, write_text
@@ -60,12 +68,14 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     """Evaluates all models of the config. Reuses finished answers and verdicts of an earlier, killed
     attempt.
 
-    Raises ValueError for invalid questions or answers, and when too many answers or verdicts fail.
+    Raises ValueError for invalid questions or answers, and when too many answers or verdicts fail, and
+    Unreachable before any model answers if a judge or an endpoint cannot be reached.
     """
     config = request.config
     assert isinstance(config, configs.Evaluation), f"evaluation got the config of a {config.stage} stage"
     questions = load_questions(config.questions, config.max_questions, request.seed)
     rule = rule_of(config, questions)
+    require_servers(config.servers, readers_with_replies(config, run))
     answers, answering = answer_all(request, config, run, questions)
     texts = {model: [answer.text for answer in given] for model, given in answers.items()}
     judgments, use = judge_all(request, config, run, questions, texts)
@@ -99,6 +109,17 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     tracker.close()
     print_win_rates(reports[0])
     return Outcome(metrics, {"report": REPORT})
+
+
+def readers_with_replies(config: configs.Evaluation, run: RunDir) -> list[str]:
+    """Returns the judges and endpoints with stored replies, as messages name them."""
+    answering = [f"the endpoint {name}" for name in config.endpoints if remote_file(run, name).is_file()]
+    return answering + judges_with_verdicts(config.judges, run)
+
+
+def remote_file(run: RunDir, model: str) -> Path:
+    """Returns the file of the replies of a model behind an endpoint."""
+    return run / REMOTE / f"{file_name(model)}.jsonl"
 
 
 def rule_of(config: configs.Evaluation, questions: Sequence[Question]) -> KnownAnswerJudge | None:
@@ -227,7 +248,7 @@ def answer_all(
         for place, model in enumerate(models, 1):
             file = run / REPORT / "answers" / f"{file_name(model)}.jsonl"
             if model in config.endpoints:
-                known = run / REMOTE / f"{file_name(model)}.jsonl"
+                known = remote_file(run, model)
                 answers[model], answering[model] = answer_remotely(model, config, questions, known, count)
                 write_answers(file, model, questions, answers[model])
                 continue

@@ -94,17 +94,40 @@ def make_judge(
             return Connection(server.url, server.key, "", server.check, local=True)
 
         model_name = name
-    else:  # the cache is named after model and endpoint, so that recipes with other judge names share it
-        cache_name = f"{file_name(judge.model)}-{digest(judge.base_url)[:8]}.jsonl"
+    else:
+        cache_name = remote_cache_name(judge)
         identity = judge.model
         model_name = judge.model
         connect = functools.cache(functools.partial(remote, judge))
-    shared = Path(judge.verdict_cache).expanduser() if judge.verdict_cache is not None else None
-    cache = shared / cache_name if shared else run / CACHE / f"{file_name(name)}.jsonl"
+    cache = cache_of(name, judge, cache_name, run)
     client = ChatClient(
         f"judge {name}", model_name, connect, {"max_tokens": judge.max_tokens, "temperature": 0}, judge
     )
     return LlmJudge(name, client, cache, identity, judge.max_failed)
+
+
+def remote_cache_name(judge: configs.OpenAIJudge) -> str:
+    """Returns the name of a judge's file in a shared cache: after model and endpoint, so that recipes with
+    other judge names share it."""
+    return f"{file_name(judge.model)}-{digest(judge.base_url)[:8]}.jsonl"
+
+
+def cache_of(name: str, judge: configs.ChatJudge, cache_name: str, run: RunDir) -> Path:
+    """Returns the file of a judge's verdicts: `cache_name` in the folder that evaluations share, or one in
+    the run directory."""
+    if judge.verdict_cache is not None:
+        return Path(judge.verdict_cache).expanduser() / cache_name
+    return run / CACHE / f"{file_name(name)}.jsonl"
+
+
+def judges_with_verdicts(judges: Sequence[configs.Judge], run: RunDir) -> list[str]:
+    """Returns the remote judges with verdicts of earlier attempts or evaluations, as messages name them."""
+    return [
+        f"the judge {judge.model}"
+        for name, judge in judge_names(judges).items()
+        if isinstance(judge, configs.OpenAIJudge)
+        and cache_of(name, judge, remote_cache_name(judge), run).is_file()
+    ]
 
 
 def load_reward_model(

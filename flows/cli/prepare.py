@@ -11,7 +11,7 @@ from typing import Literal
 
 from flows.cli.show import OK, Override, RecipePlace, Whole, console, errors, show_migration, show_pins
 from rlhf_core.preflight.inputs import check_inputs, check_machine, input_warnings, load_here, needs
-from rlhf_core.preflight.server_checks import key_warnings
+from rlhf_core.preflight.server_checks import SilentServers, key_warnings, silent_servers
 from rlhf_core.recipe.idle_fields import idle_fields
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
@@ -75,7 +75,7 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
 
     Args:
         here: also check files, columns, tokenizer, limits and this machine's resources, as run does before
-            any work.
+            any work, and whether judges and reward servers answer.
     """
     planned = plan(load_here(recipe, overrides) if here else load_recipe(recipe, overrides))
     show_pins(planned)
@@ -84,17 +84,18 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
     for sentence in key_warnings(planned.nodes):
         errors.print(f"note: {sentence}", markup=False)
     inputs = check_inputs(planned, planned.nodes) if here else []
-    machine = check_machine(planned, planned.nodes) if here else []
-    for sentence in input_warnings(planned, planned.nodes) if here and not inputs else []:
+    silent = silent_servers(planned) if here else SilentServers([], [])
+    machine = check_machine(planned, planned.nodes) + silent.needed if here else []
+    warned = input_warnings(planned, planned.nodes) if here and not inputs else []
+    for sentence in warned + silent.later:
         console.print(f"warning: {sentence}", markup=False, soft_wrap=True)
     for problem in inputs + machine:
         errors.print(problem, markup=False)
     if not inputs and not machine:
         done = sum(node.done for node in planned.nodes) if here else 0
-        need = (
-            f" ({done} done already)" * bool(done)
-            + f" and everything {'the others' if done else 'they'} need is here" * here
-        )
+        need = f" ({done} done already)" * bool(
+            done
+        ) + f" and everything {'the others' if done else 'they'} need is here" * (here and not silent.later)
         console.print(f"{recipe}: ok, {len(planned.nodes)} stages{need}", markup=False)
     if inputs:
         return WRONG_INPUT

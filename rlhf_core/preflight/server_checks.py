@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from rlhf_core.config.rewarding.remote_models import OPENAI_KEY
-from rlhf_core.recipe.plan import Node
+from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.runs.awaited_servers import no_answer, why_unreachable
 
 SET_KEY = (
     "set api_key_env to the environment variable that holds it; without api_key_env, the key in"
     f" {OPENAI_KEY} goes to OpenAI alone: api_key_env: {OPENAI_KEY} sends it here"
 )
+
+
+class SilentServers(NamedTuple):
+    """Sentences about servers that cannot be reached: of stages that a run would start first (`needed`), and
+    of those that wait for other stages, whose servers may be started meanwhile (`later`)."""
+
+    needed: list[str]
+    later: list[str]
 
 
 def missing_keys(node: Node) -> list[str]:
@@ -37,3 +48,20 @@ def key_warnings(nodes: Sequence[Node]) -> list[str]:
                     f" {SET_KEY}"
                 )
     return list(dict.fromkeys(found))
+
+
+def silent_servers(plan: Plan) -> SilentServers:
+    """Tries to reach the servers of all stages that are not done, all at once, 5 seconds at most."""
+    todo = [node for node in plan.nodes if not node.done]
+    addresses = list({server.address for node in todo for server in node.config.servers})
+    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
+        reasons = dict(zip(addresses, pool.map(why_unreachable, addresses), strict=True))
+    found = SilentServers([], [])
+    for node in todo:
+        is_first = all(plan[parent].done for parent in node.parents)
+        for server in node.config.servers:
+            why = reasons[server.address]
+            if why:
+                told = found.needed if is_first else found.later
+                told.append(f"stages.{node.name}: {no_answer(server, why)}")
+    return found

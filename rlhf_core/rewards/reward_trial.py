@@ -4,8 +4,8 @@ starts.
 
 Only an error that occurs in every call (`UsersError.certain`) ends the stage. Other errors may be due to the
 made-up answer and are warnings. Verifiers are called in the same way. Servers and judges are not asked for a
-reward, which may cost money; only whether their address answers is checked, and whether the prompts' rows
-have the reference of a judge.
+reward, which may cost money (`runs/awaited_servers.py` checks that they can be reached); only whether the
+prompts' rows have the reference of a judge is checked.
 """
 
 from __future__ import annotations
@@ -13,23 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.config.rewarding.verifiers import Verifier
-from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
+from rlhf_core.config.rewards import FunctionReward, RewardSource
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.required_columns import USUAL
 from rlhf_core.rewards.function import Function
-from rlhf_core.rewards.remote import HttpRewardClient
 from rlhf_core.rewards.reward_contract import CodeError, RewardError, Sample
-from rlhf_core.system.proxies import proxy_of
 
 if TYPE_CHECKING:  # chat imports transformers
     from rlhf_core.data.chat import Renderer
 
 SECONDS = 30.0  # for the imports of a function, and for its call
-REACH_SECONDS = 5.0
 ANSWER = "This is an answer."
 
 
@@ -48,8 +43,8 @@ def try_rewards(
     renderer: Renderer,
     eval_prompts: Sequence[Prompt] = (),
 ) -> None:
-    """Tries all functions, verifiers, servers and judges of a stage, but no reward models, with the first
-    prompt. Prints warnings. Raises ValueError for a function that cannot be loaded, or whose code fails for
+    """Tries all functions and verifiers of a stage with the first prompt, and looks for the references of its
+    judges. Prints warnings. Raises ValueError for a function that cannot be loaded, or whose code fails for
     every answer, and for a row without the reference of a judge."""
     prompt = prompts[0]
     for source in sources:
@@ -58,14 +53,9 @@ def try_rewards(
             failed = call_once(source, samples, SECONDS)
             if failed:
                 _warn(source, failed)
-        elif isinstance(source, HttpReward):
-            _try_address(
-                "the reward server", HttpRewardClient(source.url, source.timeout, None).shown, source.url
-            )
         elif isinstance(source, JudgeReward):
             require_references(source, "prompts", prompts)
             require_references(source, "eval_prompts", eval_prompts)
-            _try_address(f"the judge {source.title} at", source.judge.base_url, source.judge.base_url)
 
 
 def made_up_answers(row: dict[str, Any]) -> list[str]:
@@ -121,13 +111,3 @@ def require_references(source: JudgeReward, field: str, prompts: Sequence[Prompt
                 f" {column!r}; the row's columns are {', '.join(prompt.row)}: set reference to the column"
                 " with the reference answers, or correct the row"
             )
-
-
-def _try_address(who: str, shown: str, url: str) -> None:
-    try:
-        httpx.head(url, timeout=REACH_SECONDS)
-    except httpx.HTTPError as error:
-        told = (
-            f"does not answer yet ({type(error).__name__}{proxy_of(url)}): start it, or correct its address"
-        )
-        print(f"warning: {who} {shown} {told}", flush=True)

@@ -12,16 +12,19 @@ from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import PPO
 from rlhf_core.forecast.zero_stage import uses_deepspeed
 from rlhf_core.hub.positions import require_positions, stored_config
+from rlhf_core.runs.awaited_servers import require_servers
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system.gc_pause import uncollected
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Runs the PPO stage (`train.train`). Raises ValueError for lengths beyond the actor's positions."""
+    """Runs the PPO stage (`train.train`). Raises ValueError for lengths beyond the actor's positions, and
+    Unreachable before it starts a process if a judge or a reward server does not answer."""
     begun = time.monotonic()
     config = cast(PPO, request.config)
     actor = request.inputs[config.actor]
     require_positions(actor, stored_config(actor), config.longest)
+    require_servers(config.servers)
     try:
         groups = start_processes(config)
         with uncollected():

@@ -20,6 +20,7 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import Preferences
+from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.data_report import JSON, write_data_report
@@ -35,6 +36,7 @@ from rlhf_core.rewards.own_tokens import OwnTokens, writers
 from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.rewards.reward_trial import try_rewards
 from rlhf_core.rollout.engine_contract import SampledAnswer
+from rlhf_core.runs.awaited_servers import require_servers
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
 from rlhf_core.stages.preferences.sample_answers import answers_of_round
@@ -63,6 +65,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
     require_verifiable(config.reward, prompts)
     try_rewards(config.reward, prompts, renderer)
+    require_servers(config.servers, judges_with_verdicts(config, run))
     agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / CACHE, request.seed)
     prompt_tokens = conditioned(config, policy, tokenizer, prompts)
     answers = answers_of_round(config, policy, prompt_tokens, renderer.stop_token_ids, request, run)
@@ -99,6 +102,14 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     }
     write_text(run / "metrics.jsonl", json.dumps({"step": 1, **metrics}) + "\n")
     return Outcome(metrics | data.report.metrics("data"), {output: file, "data_report": JSON})
+
+
+def judges_with_verdicts(config: Preferences, run: RunDir) -> list[str]:
+    """Returns the judges with verdicts of an earlier attempt, as messages name them."""
+    judges = [source for source in config.reward if isinstance(source, JudgeReward)]
+    return [
+        f"the reward {judge.title}" for judge in judges if (run / CACHE / f"{judge.title}.jsonl").is_file()
+    ]
 
 
 def own_tokens_of(request: StageRequest, config: Preferences, policy: str) -> dict[str, OwnTokens]:

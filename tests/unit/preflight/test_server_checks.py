@@ -1,4 +1,4 @@
-"""The servers that stages send requests to: what is told before work about their keys."""
+"""The servers that stages send requests to: what is told before work about their keys, and whether they answer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli import prepare
 from flows.cli.prepare import validate
 from rlhf_core.config.rewarding.remote_models import Remote
+from rlhf_core.preflight import server_checks
 from rlhf_core.preflight.inputs import check_machine
-from rlhf_core.preflight.server_checks import key_warnings
+from rlhf_core.preflight.server_checks import key_warnings, silent_servers
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
+from rlhf_core.system.processes import ENVIRONMENT
 
 RECIPE = """
 name: servers
@@ -22,6 +25,12 @@ stages:
   sft: {data: {sources: rows.jsonl}}
   preferences: {policy: sft, prompts: {sources: rows.jsonl}, reward: {judge: JUDGE, rubric: right}}
   evaluation: {models: [sft], baseline: base, questions: {path: rows.jsonl}, judges: [JUDGE_OF_GAMES]}
+"""
+FIRST = """
+name: servers
+base_model: base
+stages:
+  preferences: {policy: base, prompts: {sources: rows.jsonl}, reward: "http://host"}
 """
 Planned = Callable[..., Plan]
 
@@ -92,3 +101,35 @@ def test_an_unknown_endpoint_without_a_key_is_a_note_of_validate(
 def test_which_addresses_need_a_key(address: str, refuses: bool, may_refuse: bool) -> None:
     config = Remote(model="m", base_url=address)
     assert (config.needs_key, config.may_need_key) == (refuses, may_refuse)
+
+
+def test_a_silent_server_is_a_fault_of_the_first_stages_and_else_a_warning(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stage after SFT may find its judge started meanwhile."""
+    monkeypatch.setattr(server_checks, "why_unreachable", lambda address: f"no {address[7:]}")
+    found = silent_servers(planned("{model: m, base_url: 'http://one/v1'}"))
+    assert found.needed == []
+    assert found.later == [
+        "stages.preferences: the reward m cannot reach http://one/v1 (no one/v1): start its server, or correct"
+        " base_url",
+        "stages.evaluation: the judge m cannot reach http://one/v1 (no one/v1): start its server, or correct"
+        " base_url",
+    ]
+    Path("recipe.yaml").write_text(FIRST)
+    found = silent_servers(plan(load_recipe("recipe.yaml")))
+    assert found == (
+        [
+            "stages.preferences: the reward host cannot reach http://host (no host): start its server, or correct"
+            " url"
+        ],
+        [],
+    )
+    monkeypatch.setattr(prepare, "check_inputs", lambda *_: [])
+    monkeypatch.setattr(prepare, "check_machine", lambda *_: [])
+    monkeypatch.setattr(prepare, "load_here", load_recipe)
+    assert validate("recipe.yaml", here=True) == ENVIRONMENT
+    assert "the reward host cannot reach http://host" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr(server_checks, "why_unreachable", lambda _: "")
+    assert validate("recipe.yaml", here=True) == 0
+    assert "everything they need is here" in " ".join(capsys.readouterr().out.split())

@@ -20,7 +20,9 @@ from rlhf_core.models.reward_scoring import STATISTICS, RewardScorer
 from rlhf_core.rewards.reward_contract import RewardsFailed
 from rlhf_core.rewards.reward_server import application
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
+from rlhf_core.runs import awaited_servers
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.system.machine import Unreachable
 from tests.support.asgi import served
 from tests.support.chat_endpoint import SECRET, Reply, completion, serving
 from tests.support.tiny_models import reward_model
@@ -229,6 +231,14 @@ def test_a_missing_column_of_references_is_told_before_an_engine_starts(
         match=r"prompts: number 1: the reward taste finds no .* column 'gold'; .* are prompt, worth",
     ):
         run({"judge": judge, "rubric": "Right?", "reference": "gold"})
+
+
+def test_a_silent_judge_is_told_before_an_engine_starts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rlhf_core.stages.preferences.preferences_stage, "answers_of_round", pytest.fail)
+    monkeypatch.setattr(awaited_servers, "WAIT_SECONDS", 0.0)
+    judge = {"model": "taste", "base_url": "http://127.0.0.1:9/v1"}
+    with pytest.raises(Unreachable, match=r"the reward taste cannot reach http://127.0.0.1:9/v1 .*base_url"):
+        run({"judge": judge, "rubric": "Right?"})
 
 
 @pytest.mark.usefixtures("judge_key")

@@ -1,0 +1,60 @@
+"""Waits, before a stage takes a GPU, for the servers that it asks and does not start. No server is asked for
+anything that costs money: any answer, an error too, shows that it can be reached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+
+from rlhf_core.config.gates import AskedServer
+from rlhf_core.system.machine import Unreachable
+from rlhf_core.system.proxies import LOOPBACK, proxy_of
+
+ATTEMPT_SECONDS = 5.0
+WAIT_SECONDS = 120.0  # a server that is started together with the stage loads its model
+PAUSE_SECONDS = 2.0
+
+
+def require_servers(servers: Sequence[AskedServer], with_replies: Collection[str] = ()) -> None:
+    """Waits at most WAIT_SECONDS until all servers can be reached, and prints what is awaited. Raises
+    Unreachable with one sentence. A reader in `with_replies` has stored replies, which may be all that it
+    needs: for its server there is a warning in place of both."""
+    until = time.monotonic() + WAIT_SECONDS
+    for server in servers:
+        why = why_unreachable(server.address)
+        if why and server.reader in with_replies:
+            print(f"warning: {no_answer(server, why)}", flush=True)
+            continue
+        if why:
+            print(f"waiting up to {WAIT_SECONDS:g} s: {no_answer(server, why)}", flush=True)
+        while why:
+            if time.monotonic() >= until:
+                told = f"for {WAIT_SECONDS:g} s {no_answer(server, why)}, then run again"
+                raise Unreachable(told)
+            time.sleep(PAUSE_SECONDS)
+            why = why_unreachable(server.address)
+
+
+def no_answer(server: AskedServer, why: str) -> str:
+    """Returns a sentence about a server that cannot be reached, without its address's query."""
+    shown = urlunsplit((*urlsplit(server.address)[:3], "", ""))
+    field = "url" if server.chat is None else "base_url"
+    return f"{server.reader} cannot reach {shown} ({why}): start its server, or correct {field}"
+
+
+def why_unreachable(address: str) -> str:
+    """Returns why no connection to a server can be made; "" if one can, however slow or wrong its answer
+    is."""
+    own = urlsplit(address).hostname in LOOPBACK
+    try:
+        with httpx.Client(timeout=ATTEMPT_SECONDS, trust_env=not own) as client:
+            client.head(address)
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
+        told = " ".join(str(error).split())[:200] or type(error).__name__
+        return told + ("" if own else proxy_of(address))
+    except httpx.HTTPError:
+        return ""
+    return ""
