@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from evaluation.answers.served_models import LocalModel
 from rlhf_core.config import AlignmentTax
 from rlhf_core.config.judging.lm_eval_tasks import is_path, located, read_task, task_name
 from rlhf_core.data.chat import load_tokenizer
+from rlhf_core.data.chat.template_arguments import refuse_unread
 from rlhf_core.recipe.sentences import unknown
 from rlhf_core.rollout.vllm.vllm_server import Server
 
@@ -130,8 +132,8 @@ def measure(
 ) -> MeasuredModel:
     """Runs all tasks on the model that `server` serves.
 
-    Raises ValueError when the recipe sets chat_template and the tokenizer has none, and ServerFailed when
-    the server has died.
+    Raises ValueError when the recipe sets chat_template and the tokenizer has none, or one that never reads
+    one of template_args, and ServerFailed when the server has died.
     """
     import lm_eval
     from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -142,6 +144,7 @@ def measure(
             f"chat_template is set, and the tokenizer of {name} has none: leave it out, or name chat models"
             " only"
         )
+    refuse_unread(str(tokenizer.chat_template), config.template_args, name)
     starts = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     model = LocalCompletionsAPI(
         base_url=f"{server.url}/completions",
@@ -158,6 +161,7 @@ def measure(
         seed=seed,
         trust_remote_code=trust_remote_code,
     )
+    give_arguments(model, config.template_args)
     try:
         found = lm_eval.simple_evaluate(
             model,
@@ -182,6 +186,13 @@ def measure(
         ModelScores(model=name, identity=served.identity, tasks=scores, lm_eval=lm_eval.__version__),
         rows_of(found["samples"]),
     )
+
+
+def give_arguments(model: Any, template_args: Mapping[str, Any]) -> None:
+    """Makes lm-eval's `model` give its tokenizer's chat template these arguments, for which lm-eval has no
+    option."""
+    if template_args:
+        model.tokenizer.apply_chat_template = partial(model.tokenizer.apply_chat_template, **template_args)
 
 
 def scores_of(found: Mapping[str, Any], leaves: Mapping[str, Sequence[str]]) -> dict[str, TaskScores]:

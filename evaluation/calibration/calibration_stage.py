@@ -57,7 +57,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     observed = observe(pairs, judged)
     report = CalibrationReport(
         judge=name,
-        identity=judge_identity(judge_config, request.inputs),
+        identity=judge_identity(judge_config, request.inputs, config.template_args),
         pairs=len(pairs),
         uids=len({pair.uid for pair in pairs}),
         labels=sum(len(pair.votes) + len(pair.repeats) for pair in pairs),

@@ -43,7 +43,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     questions = load_questions(config.questions, config.max_questions, request.seed)
     models = tuple(model for model in dict.fromkeys(config.models) if model != config.baseline)
     outcomes = {model: outcomes_of(run, config, model, questions) for model in models}
-    identity = judge_identity(config.judges[0], request.inputs)
+    identity = judge_identity(config.judges[0], request.inputs, config.template_args)
     trusted = trusted_history(run, request, identity)[-config.history :] if config.history else []
     earlier = [report.final_outcomes for report in trusted]
     report = RegressionReport(

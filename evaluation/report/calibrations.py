@@ -40,11 +40,9 @@ def judge_belief(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str
     name = evaluated.report.judge
     if isinstance(judge, RuleJudge):
         return ""
-    known = [
-        found
-        for found in calibrations(stages)
-        if found.report.identity == judge_identity(judge, request.inputs)
-    ]
+    arguments = getattr(request.config, "template_args", {})
+    identity = judge_identity(judge, request.inputs, arguments)
+    known = [found for found in calibrations(stages) if found.report.identity == identity]
     if not known:
         return f"The judge {name} has no calibration: add a stage of kind calibration."
     report = known[-1].report

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,7 +11,7 @@ import socket
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -27,6 +28,7 @@ from flows.cli.show import (
     show_stages,
     show_stores,
 )
+from rlhf_core.config.data import template_mistakes
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of, stage_of
@@ -202,6 +204,7 @@ def serve_reward(
     home: Path = Path(".alignflow"),
     without_key: bool = False,
     template: str = "chat",
+    template_args: str = "{}",
     micro_batch_size: Whole = 8,
 ) -> int:
     """Serve a reward model over HTTP, for `reward: {url: "http://HOST:PORT", api_key_env:
@@ -216,10 +219,13 @@ def serve_reward(
             set.
         without_key: answer all users of this machine.
         template: 'chat': the tokenizer's chat template; else a plain one with one {} for the prompt.
+        template_args: arguments of the chat template as JSON, those that it was trained with:
+            '{"enable_thinking": false}'.
         micro_batch_size: documents of one forward pass.
     """
-    if "{}" not in template and template != "chat":
-        raise ValueError(f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt")
+    arguments = _template_arguments(template_args)
+    for mistake in template_mistakes(template, arguments):
+        raise ValueError(mistake)
     if without_key and host not in ("127.0.0.1", "localhost", "::1"):
         raise ValueError(
             f"--without-key with --host {host}: whoever reaches that address could use the server: leave one"
@@ -235,7 +241,7 @@ def serve_reward(
     names = [host, socket.gethostname(), *(name for name in allow_host.split(",") if name)]
     with listen(host, port) as listener:
         key = None if without_key else os.environ.get(REWARD_KEY) or kept_secret(home / "reward-key")
-        application = reward_application(checkpoint, template, micro_batch_size, key=key)
+        application = reward_application(checkpoint, template, micro_batch_size, key, arguments)
         told = f"serving {checkpoint} on http://{host}:{listener.getsockname()[1]}"
         if without_key:
             told += "\nwarning: there is no key: every user of this machine can use it"
@@ -249,6 +255,18 @@ def serve_reward(
             [listener]
         )
     return OK
+
+
+def _template_arguments(text: str) -> dict[str, Any]:
+    """Returns the arguments of a chat template by name from JSON."""
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        example = '{"enable_thinking": false}'
+        raise ValueError(f"--template-args {text}: give a JSON object, such as '{example}'")
+    return arguments
 
 
 def leaderboard(

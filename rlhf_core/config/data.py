@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from rlhf_core.records import Config, InDigestIfSet, Positive, Share, check
 
@@ -20,7 +20,20 @@ OWN_ARGUMENTS = frozenset(
     " continue_final_message return_assistant_tokens_mask tokenize additional_special_tokens"
     " extra_special_tokens raise_exception strftime_now".split()
 )
-TemplateArgs = Annotated[dict[str, Any], InDigestIfSet]  # arguments of a chat template by name
+
+
+def in_key_order(value: Any) -> Any:
+    """Returns a JSON value with the keys of all its mappings sorted. Digests sort keys, and a template may
+    write a mapping as it stands: so equal digests mean equal texts."""
+    if isinstance(value, dict):
+        return {key: in_key_order(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, (list, tuple)):
+        return [in_key_order(item) for item in value]
+    return value
+
+
+# arguments of a chat template by name
+TemplateArgs = Annotated[dict[str, Any], AfterValidator(in_key_order), InDigestIfSet]
 
 
 def passed_by_alignflow(name: str) -> bool:

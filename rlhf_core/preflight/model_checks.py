@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import KINDS, PPO, Evaluation, StageConfig
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Evaluation, StageConfig
 from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import (
@@ -164,11 +164,11 @@ def not_writable(place: str) -> str | None:
 def argument_problems(
     node: Node, start_of: Callable[[str], str | None], trust_remote_code: bool
 ) -> list[str]:
-    """Returns the arguments that an evaluation gives to chat templates which never read them, in a sentence
-    for each such tokenizer."""
+    """Returns the arguments that an evaluation or alignment_tax gives to chat templates which never read
+    them, in a sentence for each such tokenizer."""
     config = node.config
     if (
-        not isinstance(config, Evaluation)
+        not isinstance(config, Evaluation | AlignmentTax)
         or not config.template_args
         or importlib.util.find_spec("transformers") is None
     ):
@@ -176,8 +176,12 @@ def argument_problems(
     from rlhf_core.data.chat import load_tokenizer
     from rlhf_core.data.chat.template_arguments import refuse_unread
 
-    names = dict.fromkeys((config.baseline, *config.models, *(config.parents or {}).values()))
-    places = dict.fromkeys(start_of(name) for name in names if name not in config.endpoints)
+    names = [config.baseline, *config.models]
+    if isinstance(config, Evaluation):
+        names += (config.parents or {}).values()
+        names = [name for name in names if name not in config.endpoints]
+    field = "questions" if isinstance(config, Evaluation) else "template_args"
+    places = dict.fromkeys(start_of(name) for name in names)
     problems = []
     for place in filter(None, places):
         try:
@@ -187,7 +191,7 @@ def argument_problems(
         try:
             refuse_unread(template, config.template_args, place)
         except ValueError as error:
-            problems.append(f"stages.{node.name}.questions: {error}")
+            problems.append(f"stages.{node.name}.{field}: {error}")
     return problems
 
 

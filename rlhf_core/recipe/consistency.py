@@ -53,11 +53,12 @@ def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
     ]
     problems += [
         f"stages.{name}.calibration: {config.calibration} calibrates another judge than the first of judges,"
-        " which decides: make them equal"
+        " which decides: make them equal, and of a reward judge the template_args of both stages"
         for name, config in stages.items()
         if isinstance(config, Evaluation)
         and isinstance(calibration := stages.get(config.calibration or ""), Calibration)
-        if judge_identity(calibration.judge, {}) != judge_identity(config.judges[0], {})
+        if judge_identity(calibration.judge, {}, calibration.template_args)
+        != judge_identity(config.judges[0], {}, config.template_args)
     ]
     problems += [
         f"stages.{name}.template_args: they differ from those of the prompts of {source}, whose answers would"

@@ -16,6 +16,7 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
@@ -68,11 +69,16 @@ def read_request(text: bytes) -> list[AnswerToScore]:
 
 
 def reward_application(
-    checkpoint: str, template: str = "chat", micro_batch_size: int = 8, key: str | None = None
+    checkpoint: str,
+    template: str = "chat",
+    micro_batch_size: int = 8,
+    key: str | None = None,
+    template_args: Mapping[str, Any] = MappingProxyType({}),
 ) -> Starlette:
-    """Returns the application that serves a reward model. Raises ValueError when the checkpoint or its
-    tokenizer cannot be used."""
-    renderer = Renderer(load_tokenizer(checkpoint, trust_remote_code=False), template)
+    """Returns the application that serves a reward model. `template_args`: arguments of its chat template by
+    name. Raises ValueError when the checkpoint or its tokenizer cannot be used."""
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
+    renderer = Renderer(tokenizer, template, template_args=template_args)
     scorer = RewardScorer(checkpoint, "auto", micro_batch_size, trust_remote_code=False)
     lock = Lock()
 
@@ -80,7 +86,10 @@ def reward_application(
         with lock:
             return scorer.score([document(renderer, answer) for answer in answers])
 
-    return application(score, {"model": checkpoint, "template": template}, key)
+    about: dict[str, Any] = {"model": checkpoint, "template": template}
+    if template_args:
+        about["template_args"] = dict(template_args)
+    return application(score, about, key)
 
 
 def application(

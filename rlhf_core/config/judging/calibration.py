@@ -91,10 +91,11 @@ class Calibration(Gated):
         return chat_servers([(f"the judge {self.judge.model}", self.judge)])
 
 
-def judge_identity(judge: Judge, inputs: Mapping[str, str]) -> str:
-    """Returns a digest of everything that decides a judge's verdicts: its fields and the place of its
-    checkpoint. In a recipe this is a folder named after its stage's digest, a local folder, or a Hub id at a
-    commit. `inputs` maps names to these places, as in a request."""
+def judge_identity(judge: Judge, inputs: Mapping[str, str], template_args: Mapping[str, Any]) -> str:
+    """Returns a digest of everything that decides a judge's verdicts: its fields, the place of its
+    checkpoint, and of a reward judge the stage's `template_args`. In a recipe the place is a folder named
+    after its stage's digest, a local folder, or a Hub id at a commit. `inputs` maps names to these places, as
+    in a request."""
     decides = [
         name
         for name, field in type(judge).model_fields.items()
@@ -104,6 +105,8 @@ def judge_identity(judge: Judge, inputs: Mapping[str, str]) -> str:
     match judge:
         case RewardJudge():
             values["reward"] = _place(judge.reward, inputs)
+            if template_args:
+                values["template_args"] = template_args
         case VllmJudge():
             values["model"] = _place(judge.model, inputs)
             values["vllm"] = judge.engine.options

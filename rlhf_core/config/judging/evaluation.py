@@ -267,6 +267,9 @@ class AlignmentTax(Gated, Served):
     chat_template: bool = Field(
         False, description="questions in the models' chat template; default: plain text, as in lm-eval"
     )
+    template_args: TemplateArgs = Field(
+        {}, description="with chat_template: arguments of the chat template by name"
+    )
     max_gen_toks: Positive = Field(256, description="longest answer in tokens, where a task sets none")
     batch_size: Annotated[Positive, NotInDigest] = Field(8, description="prompts in one request")
     concurrency: Annotated[Positive, NotInDigest] = Field(8, description="requests in flight")
@@ -285,6 +288,9 @@ class AlignmentTax(Gated, Served):
                 f"models names only the baseline {self.baseline!r}, which loses nothing against itself: name"
                 " another model"
             )
+        yield from template_mistakes("chat", self.template_args)
+        if self.template_args and not self.chat_template:
+            yield "template_args are for questions in the chat template: set chat_template: true"
         names = [task_name(task) for task in self.tasks]
         doubled = next((name for name in names if names.count(name) > 1), None)
         if doubled:

@@ -174,6 +174,15 @@ def _summary(model: CardModel) -> str:
     return f"{what} made with alignflow from {known}: {words}.\n"
 
 
+def template_args(ancestor: Ancestor) -> dict[str, Any]:
+    """Returns the arguments of the chat template that a model was last trained with, by name."""
+    for stage in reversed(trained(ancestor)):
+        texts = stage.config.get("data") or stage.config.get("prompts")
+        if texts or "template_args" in stage.config:
+            return (texts or stage.config).get("template_args") or {}
+    return {}
+
+
 def _use(model: CardModel) -> str:
     place = f'"{model.title}"' if is_hub_id(model.title) else '"path/to/this/folder"'
     if is_hub_id(model.title) and model.branch != "main":
@@ -191,6 +200,8 @@ def _use(model: CardModel) -> str:
         turns = '[{"role": "user", "content": "..."}]'
         prompt = "add_generation_prompt=True, "
     if model.has_chat_template:
+        given = template_args(model.lineage)
+        prompt = "".join(f"{name}={value!r}, " for name, value in given.items()) + prompt
         tokens = f'tokenizer.apply_chat_template({turns}, {prompt}return_dict=False, return_tensors="pt")'
     else:
         tokens = 'tokenizer("...", return_tensors="pt").input_ids'

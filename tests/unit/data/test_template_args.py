@@ -178,3 +178,12 @@ def test_a_wrong_argument_is_one_sentence(fields: dict[str, Any], told: str) -> 
     with pytest.raises(ValidationError, match=told) as error:
         Data.model_validate({"sources": "rows.jsonl", **fields})
     assert error.value.error_count() == 1
+
+
+def test_the_order_of_nested_keys_reaches_no_template() -> None:
+    """Digests sort keys, so equal digests have to mean equal texts."""
+    first = {"tool": {"b": 1, "a": [{"d": 1, "c": 2}]}, "date": "x"}
+    second = {"date": "x", "tool": {"a": [{"c": 2, "d": 1}], "b": 1}}
+    one, other = (Data(sources="p.jsonl", template_args=form).template_args for form in (first, second))
+    assert str(one) == str(other) == "{'date': 'x', 'tool': {'a': [{'c': 2, 'd': 1}], 'b': 1}}"
+    assert Data(sources="p.jsonl", template_args={"order": ["b", "a"]}).template_args == {"order": ["b", "a"]}

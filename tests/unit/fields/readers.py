@@ -38,6 +38,7 @@ AlignmentTax.tasks evaluation/alignment_tax/tax_stage.py config.tasks
 AlignmentTax.limit evaluation/alignment_tax/harness.py config.limit
 AlignmentTax.num_fewshot evaluation/alignment_tax/harness.py config.num_fewshot
 AlignmentTax.chat_template evaluation/alignment_tax/harness.py config.chat_template
+AlignmentTax.template_args evaluation/alignment_tax/harness.py config.template_args
 AlignmentTax.timeout evaluation/alignment_tax/harness.py config.timeout
 Select.of evaluation/select_stage.py config.of
 Select.by evaluation/select_stage.py config.by

@@ -24,7 +24,7 @@ WITHOUT = {
     # Needs lm-eval: tests/unit/evaluation/alignment_tax/test_alignment_tax.py.
     "alignment_tax": (
         "baseline bootstrap_rounds chat_template dtype limit max_gen_toks max_model_len models num_fewshot"
-        " tasks trust_task_code engine"
+        " tasks trust_task_code template_args engine"
     ),
     # Steps whose loss is not finite: tests/unit/training/test_skipped_steps.py.
     **dict.fromkeys(("sft", "dpo", "kto"), "skip_nonfinite_steps"),

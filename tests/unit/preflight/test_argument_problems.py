@@ -57,3 +57,14 @@ def test_every_model_of_an_evaluation_must_read_the_arguments(planned: Planned) 
     assert (
         told.startswith("stages.evaluation.questions: ") and "/other: the chat template never reads" in told
     )
+
+
+def test_arguments_of_an_alignment_tax_are_read_by_its_models(planned: Planned) -> None:
+    stage = "{models: [loop], tasks: [gsm8k], chat_template: true, template_args: {effort: low}}"
+    Path("recipe.yaml").write_text(Path("recipe.yaml").read_text().rstrip() + f"\n  alignment_tax: {stage}\n")
+    found = plan(load_recipe("recipe.yaml"))
+    (told,) = check_inputs(found, found.nodes)
+    assert told.startswith("stages.alignment_tax.template_args: ") and "never reads effort" in told
+    save_tokenizer(Path("base"), READING)
+    found = plan(load_recipe("recipe.yaml"))
+    assert check_inputs(found, found.nodes) == []

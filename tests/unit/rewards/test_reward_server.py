@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,35 @@ def test_it_speaks_the_contract_and_scores_as_the_model_does(url: str, checkpoin
         np.array(expected), rel=1e-5, abs=1e-6
     )
     assert len({round(score, 4) for score in expected}) == len(samples), "scores that differ"
+
+
+def test_it_scores_with_the_arguments_of_the_chat_template(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "argued"
+    shutil.copytree(checkpoint, folder)
+    tokenizer = load_tokenizer(str(folder))
+    own = str(tokenizer.chat_template)
+    tokenizer.chat_template = "{% if effort is defined %}{{ effort }}{% endif %}" + own
+    tokenizer.save_pretrained(folder)
+    sample = Sample(PROMPTS[0], "123", {}, True, "")
+    given = {"effort": "low"}
+    renderer = Renderer(load_tokenizer(str(folder)), "chat", template_args=given)
+    expected = RewardScorer(str(folder), "float32", 8).score([renderer.answer(PROMPTS[0], "123")])
+    found = []
+    for arguments in (given, {}):
+        with served(reward_application(str(folder), template_args=arguments)) as url:
+            found.append(HttpRewardClient(url, 30, None).score([sample]).rewards[0])
+            assert httpx.get(url).json().get("template_args", {}) == arguments
+    assert found[0] == pytest.approx(expected[0], rel=1e-5) and abs(found[0] - found[1]) > 1e-4
+    with pytest.raises(ValueError, match="never reads efort"):
+        reward_application(str(folder), template_args={"efort": "low"})
+
+
+@pytest.mark.parametrize("text", ["[1]", "{effort: low}", '{"messages": []}'])
+def test_wrong_arguments_of_the_chat_template_are_one_sentence(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve-reward", "none", "--template-args", text]) == 2
+    assert "template" in capsys.readouterr().err
 
 
 def test_it_says_what_it_serves(url: str, checkpoint: Path) -> None:

@@ -9,18 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
-from evaluation.alignment_tax.harness import rows_of, scores_of
+from evaluation.alignment_tax.harness import give_arguments, rows_of, scores_of
 from evaluation.alignment_tax.task_scores import ModelScores, Score, TaskScores
 from evaluation.alignment_tax.tax_report import TaxReport, compare, log_lines, loss_of, tax_metrics
 from rlhf_core.config import KINDS, AlignmentTax, StageConfig
 from rlhf_core.config.judging.lm_eval_tasks import read_task, task_name
 from rlhf_core.config.kinds import has_metric
+from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.recipe.gate_checks import meaning_of
 from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.plan import Plan, plan
 from tasks.stages import tax_table
+from tests.support.templates import save_tokenizer
 
 TASKS = Path(__file__).parents[4] / "deployments" / "tasks"
 
@@ -323,3 +326,27 @@ def test_a_failed_gate_on_the_tax_has_a_meaning_and_a_task_a_name() -> None:
     assert has_metric(config, "tax/own/dpo") and task_name("x/own.yaml") == "own"
     assert "Alignment cost the model" in meaning_of("alignment_tax", "tax/own/dpo")
     assert "sure" in meaning_of("alignment_tax", "tax_low/own")
+
+
+# --- the chat template ---
+
+
+def test_the_arguments_of_the_chat_template_reach_lm_evals_prompts(tmp_path: Path) -> None:
+    completions = pytest.importorskip("lm_eval.models.openai_completions", reason="needs alignflow[tax]")
+    save_tokenizer("hermes", tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.chat_template = "{% if effort is defined %}{{ effort }}{% endif %}{{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path)
+    question = [{"role": "user", "content": "2 + 2?"}]
+    for given, text in (({"effort": "low"}, "low2 + 2?"), ({}, "2 + 2?")):
+        address = "http://127.0.0.1:9/v1/completions"
+        model = completions.LocalCompletionsAPI(base_url=address, model="m", tokenizer=str(tmp_path))
+        give_arguments(model, given)
+        assert model.apply_chat_template(question) == text
+
+
+def test_arguments_need_questions_in_the_chat_template() -> None:
+    about: dict[str, Any] = {"models": ("dpo",), "tasks": ("sums",), "template_args": {"effort": "low"}}
+    with pytest.raises(ValidationError, match="set chat_template: true"):
+        AlignmentTax(**about)
+    assert AlignmentTax(**about, chat_template=True).template_args == {"effort": "low"}

@@ -11,7 +11,7 @@ from evaluation.calibration.calibration_report import CALIBRATION, CalibrationRe
 from evaluation.report.calibrations import calibrations, judge_belief
 from evaluation.report.run_page import write_report
 from evaluation.report.summary import StageView, read, read_evaluation
-from rlhf_core.config import Calibration, Evaluation, StageConfig
+from rlhf_core.config import Calibration, Evaluation, OpenAIJudge, RewardJudge, StageConfig
 from rlhf_core.config.judging.calibration import judge_identity
 from rlhf_core.records import EvalReport, Judging, WinRate
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
@@ -56,7 +56,7 @@ def calibrated(
     }
     report = CalibrationReport(
         judge=judge.get("model") or judge["reward"],
-        identity=judge_identity(config.judge, inputs or {}),
+        identity=judge_identity(config.judge, inputs or {}, config.template_args),
         pairs=200,
         uids=190,
         labels=260,
@@ -139,3 +139,11 @@ def test_names_are_escaped(tmp_path: Path) -> None:
         tmp_path / "demo", "demo", [calibrated(tmp_path, judge), evaluation(tmp_path, judge)]
     ).read_text()
     assert "<script>" not in page and "&lt;script&gt;" in page
+
+
+def test_the_arguments_of_a_reward_judges_template_identify_it() -> None:
+    reward, chat = RewardJudge(), OpenAIJudge(model="m")
+    given = {"enable_thinking": False}
+    assert judge_identity(reward, {}, given) != judge_identity(reward, {}, {})
+    assert judge_identity(chat, {}, given) == judge_identity(chat, {}, {})
+    assert judge_identity(reward, {}, {}) == "2cfd36a1f21f58e6", "as before there were arguments"

@@ -279,3 +279,15 @@ def test_the_card_of_a_class_that_transformers_lacks_says_how_to_load_it(chain: 
         "= AutoModelForSequenceClassification.from_"
     )
     assert "add_score_class" not in card(made._replace(needs_score_class=False), None)
+
+
+def test_the_use_has_the_arguments_that_the_chat_template_was_trained_with(chain: Chain) -> None:
+    given = {"date": "1 May", "enable_thinking": False}
+    found = lineage(chain.checkpoint)
+    argued = replace(found, config={"stage": "dpo", "data": {"sources": [], "template_args": given}})
+    written = the_card(chain, lineage=argued)
+    assert "}], date='1 May', enable_thinking=False, add_generation_prompt=True" in written
+    answers = replace(found, config={"stage": "dpo", "data": None, "template_args": given})
+    assert "enable_thinking=False, add_generation" in the_card(chain, lineage=answers)
+    plain = replace(found, config={"stage": "dpo", "data": {"sources": []}}, parents=(("policy", argued),))
+    assert "}], add_generation_prompt=True" in the_card(chain, lineage=plain)
