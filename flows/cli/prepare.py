@@ -12,6 +12,7 @@ from typing import Literal
 from flows.cli.show import OK, Override, RecipePlace, Whole, console, errors, show_migration, show_pins
 from rlhf_core.preflight.inputs import check_inputs, check_machine, input_warnings, load_here, needs
 from rlhf_core.preflight.server_checks import SilentServers, key_warnings, silent_servers
+from rlhf_core.recipe.gate_checks import reset_reference_notes
 from rlhf_core.recipe.idle_fields import idle_fields
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
@@ -81,7 +82,7 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
     show_pins(planned)
     for idle in idle_fields(planned.recipe):
         errors.print(f"note: {idle}", markup=False)
-    for sentence in key_warnings(planned.nodes):
+    for sentence in key_warnings(planned.nodes) + reset_reference_notes(planned):
         errors.print(f"note: {sentence}", markup=False)
     inputs = check_inputs(planned, planned.nodes) if here else []
     silent = silent_servers(planned) if here else SilentServers([], [])

@@ -39,20 +39,22 @@ class PhaseBytes(NamedTuple):
 
 class _Host(NamedTuple):
     """Bytes of host memory of one process: always (`still`); in addition while it loads, while it saves,
-    and while it loads a reference that scores once; and of its optimiser, which is created once the model
-    is loaded."""
+    while it loads a reference that scores once, and while a reference takes the actor's weights
+    (`resetting`); and of its optimiser, which is created once the model is loaded."""
 
     still: float
     loading: float = 0.0
     saving: float = 0.0
     scoring: float = 0.0
     adam: float = 0.0
+    resetting: float = 0.0
 
 
 def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, PhaseBytes]:
     """Returns the peaks of start-up (libraries and CUDA contexts), load, generate, score, train (including
-    the optimiser's step), gather, sync, export and save. Phases in which memory is not released (without
-    `engine.sleep`) keep what an earlier phase took, as in `memory.peak`."""
+    the optimiser's step), gather, sync, export (and, with `reset_reference_every`, the reference's load of
+    what was exported) and save. Phases in which memory is not released (without `engine.sleep`) keep what an
+    earlier phase took, as in `memory.peak`."""
     held = roles(config, sizes, gpu.memory)
     on = sharing(layout)
     hosts = _hosts(config, sizes, gpu)
@@ -106,8 +108,13 @@ def host_doubts(
     for name, places in nodes.items():
         for node in places:
             if node in needed:
-                needed[node] += hosts[name].still - PROCESS + max(hosts[name].loading, hosts[name].adam)
+                needed[node] += _beyond_start(hosts[name])
     return "".join(_host_doubt(needed[node], free[node]) for node in free)
+
+
+def _beyond_start(host: _Host) -> float:
+    """Returns the most host bytes of a process at work, without those it has at its start and for a save."""
+    return host.still - PROCESS + max(host.loading, host.adam + host.resetting)
 
 
 def _host_doubt(needed: float, free: float) -> str:
@@ -124,6 +131,7 @@ def _phases(on_gpu: Mapping[str, float], processes: list[_Host]) -> dict[str, Ph
     besides = {
         "load": sum(max(0.0, each.loading - each.adam) for each in processes),
         "score": sum(each.scoring for each in processes),
+        "export": sum(each.resetting for each in processes),
         "save": sum(each.saving for each in processes),
     }
     started = {"start-up": PhaseBytes(CONTEXT * count, PROCESS * count)}
@@ -153,9 +161,11 @@ def _host(config: PPO, name: str, sizes: Mapping[str, Size], gpu: Gpu) -> _Host:
         return _trained_on_host(size, training_of_role(config, name, gpu.memory), head, gpu)
     count = size.parameters - (0 if head else size.head)
     over = ranks if config.ref_reward_shard else 1
+    # each rank reads the exported weights into a second model on the host
+    resetting = 2 * count if name == "reference" and config.reset_reference_every is not None else 0.0
     if config.ref_reward_offload:
-        return _Host(PROCESS + 2 * count)
-    return _Host(PROCESS, _loaded(size, count, over, gpu))
+        return _Host(PROCESS + 2 * count, resetting=resetting)
+    return _Host(PROCESS, _loaded(size, count, over, gpu), resetting=resetting)
 
 
 def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:

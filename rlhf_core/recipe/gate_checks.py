@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core.config import KINDS, StageConfig
+from rlhf_core.config import KINDS, PPO, StageConfig
 from rlhf_core.config.gates import Verdict
 from rlhf_core.config.metrics.metric import meaning_of_failure
 from rlhf_core.recipe.plan import Node, Plan
@@ -103,6 +103,20 @@ def holding(verdicts: Sequence[Verdict]) -> list[Verdict]:
         verdict
         for verdict in verdicts
         if not verdict.passed and not verdict.waits and verdict.gate.on_fail != "warn"
+    ]
+
+
+def reset_reference_notes(planned: Plan) -> list[str]:
+    """Returns a sentence for each gate on a KL to a reference that is reset: it bounds no drift from the
+    start."""
+    return [
+        f"stages.{node.name}.gates: {gate.metric} is measured from the reference, which"
+        f" reset_reference_every={node.config.reset_reference_every} replaces by the actor: it bounds the"
+        " drift since the last reset, and not since the start"
+        for node in planned.nodes
+        if isinstance(node.config, PPO) and node.config.reset_reference_every is not None
+        for gate in node.config.gates
+        if gate.metric.startswith("kl/")
     ]
 
 

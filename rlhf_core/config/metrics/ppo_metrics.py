@@ -111,12 +111,19 @@ REWARDS = (
     ),
     Metric(
         "kl/mean",
-        "mean KL to the reference by `kl_estimator`, what `kl_target` sets",
+        "mean KL to the reference by `kl_estimator`, what `kl_target` sets; with `reset_reference_every` the"
+        " reference is the actor at the last reset, and not the start",
         "nats/token",
         REFERENCE,
         failed=FAR_AWAY,
     ),
-    Metric("kl/per_answer", "KL to the reference, summed over an answer", "nats", REFERENCE, failed=FAR_AWAY),
+    Metric(
+        "kl/per_answer",
+        "KL to the reference of `kl/mean`, summed over an answer",
+        "nats",
+        REFERENCE,
+        failed=FAR_AWAY,
+    ),
     Metric(
         "kl/p99",
         "99th percentile over tokens of the KL to the reference: a few tokens may carry all of it",

@@ -329,3 +329,19 @@ def test_the_reference_of_dpo_is_cut_as_the_code_cuts_it() -> None:
         training_phases(kto, LARGE_MODEL, 3, H100.memory)["score"]
         < training_phases(kto, LARGE_MODEL, 2, H100.memory)["score"]
     )
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_reference_that_is_reset_is_a_second_time_in_host_memory(offload: bool) -> None:
+    fields = {"reset_reference_every": 5, "ref_reward_offload": offload}
+    plain, reset = (large(**fields | more) for more in ({"reset_reference_every": None}, {}))
+    before, after = (phases_of(config, BIG, NODES) for config in (plain, reset))
+    more = {phase: after[phase].host - before[phase].host for phase in after}
+    assert more.pop("export") == pytest.approx(8 * 2 * BIG.parameters), "one on each of a node's ranks"
+    assert not any(more.values()) and [each.gpu for each in after.values()] == [
+        each.gpu for each in before.values()
+    ]
+    nodes, sizes = {"reference": ["a"]}, dict.fromkeys(plain.groups, BIG)
+    free = {"a": 2 * BIG.parameters + GIB}
+    assert host_doubts(plain, sizes, NODES, nodes, free) == ""
+    assert bool(host_doubts(reset, sizes, NODES, nodes, free)) is offload
