@@ -21,6 +21,7 @@ from rlhf_core.forecast.memory import (
     training_of_role,
     training_phases,
 )
+from rlhf_core.forecast.trained_weights import MOMENT, trained_weights
 from rlhf_core.hub.model_config import Size
 from rlhf_core.runs.resume_state import AVERAGE_BYTES, STATE_BYTES
 from rlhf_core.system.gpu_allocator import ROUNDED
@@ -171,14 +172,16 @@ def _host(config: PPO, name: str, sizes: Mapping[str, Size], gpu: Gpu) -> _Host:
 def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
     count = size.parameters - (0 if head else size.head)
     loading = _loaded(size, count, how.ranks if how.cut else 1, gpu)
-    share = count / how.ranks
-    still = PROCESS + (ROUNDED * how.weight * share if how.on_host else 0.0)
+    still = PROCESS + (ROUNDED * how.weight * count / how.ranks if how.on_host else 0.0)
     if how.adapters:
         return _Host(still, loading)
+    learnt = trained_weights(size, how, head)
+    share = learnt.number / how.ranks
     adam = how.sharding.on_host(how, share, size.vocabulary * size.hidden) if how.offload else 0.0
     averages = AVERAGE_BYTES * share if how.averages else 0.0
     on_host = averages if how.offload else 0.0
-    return _Host(still, loading, STATE_BYTES * share + averages, adam=adam + on_host)
+    saved = STATE_BYTES * share - MOMENT * learnt.by_muon / how.ranks
+    return _Host(still, loading, saved + averages, adam=adam + on_host)
 
 
 def _loaded(size: Size, count: float, shares: int, gpu: Gpu) -> float:

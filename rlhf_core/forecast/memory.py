@@ -5,7 +5,8 @@ Bytes per parameter trained in bf16 (Rajbhandari et al. 2020, section 3.1): weig
 two moments 12, gradients 2, and their fp32 form during the step 4; if a step has several passes, gradients
 4 from the first pass on. PyTorch's allocator keeps the same amount again from step to step: this was seen
 on H200s and fitted to their peaks; the cause was not investigated. What of this a rank holds is in the
-records of config/training/sharding.py.
+records of config/training/sharding.py. Frozen weights have only the first 2, and Muon keeps one moment:
+trained_weights.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rlhf_core.config.training.optimised import SHARDINGS
 from rlhf_core.config.training.sharding import Training
 from rlhf_core.forecast.fitting_passes import Pass, fields_of, on_rank, recipe_pass, sums_in_fp32
 from rlhf_core.forecast.hardware import GIB
+from rlhf_core.forecast.trained_weights import MOMENT, trained_weights
 from rlhf_core.hub.model_config import Size
 
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
@@ -62,16 +64,18 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Proce
         fetched = FETCHED + (
             2 * count if 2 * count <= KEPT * how.gpu_bytes and not how.adapters and not how.on_host else 0
         )
+    learnt = trained_weights(size, how, head)
     state = gradients = step = 0.0
     if not how.adapters:
-        state, gradients, step = how.sharding.on_gpu(how, count, size.vocabulary * size.hidden)
+        state, gradients, step = how.sharding.on_gpu(how, learnt.number, size.vocabulary * size.hidden)
+        state -= MOMENT * learnt.by_muon
     if how.averages and not (how.adapters or how.offload):
-        state += 4 * per_rank
+        state += 4 * learnt.number / how.ranks
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
     positions = CHUNK if how.recomputed else how.tokens
     logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0
     # the head's gradient: in fp32, over chunks, and in bf16
-    if head and how.recomputed and how.sums_in_fp32 and not how.adapters:
+    if learnt.head and how.recomputed and how.sums_in_fp32 and not how.adapters:
         logits += (4 + 2) * size.vocabulary * size.hidden
     if sharded and not how.adapters:
         # gradients of a layer wait for the layer's last one
@@ -194,6 +198,8 @@ def _training(
         on_host=role in config.offloaded("param"),
         copies=copies(config, ranks),
         averages=config.ema is not None and role != "critic",
+        freeze=config.freeze,
+        muon=config.optimizer == "muon",
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from rlhf_core.config.training.optimiser_fields import Freeze
+
 
 class OptimiserBytes(NamedTuple):
     """Bytes on a GPU of the optimiser's state, which stays; of the gradients at most; and of the optimiser's
@@ -57,6 +59,8 @@ class Training(NamedTuple):
     copies: int = 1  # ranks that share a second copy of the weights (hpZ); 1: no such copy
     sums_in_fp32: bool = False  # of the gradients of a step's passes
     averages: bool = False  # the weights' moving average, in fp32, beside the optimiser's state
+    freeze: Freeze | None = None  # the weights without gradient and optimiser's state
+    muon: bool = False  # the matrices of layers have one moment in place of two
 
     @property
     def cut(self) -> bool:
