@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import httpx
 
 from rlhf_core.config.gates import AskedServer
 from rlhf_core.system.machine import Unreachable
 from rlhf_core.system.proxies import LOOPBACK, proxy_of
+from rlhf_core.system.redaction import public_address
 
 ATTEMPT_SECONDS = 5.0
 WAIT_SECONDS = 120.0  # a server that is started together with the stage loads its model
@@ -39,8 +40,8 @@ def require_servers(servers: Sequence[AskedServer], with_replies: Collection[str
 
 
 def no_answer(server: AskedServer, why: str) -> str:
-    """Returns a sentence about a server that cannot be reached, without its address's query."""
-    shown = urlunsplit((*urlsplit(server.address)[:3], "", ""))
+    """Returns a sentence about a server that cannot be reached, without its address's query and password."""
+    shown = public_address(server.address)
     field = "url" if server.chat is None else "base_url"
     return f"{server.reader} cannot reach {shown} ({why}): start its server, or correct {field}"
 

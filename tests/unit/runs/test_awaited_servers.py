@@ -112,3 +112,11 @@ def test_an_evaluation_starts_no_engine_for_a_silent_judge(
     monkeypatch.setattr(evaluation.evaluation_stage, "judges_with_verdicts", lambda *_: ["the judge m"])
     with pytest.raises(Begun):
         evaluate(setting, **changes)
+
+
+def test_a_message_shows_no_password(closed: str) -> None:
+    address = closed.replace("http://", "http://user:secret@") + "?token=secret"
+    with pytest.raises(Unreachable) as told:
+        require_servers([AskedServer("the judge m", address, None)])
+    assert "secret" not in str(told.value)
+    assert closed.removeprefix("http://") in str(told.value)
