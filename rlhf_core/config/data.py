@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from rlhf_core.config.generated_data import GENERATED, ReasoningGymPrompts
 from rlhf_core.records import Config, InDigestIfSet, Positive, Share, check
 
 # what the rows of a data set hold
@@ -61,13 +63,17 @@ def template_mistakes(template: str, arguments: Mapping[str, Any]) -> Iterator[s
 
 class Source(Config):
     """One data set of a mixture: a local .jsonl/.json/.csv file (also compressed: .gz, .zst), a .parquet
-    file, or a Hub data set id."""
+    file, a Hub data set id, or tasks whose prompts are generated."""
 
     path: str = Field(
         description=(
-            "file, inbox (a folder NAME.inbox), Hub data set id, or one at a revision (owner/name@REVISION)"
+            "file, inbox (a folder NAME.inbox), Hub data set id, or one at a revision (owner/name@REVISION);"
+            " left out with reasoning_gym"
         ),
         min_length=1,
+    )
+    reasoning_gym: Annotated[ReasoningGymPrompts | None, InDigestIfSet] = Field(
+        None, description="tasks of reasoning-gym whose questions are the prompts"
     )
     split: str = Field("train", description="split, for Hub data sets")
     format: Literal["auto", "columns", "ultrafeedback", "arena", "hh", "sharegpt"] = Field(
@@ -95,6 +101,18 @@ class Source(Config):
     )
     reward_key: str = Field("reward", description="column with the reward of a response (conditional SFT)")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_tasks(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get(GENERATED):
+            return {"path": GENERATED, **given}
+        return given
+
+    @check
+    def _check_generated(self) -> Iterator[str]:
+        if self.reasoning_gym is not None and self.path != GENERATED:
+            yield f"{GENERATED} stands in place of path: leave path out"
+
     @property
     def is_inbox(self) -> bool:
         """Whether the source is an inbox, whose rows are feedback: rlhf_core/feedback."""
@@ -116,11 +134,22 @@ class Data(Config):
     @field_validator("sources", mode="before")
     @classmethod
     def _one_path_is_a_mixture(cls, value: Any) -> Any:
-        if isinstance(value, str):
+        if isinstance(value, str | dict):
             value = [value]
         if isinstance(value, (list, tuple)):
             return tuple({"path": v} if isinstance(v, str) else v for v in value)
         return value
+
+    @property
+    def tasks(self) -> list[str]:
+        """The names of all tasks whose questions are generated."""
+        generated = [source.reasoning_gym for source in self.sources if source.reasoning_gym is not None]
+        return list(dict.fromkeys(chain.from_iterable(prompts.tasks for prompts in generated)))
+
+    @property
+    def num_parts(self) -> int:
+        """How many data sets there are; each task of generated questions is one."""
+        return len(self.tasks) + sum(source.reasoning_gym is None for source in self.sources)
 
     @check
     def _check(self) -> Iterator[str]:

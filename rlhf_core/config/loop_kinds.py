@@ -80,8 +80,8 @@ class Rewarded(Gated, SamplingFields):
     reward: RewardSources = Field(
         (ModelReward(),),
         description=(
-            "a reward model, path.py:function, http://..., math, code, a judge, or a list of these with"
-            " weights; they are summed"
+            "a reward model, path.py:function, http://..., math, code, reasoning_gym, a judge, or a list of"
+            " these with weights; they are summed"
         ),
     )
     max_failed_rewards: Annotated[Share, NotInDigest] = Field(

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
-from rlhf_core.config.rewarding.verifiers import CodeReward, MathReward
+from rlhf_core.config.rewarding.verifiers import CodeReward, MathReward, ReasoningGymReward
 from rlhf_core.config.rewarding.weighed_reward import StandardisedReward, WeighedReward
 from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Ranks, Rate, Variable, check
 
@@ -309,7 +309,7 @@ def _environment(value: Any) -> Any:
 ShortEnvironment = Annotated[Environment, BeforeValidator(_environment)]
 # with the field that names each
 REWARD_KINDS = {"model": "model", "function": "function", "http": "url", "judge": "judge"}
-VERIFIERS = ("math", "code")
+VERIFIERS = ("math", "code", "reasoning_gym")
 
 
 def _reward_sources(value: Any) -> Any:
@@ -345,6 +345,7 @@ RewardSource = Annotated[
     | HttpReward
     | MathReward
     | CodeReward
+    | ReasoningGymReward
     | JudgeReward
     | EnvironmentReward
     | NoReward,

@@ -92,13 +92,14 @@ async def run(
     memory_mib: int = MEMORY_MIB,
     output_bytes: int = OUTPUT_BYTES,
     with_stderr: bool = True,
+    readable: Sequence[str] = (),
 ) -> Output:
     """Runs a command and returns its output on stdout and, unless told otherwise, stderr. Runs at most
-    max(2, CPUs) commands at once. Raises RuntimeError if the recipe asks for a sandbox and none is
-    available."""
+    max(2, CPUs) commands at once. `readable`: further folders that it may read. Raises RuntimeError if the
+    recipe asks for a sandbox and none is available."""
     loop = asyncio.get_running_loop()
     async with _turns.setdefault(loop, asyncio.Semaphore(max(2, os.cpu_count() or 1))):
-        async with opened(command, seconds, memory_mib, with_stderr) as process:
+        async with opened(command, seconds, memory_mib, with_stderr, readable=readable) as process:
             return await output_of(process, stdin, seconds, output_bytes)
 
 
@@ -126,10 +127,12 @@ async def opened(
     memory_mib: int = MEMORY_MIB,
     with_stderr: bool = True,
     longest_line: int = 1 << 16,
+    readable: Sequence[str] = (),
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Starts a command, for a caller that writes to its stdin and reads its stdout, in lines of at most
     `longest_line` bytes. Kills it at the end of the block. `seconds`: of CPU time; the caller limits the
-    rest. Raises RuntimeError if the recipe asks for a sandbox and none is available."""
+    rest. `readable`: further folders that it may read. Raises RuntimeError if the recipe asks for a sandbox
+    and none is available."""
     closed = asked()
     if closed and not available():
         raise RuntimeError(
@@ -140,7 +143,7 @@ async def opened(
             rules.write(_filter(platform.machine()))
             rules.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *(closed_in(command, rules.fileno(), memory_mib) if closed else command),
+            *(closed_in(command, rules.fileno(), memory_mib, readable) if closed else command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT if with_stderr else asyncio.subprocess.DEVNULL,
@@ -175,9 +178,11 @@ async def _talk(process: asyncio.subprocess.Process, stdin: bytes, written: byte
         await process.wait()
 
 
-def closed_in(command: Sequence[str], rules: int, memory_mib: int = MEMORY_MIB) -> list[str]:
+def closed_in(
+    command: Sequence[str], rules: int, memory_mib: int = MEMORY_MIB, readable: Sequence[str] = ()
+) -> list[str]:
     """Returns the command that runs `command` in the sandbox. `rules`: the descriptor of the system call
-    filter."""
+    filter. `readable`: folders that it may read besides the system's."""
     bound = [part for root in ROOTS if os.path.exists(root) for part in ("--ro-bind", root, root)]
     base = os.path.realpath(sys.base_prefix)
     if not base.startswith("/usr"):  # an interpreter outside the system's folders
@@ -187,6 +192,7 @@ def closed_in(command: Sequence[str], rules: int, memory_mib: int = MEMORY_MIB) 
         *bound,
         *("--dev", "/dev", "--size", str(memory_mib << 20)),
         *("--tmpfs", "/tmp", "--dir", "/tmp/home", "--chdir", "/tmp/home"),  # noqa: S108 inside, a tmpfs of its own
+        *(part for folder in readable for part in ("--ro-bind", folder, folder)),
         *("--setenv", "HOME", "/tmp/home", "--setenv", "PATH", "/usr/bin:/bin"),  # noqa: S108
         *("--setenv", "PYTHONIOENCODING", "utf-8"),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", str(rules), "--", *command),

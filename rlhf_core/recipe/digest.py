@@ -19,9 +19,10 @@ from pydantic.fields import FieldInfo
 from rlhf_core.config import KINDS, SFT, AlignmentTax, EngineConfig, Recipe, Source, StageConfig
 from rlhf_core.config.engines import SPEED_ONLY
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task, task_name
-from rlhf_core.config.rewarding.verifiers import VerifierReward
+from rlhf_core.config.rewarding.verifiers import ReasoningGymReward, VerifierReward
 from rlhf_core.config.rewards import Environment, FunctionReward
 from rlhf_core.config.training.zero_fields import ZeroFields, deciding_options
+from rlhf_core.data.rows.reasoning_gym_rows import installed_release
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.recipe.named_inputs import renamed
 from rlhf_core.records import InDigestIfSet, NotInDigest
@@ -82,12 +83,16 @@ def deciding(value: Any, digests: Digests) -> Any:
         content = {name: deciding(getattr(value, name), digests) for name in fields}
         if isinstance(value, SFT):  # it had this field before others did
             content.setdefault("float8", False)
-        if isinstance(value, Source):
+        if isinstance(value, Source) and value.reasoning_gym is not None:
+            content["path"] = installed_release()
+        elif isinstance(value, Source):
             content["path"] = _content(value.path, digests)
         if isinstance(value, FunctionReward):
             content |= {"function": value.function_name, "code": digests.of(value.file)}
         if isinstance(value, VerifierReward):
             content["version"] = value.version
+        if isinstance(value, ReasoningGymReward):
+            content["release"] = installed_release()
         if isinstance(value, Environment) and value.own:
             content |= {"path": value.class_name, "code": digests.of(value.file)}
         if isinstance(value, Environment):

@@ -200,7 +200,7 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
     match value:
-        case Source():
+        case Source() if value.reasoning_gym is None:
             yield where, value.path
         case FunctionReward():
             yield where, value.function

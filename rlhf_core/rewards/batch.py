@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
+
 from rlhf_core.config.rewards import ModelReward, RewardSource
 from rlhf_core.data.documents import Document
 from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.rewards.clients import Clients, client_of, collect
 from rlhf_core.rewards.combine import Combined, Term, combine, term_of, with_answers
+from rlhf_core.rewards.named_rows import task_metrics
 from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rewards.reward_contract import Sample
 
@@ -65,7 +68,9 @@ def reward_batch(
     terms = terms_of(sources, paths)
     statistics = with_answers({}, rewards.by_source, terms)
     combined = combine(rewards.by_source, terms, statistics, samples_per_prompt)
-    return combined._replace(metrics=combined.metrics | clients.spent())
+    lengths = [int(np.count_nonzero(document.mask_array)) for document in documents]
+    by_task = task_metrics(sources, rewards.by_source, [sample.row for sample in samples], lengths)
+    return combined._replace(metrics=combined.metrics | clients.spent() | by_task)
 
 
 def terms_of(sources: Sequence[RewardSource], paths: Mapping[str, str]) -> list[Term]:

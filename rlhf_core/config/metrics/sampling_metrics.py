@@ -7,6 +7,7 @@ from typing import Any
 from rlhf_core.config.metrics.metric import Condition, Metric, after_run, each
 from rlhf_core.config.metrics.shared_metrics import ANSWERS, DATA
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
+from rlhf_core.config.rewarding.verifiers import ReasoningGymReward
 
 MAKES_PAIRS = Condition("with `post_processor: dpo`", lambda config: config.post_processor == "dpo")
 MAKES_ANSWERS = Condition("unless `post_processor: dpo`", lambda config: config.post_processor != "dpo")
@@ -20,6 +21,11 @@ REWARDED_OTHERWISE = (
 
 def sources_of(config: Any) -> list[tuple[str, ...]]:
     return each(source.title for source in config.reward)
+
+
+def tasks_of(config: Any) -> list[tuple[str, ...]]:
+    scored = any(isinstance(source, ReasoningGymReward) for source in config.reward)
+    return each(config.prompts.tasks) if scored else []
 
 
 def judges_of(config: Any) -> list[tuple[str, ...]]:
@@ -55,6 +61,16 @@ def rewarded(summed: str, failed: str) -> tuple[Metric, ...]:
             of=sources_of,
             failed=NO_REWARDS,
         ),
+        Metric(
+            "task/TASK/reward",
+            "mean score of the answers to a task of reasoning-gym",
+            of=tasks_of,
+            failed=failed,
+        ),
+        Metric(
+            "task/TASK/right", "share of its answers with the score 1", "share", of=tasks_of, failed=failed
+        ),
+        Metric("task/TASK/length", "mean tokens of its answers", "tokens", of=tasks_of),
         Metric(
             "reward/SOURCE/requests",
             "requests to a judge, with retries; in `ppo` of an iteration, with the validation before it",

@@ -23,8 +23,8 @@ RIGHT = Condition(
     "with `eval_right`", lambda config: config.eval_prompts is not None and config.eval_right is not None
 )
 SEVERAL = Condition(
-    "with several data sources",
-    lambda config: config.eval_prompts is not None and len(config.eval_prompts.sources) > 1,
+    "with several data sources or tasks",
+    lambda config: config.eval_prompts is not None and config.eval_prompts.num_parts > 1,
 )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from rlhf_core.config.generated_data import GENERATED
 from rlhf_core.config.rewarding.weighed_reward import StandardisedReward
 from rlhf_core.records import RECIPE_ONLY, NotInDigest, Positive, Rate
 
@@ -118,4 +119,47 @@ class CodeReward(VerifierReward):
         return self.batch_size * (4 * 11 * self.timeout + SPARE_SECONDS) + SPARE_SECONDS
 
 
-Verifier = MathReward | CodeReward
+class ReasoningGymReward(VerifierReward):
+    """The score, 0 to 1, that reasoning-gym itself gives an answer to a question of its own: of a data source
+    `reasoning_gym`. The short form `reasoning_gym` means `{verifier: reasoning_gym}`. Needs the package
+    reasoning-gym. Some of its tasks evaluate an answer as Python, so answers are scored in a sandbox."""
+
+    version: ClassVar[int] = 1
+    shipped: ClassVar[str] = "reasoning_gym"
+    column_field: ClassVar[str] = ""
+    batch_size: ClassVar[int] = 64
+    max_attempts: ClassVar[int] = 1  # a task raises for the same answers again
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    verifier: Literal["reasoning_gym"] = Field("reasoning_gym", description="scores answers to its questions")
+    tag: str | None = Field(
+        "answer",
+        pattern=r"^[A-Za-z_][\w-]*$",
+        description=(
+            "XML tag around the answer; of several in a response the last one counts, and without one the"
+            " score is 0; null: the answer is the whole response"
+        ),
+    )
+    timeout: Rate = Field(
+        5.0, description="CPU seconds of one score; an answer that takes longer has no reward"
+    )
+    sandbox: Annotated[Literal["bubblewrap", "none"], NotInDigest] = Field(
+        "bubblewrap",
+        description="where answers are scored: closed in by bubblewrap, or (none) with all your rights",
+        json_schema_extra=RECIPE_ONLY,
+    )
+
+    @property
+    def column(self) -> str:
+        return GENERATED
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"tag": self.tag, "seconds": self.timeout, "mode": self.sandbox}
+
+    @property
+    def request_seconds(self) -> float:
+        return self.batch_size * (4 * self.timeout + SPARE_SECONDS) + SPARE_SECONDS
+
+
+Verifier = MathReward | CodeReward | ReasoningGymReward

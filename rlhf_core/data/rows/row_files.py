@@ -22,6 +22,7 @@ from typing import Any
 from rlhf_core.config import Source
 from rlhf_core.data.rows.columns import Row
 from rlhf_core.data.rows.compressed import COMPRESSED, RowLines, data_suffix, open_binary, opened_rows
+from rlhf_core.data.rows.reasoning_gym_rows import reasoning_gym_rows
 from rlhf_core.hub.ids import parted
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv")  # these may be compressed
@@ -41,12 +42,15 @@ def is_text(path: str) -> bool:
 
 def is_arrow(source: Source) -> bool:
     """Returns whether Arrow reads a source, which holds for parquet and Hub data sets."""
-    return not is_text(source.path)
+    return not is_text(source.path) and source.reasoning_gym is None
 
 
 def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
     """Yields the (first) rows of a source unchanged. Raises ValueError for a file or Hub data set that cannot
     be read."""
+    if source.reasoning_gym is not None:
+        yield from reasoning_gym_rows(source.reasoning_gym, first)
+        return
     path = Path(source.path)
     if source.is_inbox:
         raise ValueError(

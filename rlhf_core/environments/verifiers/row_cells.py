@@ -48,3 +48,11 @@ def known_formula(row: Mapping[str, Any], column: str) -> str:
     if depth:
         raise ValueError(f"column {column!r} holds {known!r:.60}, whose braces do not pair")
     return known
+
+
+def known_entry(row: Mapping[str, Any], column: str) -> str:
+    """Returns what scores an answer to a generated question. Raises ValueError when the row has none."""
+    value = row.get(column)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"it is not of a data source {column}, whose answers it scores")
+    return value

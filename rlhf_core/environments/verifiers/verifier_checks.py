@@ -6,14 +6,19 @@ import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rlhf_core.config.rewarding.verifiers import CodeReward, Verifier
+from rlhf_core.config.rewarding.verifiers import MathReward, ReasoningGymReward, Verifier
 from rlhf_core.config.rewards import RewardSource
 from rlhf_core.data.documents import Prompt
+from rlhf_core.data.rows.reasoning_gym_rows import MISSING, installed_release
 from rlhf_core.environments import sandbox
 from rlhf_core.environments.verifiers.code_tests import known_tests
-from rlhf_core.environments.verifiers.row_cells import known_formula
+from rlhf_core.environments.verifiers.row_cells import known_entry, known_formula
 
-READERS: dict[str, Callable[[Mapping[str, Any], str], object]] = {"math": known_formula, "code": known_tests}
+READERS: dict[str, Callable[[Mapping[str, Any], str], object]] = {
+    "math": known_formula,
+    "code": known_tests,
+    "reasoning_gym": known_entry,
+}
 
 
 def verifiers_of(sources: Sequence[RewardSource]) -> list[Verifier]:
@@ -25,7 +30,11 @@ def lacks(source: Verifier) -> str:
     """Returns what this machine lacks for a verifier and what to do, without the place; "" if nothing."""
     if source.shipped == "math" and importlib.util.find_spec("math_verify") is None:
         return "needs the package math-verify, which is not installed: pip install 'math-verify[antlr4_13_2]'"
-    if isinstance(source, CodeReward) and source.sandbox == "bubblewrap" and not sandbox.available():
+    if isinstance(source, ReasoningGymReward) and not installed_release():
+        return MISSING
+    if isinstance(source, MathReward):
+        return ""
+    if source.sandbox == "bubblewrap" and not sandbox.available():
         return (
             "runs programs in bubblewrap (bwrap), which does not work on this machine; install it (Debian,"
             " Ubuntu: apt-get install bubblewrap), or set its sandbox to none, which closes nothing in"
@@ -43,9 +52,12 @@ def row_problem(sources: Sequence[RewardSource], rows: Iterable[tuple[str, Mappi
                 READERS[source.shipped](row, source.column)
             except ValueError as error:
                 columns = ", ".join(row)
+                do = "correct the row"
+                if source.column_field:
+                    do += f", or name another column in {source.column_field}"
                 return (
                     f"{where}: the verifier {source.title} cannot read this row: {error}; its columns are"
-                    f" {columns}: correct the row, or name another column in {source.column_field}"
+                    f" {columns}: {do}"
                 )
     return ""
 

@@ -13,6 +13,7 @@ from rlhf_core.preflight.rows.sample import noun_of
 from rlhf_core.recipe.plan import Node
 
 LONG_PROMPT = 2**12  # bytes: files with more than this per prompt of an iteration hold enough prompts
+MOST_GENERATED = 1000  # prompts that are generated only to count them
 
 
 def batch_warning(config: StageConfig, field: str, count: int) -> str:
@@ -69,13 +70,17 @@ def _left_prompts(config: PPO, count: int) -> str:
 
 def prompt_problem(node: Node, seed: int) -> str:
     """Returns a sentence if there are too few prompts for one iteration of PPO or for the round of a loop;
-    else "". For PPO, large files are not counted."""
+    else "". For PPO, large files are not counted, and generated prompts only if they are few."""
     config = node.config
-    if not isinstance(config, Rewarded) or any(is_remote(source.path) for source in config.prompts.sources):
+    if not isinstance(config, Rewarded):
+        return ""
+    files = [source for source in config.prompts.sources if source.reasoning_gym is None]
+    generated = [source.reasoning_gym for source in config.prompts.sources if source.reasoning_gym]
+    if any(is_remote(file.path) for file in files) or sum(each.size for each in generated) > MOST_GENERATED:
         return ""
     where = f"stages.{node.name}.prompts"
     if isinstance(config, PPO):
-        size = sum(Path(source.path).stat().st_size for source in config.prompts.sources)
+        size = sum(Path(file.path).stat().st_size for file in files)
         if size > config.rollout_batch_size * LONG_PROMPT:
             return ""
         try:

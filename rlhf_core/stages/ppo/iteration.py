@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from rlhf_core.config import PPO
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, with_answers
+from rlhf_core.rewards.named_rows import task_metrics
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.rewards.credit import Credited, Divergence, credit, distance_to_sampler, divergence
 from rlhf_core.stages.ppo.roles.role_passes import Scored
@@ -125,6 +128,12 @@ def ppo_iteration(
     if collector:
         collector.next_iteration()
     metrics |= episode_metrics(rollouts) | size_metrics(rollouts)
+    metrics |= task_metrics(
+        config.reward,
+        scores.rewards.by_source,
+        [rollout.prompt.row for rollout in rollouts],
+        [int(np.count_nonzero(rollout.document.mask_array)) for rollout in rollouts],
+    )
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
     metrics |= fleet.iteration_metrics(
         rollouts, training_passes(updates, steps, schedule.max_epochs), time.monotonic() - start

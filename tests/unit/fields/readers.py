@@ -73,6 +73,8 @@ StandardisedReward.normalize rlhf_core/rewards/combine.py source.normalize
 RequestedReward.timeout rlhf_core/rewards/clients.py source.timeout
 MathReward.timeout rlhf_core/config/rewarding/verifiers.py self.timeout
 CodeReward.timeout rlhf_core/config/rewarding/verifiers.py self.timeout
+ReasoningGymReward.timeout rlhf_core/config/rewarding/verifiers.py self.timeout
+ReasoningGymReward.tag rlhf_core/config/rewarding/verifiers.py self.tag
 MathReward.answer rlhf_core/config/rewarding/verifiers.py self.answer
 HttpReward.url rlhf_core/rewards/clients.py source.url
 HttpReward.api_key_env rlhf_core/rewards/clients.py source.api_key_env

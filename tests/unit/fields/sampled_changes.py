@@ -15,8 +15,9 @@ import evaluation.evaluation_stage
 import rlhf_core.rollout.vllm.vllm_engine
 import rlhf_core.stages.preferences.preferences_stage
 import rlhf_core.stages.preferences.sample_answers
-from rlhf_core.config import KINDS, Data, EngineConfig
+from rlhf_core.config import KINDS, Data, EngineConfig, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.rows.row_files import raw_rows
 from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, sft_documents
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
@@ -207,6 +208,16 @@ def summed(world: World, fields: Mapping[str, Any]) -> Any:
     )
 
 
+def generated(world: World, fields: Mapping[str, Any]) -> Any:
+    """The rows of a source whose questions are generated."""
+    tasks = {"tasks": "gcd", "size": 3}
+    return list(raw_rows(Source.model_validate({"reasoning_gym": tasks, **fields}), None))
+
+
+def questions(world: World, fields: Mapping[str, Any]) -> Any:
+    return generated(world, {"reasoning_gym": {"tasks": "gcd", "size": 3, **fields}})
+
+
 def asked(world: World, fields: Mapping[str, Any]) -> Any:
     """What the episodes of an environment are started with."""
     told: list[Any] = []
@@ -300,6 +311,7 @@ SAMPLED = {
         Change("margin_key", "margin2", rendered("preference")),
         Change("label_key", "label2", rendered("labelled")),
         Change("reward_key", "reward2", rendered("scored")),
+        Change("reasoning_gym", {"tasks": "lcm", "size": 3}, generated, {"path": "reasoning_gym"}),
         Change(
             "format",
             "columns",
@@ -307,6 +319,13 @@ SAMPLED = {
             {"path": "hh.jsonl", "margin_key": None, "format": "hh"},
         ),
         Change("probability", 0.25, rendered("preference"), {"path": "pairs.jsonl", "probability": 0.5}),
+    ],
+    "ReasoningGymPrompts": [
+        Change("tasks", ["lcm"], questions),
+        Change("size", 2, questions),
+        Change("seed", 1, questions),
+        Change("instruction", "Be brief.", questions),
+        Change("system", "You count.", questions),
     ],
     "Lora": [
         Change(name, value, adapted)
@@ -328,6 +347,10 @@ SAMPLED = {
     ],
     "CodeReward": [
         Change(name, value, summed, {"kind": "code"})
+        for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5))
+    ],
+    "ReasoningGymReward": [
+        Change(name, value, summed, {"kind": "reasoning_gym"})
         for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5))
     ],
     "MathReward": [

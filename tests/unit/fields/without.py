@@ -54,6 +54,7 @@ WITHOUT = {
     # tests/unit/environments/verifiers; verifier and language have one value.
     "MathReward": "answer timeout verifier",
     "CodeReward": "language memory_mib partial tests timeout verifier",
+    "ReasoningGymReward": "tag timeout verifier",
     # Gives no reward, under the only normalisation there is.
     "NoReward": "name normalize weight",
     # Data sets of the Hub: tests/unit/data/rows/test_sources.py.

@@ -12,6 +12,7 @@ import pytest
 
 from rlhf_core.config import PPO
 from rlhf_core.environments import sandbox
+from rlhf_core.environments.verifiers import verifier_checks
 from rlhf_core.preflight.verifier_problems import verified_rows_problems, verifier_needs
 
 
@@ -64,3 +65,17 @@ def test_tests_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     (problem,) = verified_rows_problems(node(tmp_path, {"tests": "assert f(1) =="}, reward="code"))
     assert "the verifier code cannot read this row: column 'tests' holds tests that are no Python" in problem
     assert verified_rows_problems(node(tmp_path, {"tests": "assert f(1) == 2"}, reward="code")) == []
+
+
+def test_generated_questions_need_their_package_and_a_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifier_checks, "installed_release", lambda: "0.1.25")
+    monkeypatch.setattr(sandbox, "available", lambda: False)
+    (problem,) = verifier_needs(node(tmp_path, reward="reasoning_gym"))
+    assert problem.startswith("stages.ppo.reward: reasoning_gym runs programs in bubblewrap")
+    open_to_all = {"verifier": "reasoning_gym", "sandbox": "none"}
+    assert verifier_needs(node(tmp_path, reward=open_to_all)) == []
+    monkeypatch.setattr(verifier_checks, "installed_release", lambda: "")
+    (problem,) = verifier_needs(node(tmp_path, reward=open_to_all))
+    assert problem.endswith("which is not installed: pip install alignflow[reasoning-gym]")

@@ -40,9 +40,9 @@ ROUNDING = 1e-6  # a sum of weighted rewards may be this far from its exact valu
 
 
 class Validation(NamedTuple):
-    """Specifies the prompts and their scoring. `groups`: indices of the prompts of each data source, if there
-    are several; `allowed_failures`: the number of answers on which a reward source may fail; `fresh_seeds`:
-    seeds for the best iteration's second answers."""
+    """Specifies the prompts and their scoring. `groups`: indices of the prompts of each data source (of
+    generated questions: each task), if there are several; `allowed_failures`: the number of answers on which
+    a reward source may fail; `fresh_seeds`: seeds for the best iteration's second answers."""
 
     prompts: Sequence[Prompt]
     groups: Mapping[str, Sequence[int]]
@@ -82,7 +82,7 @@ def load_validation(
         return None
     known = {tuple(prompt.tokens) for prompt in training}
     prompts: list[Prompt] = []
-    groups: dict[str, range] = {}
+    groups: dict[str, list[int]] = {}
     shared = 0
     own_renderer = Renderer(
         renderer.tokenizer, config.eval_prompts.template, template_args=config.eval_prompts.template_args
@@ -94,10 +94,13 @@ def load_validation(
         found = load_prompts(data, own_renderer, config.prompt_max_len, seed).items
         own = [prompt for prompt in found if tuple(prompt.tokens) not in known]
         shared += len(found) - len(own)
-        name = Path(source.path.partition("@")[0]).stem
-        groups[name if name not in groups else f"{name}-{len(groups) + 1}"] = range(
-            len(prompts), len(prompts) + len(own)
-        )
+        places = range(len(prompts), len(prompts) + len(own))
+        if source.reasoning_gym is not None:
+            for place, prompt in zip(places, own, strict=True):
+                groups.setdefault(prompt.row["task"], []).append(place)
+        else:
+            name = Path(source.path.partition("@")[0]).stem
+            groups[name if name not in groups else f"{name}-{len(groups) + 1}"] = list(places)
         prompts += own
     if shared:
         print(

@@ -9,7 +9,13 @@ import pytest
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY
 from rlhf_core.config import PPO
-from rlhf_core.config.rewarding.verifiers import CodeReward, MathReward, VerifierReward
+from rlhf_core.config.rewarding.verifiers import (
+    CodeReward,
+    MathReward,
+    ReasoningGymReward,
+    VerifierReward,
+)
+from rlhf_core.recipe import digest
 from rlhf_core.recipe.digest import deciding
 from rlhf_core.system.files import ABSENT, Digests
 from tests.support.tiny_plan import Planned, changed
@@ -146,7 +152,7 @@ def test_a_digest_covers_the_code_of_a_reward_function(planned: Planned, tmp_pat
     assert "ppo" in changed(p, planned(rewards)) and "sft" not in changed(p, planned(rewards))
 
 
-@pytest.mark.parametrize("kind", [MathReward, CodeReward])
+@pytest.mark.parametrize("kind", [MathReward, CodeReward, ReasoningGymReward])
 def test_a_digest_covers_the_version_of_a_verifier(
     planned: Planned, monkeypatch: pytest.MonkeyPatch, kind: type[VerifierReward]
 ) -> None:
@@ -155,6 +161,21 @@ def test_a_digest_covers_the_version_of_a_verifier(
     assert changed(p, planned(reward)) == set()
     monkeypatch.setattr(kind, "version", kind.version + 1)
     assert "ppo" in changed(p, planned(reward)) and "sft" not in changed(p, planned(reward))
+
+
+def test_a_digest_covers_generated_questions_and_the_release_that_generates_them(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "installed_release", lambda: "0.1.25")
+    prompts = "ppo.prompts={sources: {reasoning_gym: {tasks: {gcd: {weight: 2}, lcm: {}}, seed: 1}}}"
+    p = planned(prompts)
+    assert changed(p, planned(prompts)) == set()
+    for old, new in (("weight: 2", "weight: 3"), ("seed: 1", "seed: 2"), ("lcm", "leg_counting")):
+        assert "ppo" in changed(p, planned(prompts.replace(old, new))), new
+    both = planned("ppo.reward=[reward_model, reasoning_gym]")
+    monkeypatch.setattr(digest, "installed_release", lambda: "0.1.26")
+    assert "ppo" in changed(p, planned(prompts)) and "sft" not in changed(p, planned(prompts))
+    assert "ppo" in changed(both, planned("ppo.reward=[reward_model, reasoning_gym]"))
 
 
 def test_a_digest_covers_the_agreement_that_a_judge_needs(planned: Planned, tmp_path: Path) -> None:

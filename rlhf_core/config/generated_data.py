@@ -1,0 +1,75 @@
+"""Prompts that the package reasoning-gym generates, as a data source. Torch-free; does not import it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from rlhf_core.records import Config, Positive, check
+
+GENERATED = "reasoning_gym"  # a generated source has this in place of a path, and a row this column
+TAKEN = ("seed", "size")  # options of every task, which the source sets
+
+
+class ReasoningGymPrompts(Config):
+    """Tasks of reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), whose questions become prompts.
+    `reward: reasoning_gym` scores the answers to them."""
+
+    tasks: dict[str, dict[str, Any]] = Field(
+        description=(
+            "name of a task: its options and `weight`, its share of the prompts relative to the others'"
+            " (default 1); or a list of names"
+        ),
+        min_length=1,
+    )
+    size: Positive = Field(1000, description="prompts to generate, over all tasks")
+    seed: int = Field(0, ge=0, description="decides the questions: another seed gives other ones")
+    instruction: str = Field(
+        "Write the final answer between <answer> and </answer>.",
+        description="text after each question, such as the form of the answer; empty: none",
+    )
+    system: str = Field("", description="system message of each prompt; empty: none")
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _names(cls, given: Any) -> Any:
+        names = [given] if isinstance(given, str) else given
+        if isinstance(names, list | tuple):
+            return {name: {} for name in names}
+        if isinstance(names, dict):
+            return {name: {} if options is None else options for name, options in names.items()}
+        return given
+
+    @check
+    def _check_options(self) -> Iterator[str]:
+        for name, options in self.tasks.items():
+            weight = options.get("weight", 1)
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not is_number or not 0 < weight < math.inf:
+                yield f"the weight of the task {name} must be a number above 0, not {weight!r}"
+            for option in TAKEN:
+                if option in options:
+                    yield f"{option} is that of the whole source: set it beside tasks, not in the task {name}"
+            try:
+                json.dumps(options, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                yield f"the options of the task {name} must be what JSON can hold ({error})"
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each task in the prompts."""
+        weights = {name: float(options.get("weight", 1)) for name, options in self.tasks.items()}
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items()}
+
+    @property
+    def options(self) -> dict[str, dict[str, Any]]:
+        """The options of each task's data set."""
+        return {
+            name: {option: value for option, value in options.items() if option != "weight"}
+            for name, options in self.tasks.items()
+        }

@@ -1,0 +1,58 @@
+"""The program that scores answers with reasoning-gym, in a sandbox: `python -c SOURCE FOLDER...`, the folders
+of the package and what it needs.
+
+Reads JSON on stdin: `tag`, `seconds` and `answers`, a list of [response, entry]. Writes a line when it is
+ready, then one for each answer: `{"score": NUMBER}`, or `{"failed": TEXT}` if the task raised. Some tasks
+evaluate an answer as Python, which may end this process or run on: a score that takes longer than the limit
+ends it too. Imports nothing of ours.
+"""
+
+import base64
+import json
+import os
+import pickle
+import signal
+import sys
+from typing import Any
+
+WAITING = 4  # times the limit of CPU time that a score may take by the clock
+
+
+def main(folders: list[str]) -> None:
+    sys.path += folders
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each thread takes memory of the limit
+    request = json.load(sys.stdin)
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.utils import extract_answer
+
+    data: dict[bytes, Any] = {}
+
+    def score(response: str, entry: str) -> float:
+        answer = response if request["tag"] is None else extract_answer(response, request["tag"])
+        if answer is None:
+            return 0.0
+        name, known, config = pickle.loads(base64.b64decode(entry))  # noqa: S301 in the sandbox
+        key = pickle.dumps((name, config))
+        if key not in data:
+            data[key] = DATASETS[name][0](config)
+        return float(data[key].score_answer(answer.strip(), known))
+
+    print(json.dumps({"ready": True}), file=out, flush=True)
+    for response, entry in request["answers"]:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        signal.setitimer(signal.ITIMER_REAL, WAITING * request["seconds"])
+        try:
+            reply: dict[str, Any] = {"score": score(response, entry)}
+        except Exception as error:  # whatever a task raises for odd answers
+            reply = {"failed": f"{type(error).__name__}: {error}"[:200]}
+        print(json.dumps(reply), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
