@@ -16,10 +16,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from flows.cli import artifacts_history, named_runs
-from flows.cli.show import (
-    OK,
-    Whole,
-    console,
+from flows.cli.artifacts_tables import (
     show_board,
     show_differences,
     show_garbage,
@@ -28,6 +25,7 @@ from flows.cli.show import (
     show_stages,
     show_stores,
 )
+from flows.cli.show import OK, Whole, console
 from rlhf_core.config.data import template_mistakes
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan

@@ -55,9 +55,9 @@ def _free(path: Path) -> Path:
 
 def config_docs() -> int:
     """Print all fields of a recipe as markdown."""
-    from flows.cli.show import config_docs
+    from flows.cli.config_page import config_page
 
-    print(config_docs())
+    print(config_page())
     return OK
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from flows.cli.app import COMMANDS
-from flows.cli.show import config_docs
+from flows.cli.config_page import config_page
 from rlhf_core.config import KINDS
 
 ROOT = Path(__file__).parents[3]
@@ -54,11 +54,11 @@ def anchors(page: Path) -> dict[str, str]:
 
 def test_the_list_of_config_fields_is_current() -> None:
     page = ROOT / "docs" / "reference" / "config.md"
-    assert page.read_text() == config_docs() + "\n", "run: alignflow config-docs > docs/reference/config.md"
+    assert page.read_text() == config_page() + "\n", "run: alignflow config-docs > docs/reference/config.md"
 
 
 def test_a_field_that_stages_share_is_listed_once() -> None:
-    rows = [line for line in config_docs().splitlines() if line.startswith("| `")]
+    rows = [line for line in config_page().splitlines() if line.startswith("| `")]
     assert [row for row in set(rows) if rows.count(row) > 1] == [], (
         "put it into a class that both stages extend"
     )
