@@ -58,9 +58,10 @@ from rlhf_core.config.ppo.ppo_config import PPO
 from rlhf_core.config.rewarding.remote_models import Remote
 from rlhf_core.config.sweep import Select
 from rlhf_core.config.training.lora_fields import Lora
-from rlhf_core.config.training.optimised import Optimised, Trainable
+from rlhf_core.config.training.optimised import Optimised
 from rlhf_core.config.training.preference import DPO, KTO, REFERENCE_FREE, PreferenceLoss, UnpairedLoss
 from rlhf_core.config.training.supervised import SFT, RewardModel
+from rlhf_core.config.training.trainable import Trainable
 from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Positive, Ranks, Rate
 
 KINDS.update(kinds_of_packages(KINDS))

@@ -20,8 +20,8 @@ from rlhf_core.config.rewards import (
     RewardSources,
     normalized_in_groups,
 )
-from rlhf_core.config.training.optimised import Routed, Trainable
 from rlhf_core.config.training.preference import PreferenceLoss, UnpairedLoss
+from rlhf_core.config.training.trainable import Routed, Trainable
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
 
 ACROSS_PROMPTS = ("rejection_sampling", "conditional_sft")  # need rewards on one scale for all prompts

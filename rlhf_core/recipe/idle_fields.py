@@ -28,8 +28,9 @@ from rlhf_core.config import (
 from rlhf_core.config.data import Rows
 from rlhf_core.config.judging.judges import ChatJudge, RewardJudge
 from rlhf_core.config.rewards import NoReward
-from rlhf_core.config.training.optimised import Optimised, Trainable
+from rlhf_core.config.training.optimised import Optimised
 from rlhf_core.config.training.preference import DirectAlignment
+from rlhf_core.config.training.trainable import Trainable
 from rlhf_core.hub.ids import is_remote
 
 

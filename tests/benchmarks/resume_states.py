@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from record import add_options, figure, save
 
-from rlhf_core.config.training.optimised import Trainable
+from rlhf_core.config.training.trainable import Trainable
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.train_loop import Saving

@@ -16,7 +16,8 @@ from rlhf_core.config.ppo.update_limits import UpdateLimits
 from rlhf_core.config.ppo.validation_fields import ValidationFields
 from rlhf_core.config.rewards import NoReward
 from rlhf_core.config.training.lora_fields import adapter_mistakes
-from rlhf_core.config.training.optimised import Optimised, Routed
+from rlhf_core.config.training.optimised import Optimised
+from rlhf_core.config.training.trainable import Routed
 from rlhf_core.records import check
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhf_core.config.data import Data, TemplateArgs, template_mistakes
-from rlhf_core.config.training.optimised import Routed, Trainable
+from rlhf_core.config.training.trainable import Routed, Trainable
 from rlhf_core.records import Config, Rate, check
 
 

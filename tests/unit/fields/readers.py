@@ -14,8 +14,8 @@ Recipe.stages rlhf_core/recipe/expand.py recipe.stages
 Gated.gates rlhf_core/recipe/gate_checks.py config.gates
 Optimised.zero_stage rlhf_core/config/training/optimised.py self.zero_stage
 Trainable.ranks rlhf_core/training/ranks.py config.ranks
-Trainable.adam_offload rlhf_core/config/training/optimised.py self.adam_offload
-Trainable.param_offload rlhf_core/config/training/optimised.py self.param_offload
+Trainable.adam_offload rlhf_core/config/training/trainable.py self.adam_offload
+Trainable.param_offload rlhf_core/config/training/trainable.py self.param_offload
 Loop.rounds rlhf_core/recipe/expand.py config.rounds
 RewardShaping.environment rlhf_core/stages/ppo/train.py config.environment
 ModelPlacement.timeout rlhf_core/stages/ppo/start_fleet.py config.timeout

@@ -1,0 +1,105 @@
+"""The fields that all training stages share (`Trainable`), and those of mixtures of experts (`Routed`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from rlhf_core.config.data import Rows, Text
+from rlhf_core.config.process_groups import Groups
+from rlhf_core.config.training.optimised import Optimised
+from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, check
+
+
+class Routed(Config):
+    """The router loss of stages that train a policy, for mixture-of-experts models."""
+
+    router_aux_coef: float = Field(
+        0.0,
+        ge=0,
+        description=(
+            "mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
+        ),
+    )
+
+
+class Trainable(Optimised):
+    """Fields that all training stages share."""
+
+    rows: ClassVar[Rows | None] = None  # what the rows of `data` and `eval_data` hold
+
+    max_len: Positive = Field(512, description="longest sequence in tokens; longer ones are cut and counted")
+    learning_rate: Rate = Field(1e-5, description="peak learning rate")
+    skip_nonfinite_steps: int = Field(
+        0,
+        ge=0,
+        description=(
+            "optimiser steps of a run that may be left out because their loss or gradient norm is not finite:"
+            " weights and optimiser stay as they are, and nonfinite_steps.jsonl names the rows; for data with"
+            " few broken rows. 0: the first ends the run"
+        ),
+    )
+    eval_steps: Annotated[int, NotInDigest] = Field(
+        0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end"
+    )
+    ranks: Annotated[Ranks, NotInDigest] = Field(Ranks(), description="processes of this stage")
+    adam_offload: Annotated[bool, NotInDigest] = Field(
+        False,
+        description=(
+            "the optimiser's state is in host memory, where its step runs: 12 bytes a parameter less on the"
+            " GPUs; slower"
+        ),
+    )
+    param_offload: Annotated[bool, NotInDigest] = Field(
+        False,
+        description=(
+            "ZeRO-3's shards of the weights are in host memory, a layer at a time goes to the GPU; slower"
+        ),
+    )
+
+    @check
+    def _check_passes(self) -> Iterator[str]:
+        if self.micro_train_tokens is None:
+            yield from self.batch_mistakes()
+        if not self.ranks.gpus:
+            fields = [name for name in ("adam_offload", "param_offload") if getattr(self, name)]
+            yield from (
+                f"{name} frees a GPU's memory, and ranks have none: set gpus of ranks, or leave it out"
+                for name in fields
+            )
+
+    def offloaded(self, what: Literal["adam", "param"]) -> tuple[str, ...]:
+        offload = self.adam_offload if what == "adam" else self.param_offload
+        return ("model",) if offload else ()
+
+    @property
+    def trained_ranks(self) -> dict[str, Ranks]:
+        return {"ranks": self.ranks}
+
+    def steps(self, items: int) -> int:
+        """Returns the optimiser steps of all epochs over `items` documents or pairs; the last batch of an
+        epoch may be smaller."""
+        return -(-items // self.train_batch_size) * self.max_epochs
+
+    @property
+    def longest(self) -> int:
+        return self.max_len * (2 if self.rows == "preference" else 1)
+
+    @property
+    def turns(self) -> Sequence[Groups]:
+        return [{"ranks": self.ranks}]
+
+    def lengths(self, start: str) -> Mapping[tuple[str, str], tuple[int, str]]:
+        # answers that other stages sampled fit the positions of their sampler
+        return {("", start): (self.max_len, "max_len")} if self.texts else {}
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        found = {field: getattr(self, field, None) for field in ("data", "eval_data")}
+        return [
+            Text(field, data, self.rows, "max_len", self.max_len)
+            for field, data in found.items()
+            if data is not None
+        ]
