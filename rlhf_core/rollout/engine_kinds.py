@@ -11,7 +11,7 @@ from rlhf_core.rollout.engine_contract import RolloutEngine
 def import_engine(config: EngineConfig) -> None:
     """Imports the libraries of a kind of engine."""
     if config.kind == "vllm":
-        from rlhf_core.rollout.vllm.vllm_engine import library
+        from rlhf_core.rollout.vllm.engine_arguments import library
 
         library(config.kv_cache_gib)
     else:

@@ -14,24 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_core.config.engines import EngineConfig
-from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
-from rlhf_core.hub.vocabulary import known_rows
-from rlhf_core.models.experts import replayed
-from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling, answer_of
-from rlhf_core.rollout.vllm.environment import (
-    CPU_BATCHED_TOKENS,
-    adapter_options,
-    compilation,
-    config_of,
-    delta_rule,
-    graphs,
-    require_known_options,
-    returns_routing,
-    set_vllm_environment,
-    whole_model,
-)
-from rlhf_core.rollout.vllm.patches.table import apply_patches
+from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling
+from rlhf_core.rollout.vllm.engine_arguments import engine_arguments, library, token_rows
+from rlhf_core.rollout.vllm.environment import config_of, require_known_options, whole_model
 from rlhf_core.rollout.vllm.pipeline import Followers, PipelineStage
+from rlhf_core.rollout.vllm.vllm_answers import answer_in
 from rlhf_core.rollout.vllm.weight_receiver import adapter_request
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system import progress
@@ -47,17 +34,6 @@ class OpenRequest(NamedTuple):
 
     own: str
     versions: list[tuple[int, int]]
-
-
-def library(kv_cache_gib: float) -> Any:
-    """Imports vLLM with its engine, after setting the environment that vLLM reads at its first import."""
-    set_vllm_environment(kv_cache_gib)
-    with uncollected():
-        import vllm
-        import vllm.entrypoints.llm  # `vllm.LLM` would import it later
-
-    apply_patches()
-    return vllm
 
 
 class VllmEngine:
@@ -82,52 +58,25 @@ class VllmEngine:
         adapter_rank: int = 0,
         stage: tuple[Any, ...] = (),
     ):
-        on_gpu = torch.cuda.is_available()
         self._dtype = dtype
         self._trust_remote_code = trust_remote_code
         require_known_options(config.options)
         self._library = library(config.kv_cache_gib)
-        self._drafts = "speculative_config" in config.options
         merged = ExitStack()
         source = model
         model = merged.enter_context(whole_model(model, dtype, trust_remote_code))
-        known = _known_rows(source, config_of(model))
-        if adapter_rank and experts_of_config(text_config(config_of(model))):
-            raise ValueError(
-                "engine.adapters: alone is not for models with experts, whose layers vLLM would change for"
-                " them: leave it out"
-            )
-        options: dict[str, Any] = dict(
-            model=model,
-            dtype=dtype,
+        known = token_rows(source, config_of(model))
+        options = engine_arguments(
+            self._library,
+            model,
+            config,
             seed=seed,
             max_model_len=max_model_len,
-            enforce_eager=not on_gpu,
-            compilation_config=compilation(model),
-            enable_return_routed_experts=routing_replay
-            and replayed(text_config(config_of(model)))
-            and returns_routing(),
-            gpu_memory_utilization=config.gpu_memory_utilization,
+            dtype=dtype,
             trust_remote_code=trust_remote_code,
-            enable_prefix_caching=on_gpu or not self._has_state(model, max_model_len),
-            # A prompt prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot
-            # do, so CPUs prefill whole prompts. vLLM caches the states of Mamba layers by prefix only if
-            # prompts are prefilled in parts.
-            enable_chunked_prefill=on_gpu,
-            max_num_batched_tokens=None if on_gpu else max(max_model_len, CPU_BATCHED_TOKENS),
-            logprobs_mode="processed_logprobs",
-            language_model_only=wraps_text_by_config(config_of(model)),
-            **delta_rule(model),
-            **graphs(config.options),
-            **({"worker_cls": "rlhf_core.rollout.vllm.patches.gpu_worker.GpuWorker"} if on_gpu else {}),
-            worker_extension_cls="rlhf_core.rollout.vllm.weight_receiver.WeightReceiver",
-            disable_log_stats=not self._drafts,
-            use_tqdm_on_load=False,
-            enable_sleep_mode=can_sleep,
-            tensor_parallel_size=config.tensor_parallel_size,
-            **adapter_options(adapter_rank),
-            # Child processes of this one, which end with it.
-            distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,
+            can_sleep=can_sleep,
+            routing_replay=routing_replay,
+            adapter_rank=adapter_rank,
         )
         place = PipelineStage(*stage)
         options |= place.options() | config.options
@@ -174,7 +123,7 @@ class VllmEngine:
             for output in self._step():
                 prompt, which = divmod(int(output.request_id), n)
                 group = found.setdefault(prompt, {})
-                group[which] = _answer(output)
+                group[which] = answer_in(output)
                 left = left - 1
                 if len(group) == n:
                     yield prompt, [answer for _, answer in sorted(found.pop(prompt).items())]
@@ -200,7 +149,7 @@ class VllmEngine:
                 self._finished.append(
                     (
                         int(output.request_id.removeprefix(ASKED)),
-                        replace(_answer(output), versions=begun.versions),
+                        replace(answer_in(output), versions=begun.versions),
                     )
                 )
         return others
@@ -341,27 +290,6 @@ class VllmEngine:
     def wake(self) -> None:
         self.llm.wake_up()
 
-    def _has_state(self, model: str, max_model_len: int) -> bool:
-        """Returns whether layers carry a state from token to token (Mamba and its relatives), according to
-        vLLM's model registry.
-
-        Raises ValueError for a model that this vLLM cannot run.
-        """
-        arguments = self._library.EngineArgs(
-            model=model,
-            dtype=self._dtype,
-            max_model_len=max_model_len,
-            trust_remote_code=self._trust_remote_code,
-        )
-        try:
-            return bool(arguments.create_model_config().has_inner_state)
-        except ValueError as error:
-            said = "".join(str(error).splitlines()[1:2]).partition(" [type=")[0].strip() or str(error)
-            raise ValueError(
-                f"vLLM {self._library.__version__} cannot run {model} here ({said}): the log above says what"
-                " it lacks"
-            ) from error
-
     def stay(self) -> None:
         """Blocks, in the process of a pipeline stage after the first, until one of its worker processes
         ends."""
@@ -372,45 +300,3 @@ class VllmEngine:
         engine: Any = self.llm.llm_engine
         engine.engine_core.shutdown()
         del self.llm
-
-
-def _known_rows(source: str, config: dict[str, Any]) -> int | None:
-    """Returns `known_rows` of the model at `source`, and logs when some rows are left out."""
-    rows = int(text_config(config).get("vocab_size") or 0)
-    known = known_rows(source, rows)
-    if known is not None:
-        print(
-            f"{source}: {rows - known} of {rows} rows of the vocabulary are no token of its tokenizer, and"
-            " are not sampled",
-            flush=True,
-        )
-    return known
-
-
-def _answer(request: Any) -> SampledAnswer:
-    """Returns the answer in vLLM's output. Raises RuntimeError when its log-probs or experts do not match its
-    tokens."""
-    output = request.outputs[0]
-    tokens = list(output.token_ids)
-    experts = output.routed_experts
-    logprobs = [] if output.logprobs is None else sampled_logprobs(output.logprobs, tokens)
-    if experts is not None and (
-        len(experts) != len(request.prompt_token_ids) + len(tokens) - 1 or not experts.any()
-    ):
-        raise RuntimeError("vLLM returned no routed experts for these tokens: set routing_replay to false")
-    return answer_of(tokens, logprobs, output.finish_reason == "stop", experts)
-
-
-def sampled_logprobs(logprobs: Any, tokens: list[int]) -> list[float]:
-    """Returns the log-prob of each token of an answer from vLLM's FlatLogprobs, in which the sampled token
-    comes first.
-
-    Raises RuntimeError when the log-probs belong to other tokens.
-    """
-    ids = [logprobs.token_ids[start] for start in logprobs.start_indices]
-    if ids != tokens:
-        raise RuntimeError(
-            "vLLM returned log-probs of other tokens than those it sampled: install the version that the"
-            " requirements name"
-        )
-    return [logprobs.logprobs[start] for start in logprobs.start_indices]

@@ -29,7 +29,7 @@ from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine_contract import SampledAnswer
 from rlhf_core.rollout.vllm.environment import returns_routing
-from rlhf_core.rollout.vllm.vllm_engine import _answer
+from rlhf_core.rollout.vllm.vllm_answers import answer_in
 from rlhf_core.stages.ppo import start_fleet as start
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel
@@ -160,9 +160,8 @@ def test_recomputed_layers_use_the_same_experts() -> None:
         gradients.append(
             {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
         )
-    assert gradients[0].keys() == gradients[1].keys() and any("gate" in name for name in gradients[0]), (
-        "routers are trained"
-    )
+    # routers are trained
+    assert gradients[0].keys() == gradients[1].keys() and any("gate" in name for name in gradients[0])
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], msg=name)
 
@@ -257,11 +256,9 @@ def test_an_unsupported_family_is_not_replayed() -> None:
             True,
         ),
         (
-            {
-                "model_type": "gpt_oss",
-                "sliding_window": 128,
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
+            dict(
+                model_type="gpt_oss", sliding_window=128, layer_types=["sliding_attention", "full_attention"]
+            ),
             "0.24.0",
             (9, 0),
             True,
@@ -299,11 +296,11 @@ def request(experts: np.ndarray | None) -> SimpleNamespace:
 
 
 def test_experts_that_vllm_returns_reach_the_forward_pass() -> None:
-    answer = _answer(request(routing_of(5, 3)))
+    answer = answer_in(request(routing_of(5, 3)))
     document = rollout(Prompt((), [3, 4], {}, False), answer).document
     batch = collate([[document]], 0, experts=True)
     assert batch.experts is not None and np.array_equal(batch.experts[0, :4].numpy(), routing_of(5, 3))
-    assert _answer(request(None)).experts is None
+    assert answer_in(request(None)).experts is None
     for wrong in (
         routing_of(4, 3),
         routing_of(6, 3),
@@ -311,7 +308,7 @@ def test_experts_that_vllm_returns_reach_the_forward_pass() -> None:
         np.zeros((4, LAYERS, CHOSEN), np.uint8),
     ):
         with pytest.raises(RuntimeError, match="returned no routed experts"):
-            _answer(request(wrong))
+            answer_in(request(wrong))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rlhf_core.rollout.vllm.patches.packed_experts import forget_packed_experts
-from rlhf_core.rollout.vllm.vllm_engine import VllmEngine, sampled_logprobs
+from rlhf_core.rollout.vllm.vllm_answers import sampled_logprobs
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_core.rollout.vllm.weight_receiver import WeightReceiver
 
 
