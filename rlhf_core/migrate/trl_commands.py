@@ -120,13 +120,7 @@ def trl_launch(
     stage = launched.get("zero_stage")
     if stage and "zero_stage" not in options:
         options["zero_stage"] = (str(stage),)
-    names = {
-        "num_processes": "num_processes",
-        "num_machines": "num_machines",
-        "nproc_per_node": "num_processes",
-        "num_gpus": "num_processes",
-    }
-    for name, own in names.items():
+    for name, own in COUNTS.items():
         for place in (launcher, options):
             if place.get(name):
                 launched[own] = place[name][0]

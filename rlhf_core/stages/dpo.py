@@ -22,7 +22,6 @@ from rlhf_core.data.sources import preference_pairs
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.kernels.attention import can_share
-from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import MEAN_LOGPROBS, Loss, preference_loss, sft_loss, with_balance
@@ -36,8 +35,7 @@ from rlhf_core.training.ranks import (
     make_engine,
     on_ranks,
     open_frozen,
-    shards_of,
-    tell_load,
+    policy_to_train,
     try_export,
 )
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
@@ -89,16 +87,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         load_pairs(request, config, tokenizer, config.eval_data, run / STATE) if config.eval_data else None
     )
     held_out_pairs = held_out.items if held_out else []
-    tell_load(source)
-    trained = trained_policy(
-        source,
-        config.dtype,
-        request.trust_remote_code,
-        config.lora,
-        request.seed,
-        config.router_aux_coef,
-        shards_of(config),
-    )
+    trained = policy_to_train(request, config, source)
     engine = make_engine(trained, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     share = can_share(trained.model, engine.device) and not trained.balanced

@@ -27,7 +27,6 @@ from rlhf_core.data.packing import Passes
 from rlhf_core.data.sources import labelled_answers
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
-from rlhf_core.models.load_model import trained_policy
 from rlhf_core.objectives.collate import sent
 from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
@@ -44,8 +43,7 @@ from rlhf_core.training.ranks import (
     make_engine,
     on_ranks,
     open_frozen,
-    shards_of,
-    tell_load,
+    policy_to_train,
     try_export,
 )
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, items_of_step, replicas
@@ -95,16 +93,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         load_answers(request, config, tokenizer, config.eval_data, run / STATE) if config.eval_data else None
     )
     answers = KtoAnswers(config, data.items, held_out.items if held_out else [], request.seed)
-    tell_load(source)
-    trained = trained_policy(
-        source,
-        config.dtype,
-        request.trust_remote_code,
-        config.lora,
-        request.seed,
-        config.router_aux_coef,
-        shards_of(config),
-    )
+    trained = policy_to_train(request, config, source)
     engine = make_engine(trained, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     passes = Passes(

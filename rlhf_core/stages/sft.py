@@ -20,7 +20,6 @@ from rlhf_core.data.data_report import write_data_report
 from rlhf_core.data.documents import Document, store_suffix
 from rlhf_core.data.packing import Passes, best_fit
 from rlhf_core.data.sources import AnswerDocuments, SuffixOf, answer_documents, sft_documents
-from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
@@ -31,8 +30,7 @@ from rlhf_core.training.ranks import (
     finish_training,
     make_engine,
     on_ranks,
-    shards_of,
-    tell_load,
+    policy_to_train,
     try_export,
 )
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
@@ -63,16 +61,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         held_out = load_documents(
             request, config, tokenizer, config.eval_data, run / STATE, suffix_of
         ).documents
-    tell_load(source)
-    policy = trained_policy(
-        source,
-        config.dtype,
-        request.trust_remote_code,
-        config.lora,
-        request.seed,
-        config.router_aux_coef,
-        shards_of(config),
-    )
+    policy = policy_to_train(request, config, source)
     engine = make_engine(policy, config, packed=config.packing)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     if engine.rank == 0:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
-from rlhf_core.config import KINDS, Lora, Optimised, Trainable
+from rlhf_core.config import DPO, KINDS, KTO, SFT, Lora, Optimised, Trainable
 from rlhf_core.config.metrics.shared_metrics import SURVIVES
 from rlhf_core.config.training.optimiser_fields import EMA
 from rlhf_core.config.training.sharding import TORCH
@@ -43,7 +43,7 @@ from rlhf_core.models.kernels.attention import split_attention
 from rlhf_core.models.kernels.feed_forward import split_feed_forward
 from rlhf_core.models.kernels.float8 import use_float8
 from rlhf_core.models.kernels.sequence_ranks import sequence_ranks
-from rlhf_core.models.load_model import load_policy, recompute
+from rlhf_core.models.load_model import load_policy, recompute, trained_policy
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.weights.frozen_weights import freeze_weights
@@ -140,6 +140,21 @@ def shards_of(config: Optimised, role: str = "model") -> Shards | None:
     """Returns the object that cuts a model over the ranks while it is loaded; None: it is loaded whole.
     `role`: as in `Optimised.offloaded`."""
     return backend_of(config).shards(config, role)
+
+
+def policy_to_train(request: StageRequest, config: SFT | DPO | KTO, path: str) -> Policy:
+    """Loads a policy as the stage trains it: all weights or adapters, whole or cut over the ranks. Raises as
+    `trained_policy`."""
+    tell_load(path)
+    return trained_policy(
+        path,
+        config.dtype,
+        request.trust_remote_code,
+        config.lora,
+        request.seed,
+        config.router_aux_coef,
+        shards_of(config),
+    )
 
 
 def open_frozen(

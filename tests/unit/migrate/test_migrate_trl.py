@@ -56,24 +56,18 @@ def test_a_command_of_accelerate(tmp_path: Path) -> None:
     stage = raw["stages"]["dpo"]
     assert raw["base_model"] == "Qwen/Qwen2-0.5B" and raw["seed"] == 42 and stage["policy"] == "base"
     assert stage["data"] == {"sources": [{"path": "trl-lib/ultrafeedback_binarized", "format": "columns"}]}
-    assert (stage["learning_rate"], stage["beta"], stage["dtype"], stage["zero_stage"]) == (
-        5e-7,
-        0.1,
-        "bfloat16",
-        3,
-    )
-    assert (
-        stage["train_batch_size"],
-        stage["micro_train_batch_size"],
-        stage["ranks"]["num_ranks_per_node"],
-    ) == (2 * 8 * 8, 2, 8)
+    assert stage["learning_rate"] == 5e-7
+    assert stage["beta"] == 0.1
+    assert stage["dtype"] == "bfloat16"
+    assert stage["zero_stage"] == 3
+    assert stage["train_batch_size"] == 2 * 8 * 8
+    assert stage["micro_train_batch_size"] == 2
+    assert stage["ranks"]["num_ranks_per_node"] == 8
     # Defaults of TRL that are not alignflow's.
-    assert (stage["max_epochs"], stage["max_len"], stage["warmup_ratio"], stage["min_lr_ratio"]) == (
-        3,
-        1024,
-        0.0,
-        0.0,
-    )
+    assert stage["max_epochs"] == 3
+    assert stage["max_len"] == 1024
+    assert stage["warmup_ratio"] == 0.0
+    assert stage["min_lr_ratio"] == 0.0
     assert stage["betas"] == [0.9, 0.999] and stage["gradient_checkpointing"] is True
     assert stage["schedule"] == "linear"
     assert "schedule: linear" in told(found, "translated")["(no --lr_scheduler_type: linear)"]
@@ -106,11 +100,9 @@ def test_a_chain_of_two_commands_with_adapters(tmp_path: Path) -> None:
     assert "unknown option" in dropped["--warp_speed 9"] and "no noise" in dropped["--neftune_noise_alpha 5"]
     assert "no dropout" in dropped["--lora_dropout 0.1"] and "wandb" in dropped["--report_to wandb"]
     # `python` starts one process; 100 steps of 2 rows.
-    assert (
-        dpo["ranks"] == {"num_nodes": 1, "num_ranks_per_node": 1, "gpus": 0.0}
-        and dpo["train_batch_size"] == 2
-        and dpo["data"]["max_samples"] == 200
-    )
+    assert dpo["ranks"] == {"num_nodes": 1, "num_ranks_per_node": 1, "gpus": 0.0}
+    assert dpo["train_batch_size"] == 2
+    assert dpo["data"]["max_samples"] == 200
     assert (dpo["warmup_steps"], dpo["nll_coef"], dpo["dtype"]) == (20, 0.2, "float32")
     assert "warmup_ratio" not in dpo
     assert "trl vllm-serve has no counterpart here" in found.remarks[-1].text
@@ -143,6 +135,20 @@ def test_positive_warmup_steps_win(
     assert told(found, what)[flag] == text
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torchrun --nnodes 2 --nproc_per_node 4",
+        "accelerate launch --num_machines 2 --num_processes 8",
+    ],
+)
+def test_machines_and_their_processes_are_read_from_each_launcher(launcher: str, tmp_path: Path) -> None:
+    script = "trl/scripts/sft.py --model_name_or_path acme/base --dataset_name acme/chats"
+    raw, _ = migrated(tmp_path, f"{launcher} {script}\n")
+    ranks = raw["stages"]["sft"]["ranks"]
+    assert (ranks["num_nodes"], ranks["num_ranks_per_node"]) == (2, 4)
+
+
 def test_grpo(tmp_path: Path) -> None:
     raw, found = migrated(tmp_path, GRPO)
     stage = raw["stages"]["ppo"]
@@ -152,37 +158,25 @@ def test_grpo(tmp_path: Path) -> None:
         {"function": "rewards.py:accuracy_reward", "weight": 1.0},
         {"function": "my_lib/rewards.py:short", "weight": 0.5},
     ]
-    assert (
-        stage["actor_ranks"] == {"num_nodes": 2, "num_ranks_per_node": 4, "gpus": 1.0}
-        and stage["colocate_all"] is True
-    )
+    assert stage["actor_ranks"] == {"num_nodes": 2, "num_ranks_per_node": 4, "gpus": 1.0}
+    assert stage["colocate_all"] is True
     # 8 GPUs x 4 answers x 4 passes = 128 answers, of 8 prompts; an optimiser step takes 64 of them.
-    assert (stage["rollout_batch_size"], stage["n_samples_per_prompt"], stage["train_batch_size"]) == (
-        8,
-        16,
-        64,
-    )
-    assert (stage["advantage_estimator"], stage["loss_aggregation"], stage["generate_max_len"]) == (
-        "dr_grpo",
-        "constant",
-        256,
-    )
-    assert (stage["init_kl_coef"], stage["kl_in"], stage["kl_estimator"], stage["eps_clip_high"]) == (
-        0.04,
-        "loss",
-        "k3",
-        0.28,
-    )
-    assert (stage["temperature"], stage["num_episodes"], found.recipe.stages["ppo"].actor_learning_rate) == (
-        0.9,
-        3,
-        1e-6,
-    )
-    assert (stage["sampler_is"], stage["sampler_is_level"], stage["sampler_is_clamp"][1]) == (
-        "mask",
-        "sequence",
-        3.0,
-    )
+    assert stage["rollout_batch_size"] == 8
+    assert stage["n_samples_per_prompt"] == 16
+    assert stage["train_batch_size"] == 64
+    assert stage["advantage_estimator"] == "dr_grpo"
+    assert stage["loss_aggregation"] == "constant"
+    assert stage["generate_max_len"] == 256
+    assert stage["init_kl_coef"] == 0.04
+    assert stage["kl_in"] == "loss"
+    assert stage["kl_estimator"] == "k3"
+    assert stage["eps_clip_high"] == 0.28
+    assert stage["temperature"] == 0.9
+    assert stage["num_episodes"] == 3
+    assert found.recipe.stages["ppo"].actor_learning_rate == 1e-6
+    assert stage["sampler_is"] == "mask"
+    assert stage["sampler_is_level"] == "sequence"
+    assert stage["sampler_is_clamp"][1] == 3.0
     assert stage["engine"]["gpu_memory_utilization"] == 0.3 and stage["engine"]["num_engines"] == 8
     assert "write it into rewards.py" in told(found, "approximated")["--reward_funcs accuracy_reward"]
     assert "temperature, top_p and top_k alone" in told(found, "dropped")["--min_p 0.1"]
@@ -212,9 +206,7 @@ def test_a_config_beside_the_script_and_one_alone(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").rename(tmp_path / "reward_config.yaml")
     assert list(migrate(tmp_path / "reward_config.yaml", 1).recipe.stages) == ["reward_model"]
     (tmp_path / "run.sh").write_text("trl sft --config none.yaml\n")
-    with pytest.raises(
-        ValueError, match=r"line 1 of the script: the config none.yaml cannot be read \(No such file"
-    ):
+    with pytest.raises(ValueError, match=r"line 1 of the script: .* none.yaml cannot be read \(No such file"):
         migrate(tmp_path / "run.sh")
 
 
@@ -258,14 +250,12 @@ def test_no_option_is_dropped_in_silence(tmp_path: Path, script: str) -> None:
 def test_a_python_script_is_refused_in_one_sentence(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(
-        ValueError, match="it is a Python script, and only commands are read: give the shell script"
+        ValueError, match=r"it is a .* only commands are read: give the shell script"
     ) as error:
         migrate(tmp_path / name)
     assert "\n" not in str(error.value)
     (tmp_path / "pip.sh").write_text(
         "pip install trl\npython my_training.py --per_device_train_batch_size 4\n"
     )
-    with pytest.raises(
-        ValueError, match=r"no training command in it \(one that starts train_sft, .*, or trl sft\|dpo\|kto"
-    ):
+    with pytest.raises(ValueError, match=r"no training command in it \(one that .* .*, or trl sft\|dpo\|kto"):
         migrate(tmp_path / "pip.sh")
