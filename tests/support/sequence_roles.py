@@ -21,7 +21,7 @@ from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, Scored
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from rlhf_core.stages.ppo.rollout_records import Experience
-from tests.unit.stages.ppo.test_ppo_tricks import documents, ppo
+from tests.support.tiny_roles import documents, ppo
 
 DOCUMENTS = 8
 
@@ -45,14 +45,9 @@ def read_and_train(models: Path, sharing: int, micro_tokens: int | None) -> dict
     reference = ReferenceModel(place("other"), 1.0)
     reward = Reward(place("rm"))
     dice = np.random.default_rng(0)
-    means = {
-        "old_logprobs": -3.4,
-        "sampler_logprobs": -3.4,
-        "ref_logprobs": -3.4,
-        "values": 0.0,
-        "advantages": 0.0,
-        "returns": 0.0,
-    }
+    means = dict(
+        old_logprobs=-3.4, sampler_logprobs=-3.4, ref_logprobs=-3.4, values=0.0, advantages=0.0, returns=0.0
+    )
     experience = [
         Experience(
             answer,

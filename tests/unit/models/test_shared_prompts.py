@@ -25,9 +25,9 @@ from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance
 from rlhf_core.stages.reward_model import pair_scores
+from tests.support.tiny_roles import models, plain_engine, ppo
 from tests.unit.models.test_attention import WINDOWED, kernel, plain_varlen
 from tests.unit.models.test_models import FAMILIES, SHAPE
-from tests.unit.stages.ppo.test_ppo_tricks import models, plain_engine, ppo
 
 APART = Passes(1, 4096)
 TOGETHER = Passes(1, 4096, share=True)
@@ -69,9 +69,8 @@ def test_only_the_prompt_is_shared() -> None:
     row = TOGETHER.rows_of([third.chosen, third.rejected, fourth.rejected, fourth.chosen, first.chosen])
     assert [[document.shared for document in row] for row in row] == [[0, 6, 0, 4, 0]]
     assert APART.rows_of([third.chosen, third.rejected]) == [[third.chosen, third.rejected]]
-    assert [TOGETHER.row_tokens(pair) for pair in pairs()] == [19, 8, 14, 10] and APART.row_tokens(
-        first
-    ) == 28
+    assert [TOGETHER.row_tokens(pair) for pair in pairs()] == [19, 8, 14, 10]
+    assert APART.row_tokens(first) == 28
 
 
 def test_a_prompt_that_begins_like_another_is_not_shared() -> None:
@@ -222,15 +221,13 @@ def answers() -> list[Document]:
 def test_answers_to_a_prompt_come_together_as_far_as_they_fit() -> None:
     documents = answers()
     groups = TOGETHER.together(documents)
-    assert sorted(i for group in groups for i in group) == list(range(9)) and [
-        len(group) for group in groups
-    ] == [3, 3, 3]
+    assert sorted(i for group in groups for i in group) == list(range(9))
+    assert [len(group) for group in groups] == [3, 3, 3]
     for group in groups:
         assert len({tuple(documents[i].tokens[: documents[i].answer_start]) for i in group}) == 1
     narrow = Passes(1, 20, share=True)
-    assert [len(group) for group in Passes(1, 4096, ranks=4, share=True).together(documents)] == [1] * 9, (
-        "ranks get equal parts"
-    )
+    # ranks get equal parts
+    assert [len(group) for group in Passes(1, 4096, ranks=4, share=True).together(documents)] == [1] * 9
     long = [Document([1] * 50 + [i], [False] * 50 + [True]) for i in range(9)]
     assert [len(group) for group in TOGETHER.together(long)] == [3, 3, 3], "153 keys of 53 tokens"
     probe = [Document([1, 2, 3], [True] * 3)] * 2
@@ -292,10 +289,8 @@ def test_roles_say_and_learn_the_same_of_answers(
                 together[name][i][counted], by_document[i][counted], atol=2e-5, err_msg=name
             )
             assert len(together[name][i]) == len(by_document[i])
-    assert (
-        metrics == pytest.approx(other, rel=2e-4, abs=1e-6)
-        and metrics["policy/grad_norm"] > 0 < metrics["value/grad_norm"]
-    )
+    assert metrics == pytest.approx(other, rel=2e-4, abs=1e-6)
+    assert metrics["policy/grad_norm"] > 0 < metrics["value/grad_norm"]
     assert few < 0.75 * many, "tokens of the rows"
     for changed, expected in zip(later, after, strict=True):
         for i, document in enumerate(documents):

@@ -30,13 +30,9 @@ from rlhf_core.stages.ppo.sampling.rollout_group import SeededPrompt, rollout
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
 from rlhf_core.stages.ppo.sampling.stored import AHEAD, read_ahead, write_ahead
 from tests.support.states import wait_until_complete
+from tests.support.text_rows import rows_of_text
 
-SIZES = {
-    "rollout_batch_size": 8,
-    "train_batch_size": 8,
-    "micro_train_batch_size": 8,
-    "n_samples_per_prompt": 2,
-}
+SIZES = dict(rollout_batch_size=8, train_batch_size=8, micro_train_batch_size=8, n_samples_per_prompt=2)
 STEP = 0.25  # nats that an update moves the log-prob of any token by
 
 
@@ -186,22 +182,13 @@ def config(**fields: Any) -> PPO:
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
-    [
-        (
-            {"colocate_all": True},
-            (
-                "trains while engines generate, so they need GPUs of their own: leave out colocate_all and"
-                " engine.sleep"
-            ),
-        ),
-        (
-            {"engine": {"gpus": 1, "sleep": True}},
-            "they need GPUs of their own: leave out colocate_all and engine.sleep",
-        ),
-        ({"stream_batch_size": 4}, "there is nothing to stream: leave out stream_batch_size"),
-        ({"sampler_is": "off"}, "set sampler_is to truncate or clamp"),
-        ({"dynamic_filtering": True}, "dynamic_filtering needs the rewards .* leave one of them out"),
-    ],
+    rows_of_text("""
+    {colocate_all: true} | trains while engines generate, so they need GPUs of their own: leave out colocate_all and engine.sleep
+    {engine: {gpus: 1, sleep: true}} | they need GPUs of their own: leave out colocate_all and engine.sleep
+    {stream_batch_size: 4} | there is nothing to stream: leave out stream_batch_size
+    {sampler_is: 'off'} | set sampler_is to truncate or clamp
+    {dynamic_filtering: true} | dynamic_filtering needs the rewards .* leave one of them out
+    """),
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
@@ -308,10 +295,8 @@ def test_answers_wait_on_disk_bit_for_bit(tmp_path: Path) -> None:
     assert back is not None and (back.position, back.age, back.rewards, back.metrics) == (12, 1, None, {})
     for was, now in zip(found, back.rollouts, strict=True):
         assert (now.prompt, now.document, now.finished) == (was.prompt, was.document, was.finished)
-        assert (
-            now.sampler_logprobs.dtype == np.float32
-            and now.sampler_logprobs.tobytes() == was.sampler_logprobs.tobytes()
-        )
+        assert now.sampler_logprobs.dtype == np.float32
+        assert now.sampler_logprobs.tobytes() == was.sampler_logprobs.tobytes()
     (tmp_path / AHEAD).write_text("\n".join((tmp_path / AHEAD).read_text().splitlines()[:-1]))
     with pytest.raises(ValueError, match="shorter"):
         read_ahead(tmp_path, order, 2)

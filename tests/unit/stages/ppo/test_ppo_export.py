@@ -121,12 +121,9 @@ def ppo(
         for name, double in (usual | dict(doubles)).items():
             patch.setattr(train if name in ("start_fleet", "Engines") else iteration_loop, name, double)
         prompts = Data.model_validate({"sources": str(material / "prompts.jsonl"), "max_samples": 40})
-        sizes = {
-            "rollout_batch_size": 8,
-            "train_batch_size": 8,
-            "micro_train_batch_size": 8,
-            "n_samples_per_prompt": 1,
-        }
+        sizes = dict(
+            rollout_batch_size=8, train_batch_size=8, micro_train_batch_size=8, n_samples_per_prompt=1
+        )
         requested = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **sizes, **config)
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
         run.prepare(StageRequest(name="ppo", digest="0", config=requested, inputs=inputs, seed=0))
@@ -145,16 +142,12 @@ def test_the_actor_is_exported_at_the_requested_iterations(
 ) -> None:
     run = RunDir(tmp_path / "run")
     assert ppo(material, run, monkeypatch, export_at=(2, 5)) == [1, 2, 3, 4, 5]
-    assert (
-        exported(run) == {"iteration2": "2", "iteration5": "5"}
-        and (run / "checkpoint" / "weights").read_text() == "5"
-    )
+    assert exported(run) == {"iteration2": "2", "iteration5": "5"}
+    assert (run / "checkpoint" / "weights").read_text() == "5"
     result = run.result()
-    assert (
-        result is not None
-        and result.outputs["exports"] == "exports"
-        and "exports/iteration2/weights" in result.files
-    )
+    assert result is not None
+    assert result.outputs["exports"] == "exports"
+    assert "exports/iteration2/weights" in result.files
     (run / "exports" / "iteration2" / "weights").unlink()
     assert run.result() is None, "a run that lost an export is not done"
 
@@ -185,9 +178,7 @@ def test_a_bug_in_a_reward_function_is_told_before_a_model_is_loaded(
         "class World:\n    async def rollout(self, task, model):\n        return nothing\n"
     )
     doubles = {"start_fleet": pytest.fail}
-    with pytest.raises(
-        ValueError, match=r"score: a call with a made-up answer raised NameError: .*checks\.py, line 2"
-    ):
+    with pytest.raises(ValueError, match=r"score: a call with a made-up .* NameError: .*checks\.py, line 2"):
         ppo(
             material,
             RunDir(tmp_path / "run"),
@@ -201,9 +192,7 @@ def test_a_bug_in_a_reward_function_is_told_before_a_model_is_loaded(
         "environment": f"{tmp_path}/world.py:World",
         "advantage_estimator": "reinforce_pp",
     }
-    with pytest.raises(
-        ValueError, match=r"World: an episode with made-up answers raised NameError: .*world\.py, line 3"
-    ):
+    with pytest.raises(ValueError, match=r"World: an episode with made-up .* NameError: .*world\.py, line 3"):
         ppo(material, RunDir(tmp_path / "other"), monkeypatch, doubles=doubles, **asked)
 
 
@@ -299,11 +288,9 @@ def test_engines_with_adapters_answer_again_while_they_have_the_best(
         "answer_again": again,
         "validate": lambda engines, fleet, held_out, run, at: {REWARD: -abs(at - 2.0)},
     }
-    how: dict[str, Any] = {
-        "eval_prompts": {"sources": str(material / "prompts.jsonl")},
-        "eval_steps": 1,
-        "save_steps": 1,
-    }
+    how: dict[str, Any] = dict(
+        eval_prompts={"sources": str(material / "prompts.jsonl")}, eval_steps=1, save_steps=1
+    )
     with pytest.raises(KeyboardInterrupt):
         ppo(material, run, monkeypatch, killed_at=5, doubles=doubles, **how)
     ppo(material, run, monkeypatch, doubles=doubles, **how)
@@ -318,9 +305,8 @@ def test_a_kill_while_a_state_is_written_loses_no_best_iteration(
     how = {"eval_prompts": {"sources": str(material / "prompts.jsonl")}, "eval_steps": 1, "save_steps": 1}
     with pytest.raises(KeyboardInterrupt):
         ppo(material, run, monkeypatch, killed_at=4, unwritten=3, **how)
-    assert [folder.name for folder in (run / "state").glob("step-*")] == ["step-2"], (
-        "that of iteration 3 is not complete"
-    )
+    # that of iteration 3 is not complete
+    assert [folder.name for folder in (run / "state").glob("step-*")] == ["step-2"]
     best = {folder.name: (folder / "weights").read_text() for folder in (run / "state" / "best").iterdir()}
     assert best == {"iteration2": "2", "iteration3": "3"}, "those that the two states name"
     assert ppo(material, run, monkeypatch, **how) == [3, 4, 5]
@@ -333,11 +319,9 @@ def test_without_exports_nothing_changes_and_an_iteration_beyond_the_end_is_refu
     run = RunDir(tmp_path / "run")
     ppo(material, run, monkeypatch)
     result = run.result()
-    assert (
-        result is not None
-        and set(result.outputs) == {"checkpoint", "data_report", "rollouts"}
-        and not (run / "exports").exists()
-    )
+    assert result is not None
+    assert set(result.outputs) == {"checkpoint", "data_report", "rollouts"}
+    assert not (run / "exports").exists()
     with pytest.raises(
         ValueError, match=r"^export_at names iteration 6, and this run has 5: lower it, or give more prompts$"
     ):

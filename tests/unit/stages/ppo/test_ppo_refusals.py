@@ -5,51 +5,36 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from tests.unit.stages.ppo.test_ppo_tricks import ppo
+from tests.support.text_rows import rows_of_text
+from tests.support.tiny_roles import ppo
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"temperature": 0}, "temperature=0 gives the same answer every time"),
-        ({"temperature": -1}, "greater than or equal to 0"),
-        ({"top_p": 0}, "greater than 0"),
-        ({"kl_in": "loss"}, "k1 as a loss has an expected gradient of zero"),
-        (
-            {"advantage_estimator": "rloo", "n_samples_per_prompt": 1},
-            "rloo compares the answers to one prompt",
-        ),
-        ({"dynamic_filtering": True, "n_samples_per_prompt": 1}, "dynamic_filtering compares the answers"),
-        (
-            {"advantage_estimator": "grpo", "critic": "sft"},
-            "grpo has no critic: leave out critic and freezing_actor_steps",
-        ),
-        ({"advantage_estimator": "grpo", "freezing_actor_steps": 2}, "grpo has no critic"),
-        ({"reward": "checks.py:short"}, "gae needs a critic, and there is no reward model to start it from"),
-        ({"reward": ["a.py:f", "b.py:f"]}, "two reward sources are called 'f'"),
-        ({"overlong_buffer": 16}, "overlong_buffer=16 must be below generate_max_len=16"),
-        (
-            {"bootstrap_truncated": True, "advantage_estimator": "rloo"},
-            "bootstrap_truncated needs a critic, and rloo has none",
-        ),
-        (
-            {"bootstrap_truncated": True, "mask_truncated": True},
-            "two ways to treat answers that a limit cut: set one of them",
-        ),
-        (
-            {"bootstrap_truncated": True, "environment": "guess", "critic": "rm"},
-            "needs the value of what comes next",
-        ),
-        (
-            {"bootstrap_truncated": True, "dynamic_filtering": True},
-            "dynamic_filtering compares rewards before the critic's values",
-        ),
-        ({"ratio": "sequence", "sampler_is": "mask"}, "set sampler_is_level to geometric or sequence"),
-        ({"kl_target": 0.1, "init_kl_coef": 0}, "set init_kl_coef above 0, or leave out kl_target"),
-        ({"truncated_penalty": -1.0}, "greater than or equal to 0"),
+        *rows_of_text("""
+    {temperature: 0} | temperature=0 gives the same answer every time
+    {temperature: -1} | greater than or equal to 0
+    {top_p: 0} | greater than 0
+    {kl_in: loss} | k1 as a loss has an expected gradient of zero
+    {advantage_estimator: rloo, n_samples_per_prompt: 1} | rloo compares the answers to one prompt
+    {dynamic_filtering: true, n_samples_per_prompt: 1} | dynamic_filtering compares the answers
+    {advantage_estimator: grpo, critic: sft} | grpo has no critic: leave out critic and freezing_actor_steps
+    {advantage_estimator: grpo, freezing_actor_steps: 2} | grpo has no critic
+    {reward: 'checks.py:short'} | gae needs a critic, and there is no reward model to start it from
+    {reward: ['a.py:f', 'b.py:f']} | two reward sources are called 'f'
+    {overlong_buffer: 16} | overlong_buffer=16 must be below generate_max_len=16
+    {bootstrap_truncated: true, advantage_estimator: rloo} | bootstrap_truncated needs a critic, and rloo has none
+    {bootstrap_truncated: true, mask_truncated: true} | two ways to treat answers that a limit cut: set one of them
+    {bootstrap_truncated: true, environment: guess, critic: rm} | needs the value of what comes next
+    {bootstrap_truncated: true, dynamic_filtering: true} | dynamic_filtering compares rewards before the critic's values
+    {ratio: sequence, sampler_is: mask} | set sampler_is_level to geometric or sequence
+    {kl_target: 0.1, init_kl_coef: 0} | set init_kl_coef above 0, or leave out kl_target
+    {truncated_penalty: -1.0} | greater than or equal to 0
+    {dual_clip: 1.0} | greater than 1
+    {train_batch_size: 3, micro_train_batch_size: 3} | must be a multiple of train_batch_size=3
+    """),
         ({"sampler_is_clamp": (2, 5)}, "two numbers around 1"),
-        ({"dual_clip": 1.0}, "greater than 1"),
-        ({"train_batch_size": 3, "micro_train_batch_size": 3}, "must be a multiple of train_batch_size=3"),
     ],
 )
 def test_what_cannot_work_is_refused(changes: dict[str, object], expected: str) -> None:

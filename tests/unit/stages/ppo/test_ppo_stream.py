@@ -23,6 +23,7 @@ from rlhf_core.stages.ppo.roles.trained import Steps
 from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, StoredColumn
 from rlhf_core.stages.ppo.sampling.rollout_group import SeededPrompt, rollout
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Setup, sample
+from tests.support.text_rows import rows_of_text
 
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(7)]
 ORDER = PromptOrder(PROMPTS, 7, seed=1)
@@ -143,9 +144,8 @@ def test_the_order_of_arrival_changes_nothing(part: int) -> None:
             prompt for prompt in in_line for _ in range(2)
         ]
         for name in ("logprobs", "ref_logprobs", "values"):
-            assert np.array_equal(getattr(scores, name), getattr(found[0][1], name)), (
-                "also what was scored together"
-            )
+            # also what was scored together
+            assert np.array_equal(getattr(scores, name), getattr(found[0][1], name))
         assert (
             scores.rewards.by_source["reward_model"].tolist()
             == found[0][1].rewards.by_source["reward_model"].tolist()
@@ -154,19 +154,12 @@ def test_the_order_of_arrival_changes_nothing(part: int) -> None:
 
 def test_failures_of_all_parts_count_against_the_limit() -> None:
     streamed(Fleet(MIXED, fails=(1, 5)), 1, allowed=4)
-    with pytest.raises(
-        RewardsFailed, match=r"left 4 of 14 answers without a reward, more than the 3 .*refused"
-    ):
+    with pytest.raises(RewardsFailed, match=r"left 4 of 14 .* without a reward, more than the 3 .*refused"):
         streamed(Fleet(MIXED, fails=(1, 5)), 1, allowed=3)
 
 
 def config(**fields: Any) -> PPO:
-    sizes = {
-        "rollout_batch_size": 7,
-        "n_samples_per_prompt": 2,
-        "train_batch_size": 14,
-        "micro_train_batch_size": 14,
-    }
+    sizes = dict(rollout_batch_size=7, n_samples_per_prompt=2, train_batch_size=14, micro_train_batch_size=14)
     return PPO(prompts=Data(sources="p.jsonl"), **{**sizes, **fields})
 
 
@@ -175,31 +168,20 @@ def test_an_iteration_waits_for_the_scores_that_are_under_way() -> None:
     setup = setup_of(requested, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
     fleet: Any = Fleet(BACKWARD)
     done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, schedule_of(requested, 0, 4, 0))
-    assert (
-        fleet.said.index("score 1") < fleet.said.index("answers 0")
-        and fleet.said[-3:] == ["scores"] * 3
-        and fleet.said.count("scores") == 3
-    )
+    assert fleet.said.index("score 1") < fleet.said.index("answers 0")
+    assert fleet.said[-3:] == ["scores"] * 3
+    assert fleet.said.count("scores") == 3
     assert done.metrics["reward/mean"] == pytest.approx((2 * sum(range(6)) + 1) / 14)
     assert {"phase/generate", "phase/score"} <= set(done.metrics)
 
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
-    [
-        (
-            {"colocate_all": True},
-            "stream_batch_size scores while engines generate, so they need GPUs of their own",
-        ),
-        (
-            {"engine": {"gpus": 1, "sleep": True}},
-            "stream_batch_size scores while engines generate, so they need GPUs of their own",
-        ),
-        (
-            {"dynamic_filtering": True},
-            "dynamic_filtering needs the rewards of all answers .* with stream_batch_size",
-        ),
-    ],
+    rows_of_text("""
+    {colocate_all: true} | stream_batch_size scores while engines generate, so they need GPUs of their own
+    {engine: {gpus: 1, sleep: true}} | stream_batch_size scores while engines generate, so they need GPUs of their own
+    {dynamic_filtering: true} | dynamic_filtering needs the rewards of all answers .* with stream_batch_size
+    """),
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], sentence: str) -> None:
     config(**fields)

@@ -1,153 +1,42 @@
 """The ten tricks that keep PPO stable, each with the test that fails when it is broken
 (docs/explanation/ppo.md), and the family.
-
-Actor and critic are the real roles, on tiny random models and the plain engine: one process, no Ray.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from rlhf_core.config import PPO, Data
-from rlhf_core.config.kinds import has_metric
-from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.data.documents import Document
 from rlhf_core.models.reward_scoring import STATISTICS
 from rlhf_core.objectives.kl_controller import KLController
-from rlhf_core.rewards.clients import Rewards
-from rlhf_core.stages.ppo.iteration import actor_metrics, step_means
 from rlhf_core.stages.ppo.iteration_loop import adapted
 from rlhf_core.stages.ppo.ppo_setup import model_paths, schedule_of, setup_of
-from rlhf_core.stages.ppo.rewards.credit import Credited, credit
-from rlhf_core.stages.ppo.roles.actor import Actor
-from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
-from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, on_tokens
-from rlhf_core.stages.ppo.roles.trained import Critic, Update
-from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
-from rlhf_core.training.engine import AdamW, TorchEngine
+from rlhf_core.stages.ppo.roles.read_only import Reward
+from rlhf_core.stages.ppo.roles.trained import Update
+from tests.support.tiny_roles import (
+    PATHS,
+    actor,
+    credited,
+    critic,
+    documents,
+    drawn,
+    experience,
+    flat,
+    model,
+    models,
+    plain_engine,
+    ppo,
+    said,
+)
 
-SHAPE = {
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-}
-PATHS = {"actor": "sft", "critic": "rm", "reference": "sft", "reward:reward_model": "rm"}
-
-
-def ppo(**changes: object) -> PPO:
-    small = {
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 2,
-        "train_batch_size": 4,
-        "micro_train_batch_size": 4,
-        "generate_max_len": 16,
-    }
-    return PPO(prompts=Data(sources="prompts.jsonl"), **{**small, **changes})
-
-
-def documents(count: int, seed: int = 0) -> list[Document]:
-    """Ragged ones with a prompt of two tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = [3 + int(torch.randint(0, 6, (), generator=generator)) for _ in range(count)]
-    return [
-        Document(torch.randint(1, 31, (n,), generator=generator).tolist(), [False, False, *[True] * (n - 2)])
-        for n in lengths
-    ]
-
-
-def drawn(docs: Sequence[Document]) -> list[list[np.ndarray]]:
-    """Random log-probs, those of a reference, and values."""
-    generator = np.random.default_rng(0)
-    return [
-        [generator.normal(size=len(d)).astype(np.float32) * np.array(d.mask, np.float32) for d in docs]
-        for _ in range(3)
-    ]
-
-
-def credited(
-    config: PPO, kl_coef: float = 0.0, rewards: Sequence[float] | None = None, paths: dict[str, str] = PATHS
-) -> Credited:
-    """Credit of eight random rollouts by the stage's own setup."""
-    docs = documents(8)
-    logprobs, ref_logprobs, values = drawn(docs)
-    prompt = Prompt((), [1, 2], {}, False)
-    rollouts = [Rollout(prompt, d, old, True) for d, old in zip(docs, logprobs, strict=True)]
-    known = Rewards({"reward_model": np.array(rewards or [float(i) for i in range(8)])}, {})
-    setup = setup_of(config, [prompt] * 8, paths, [0], 0)
-    return credit(rollouts, Scores(logprobs, ref_logprobs, values, known), kl_coef, {}, config, setup.terms)
-
-
-def said(found: Credited, name: str) -> list[np.ndarray]:
-    """An array of each answer, on its own tokens."""
-    return [on_tokens(getattr(e, name), e.document)[np.array(e.document.mask)] for e in found.experience]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy, another one, and a reward model with a head that says something."""
-    folder = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("sft", "other")):
-        torch.manual_seed(seed)
-        Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(folder / name)
-    torch.manual_seed(2)
-    reward = Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1))
-    torch.nn.init.normal_(reward.score.weight)
-    reward.save_pretrained(folder / "rm")
-    return folder
-
-
-@pytest.fixture
-def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = lambda module, config, **_: TorchEngine(  # noqa: E731
-        module, AdamW(config.betas, config.weight_decay, config.max_norm)
-    )
-    monkeypatch.setattr("rlhf_core.stages.ppo.roles.trained.make_engine", plain)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-
-
-def model(folder: Path) -> ModelSpec:
-    return ModelSpec(str(folder), "float32", 0, 8, False)
-
-
-def actor(models: Path, micro: int = 8, max_norm: float = 1.0, **changes: object) -> Actor:
-    config = ppo(**changes).model_copy(update={"micro_train_batch_size": micro, "max_norm": max_norm})
-    return Actor(model(models / "sft"), config, 0)
-
-
-def critic(models: Path) -> Critic:
-    return Critic(model(models / "rm"), ppo(), 0)
-
-
-def experience(models: Path, scale: float = 1.0) -> list[Experience]:
-    """On-policy experience of the policy `sft`, with `other` as reference and random advantages."""
-    docs = documents(8, seed=3)
-    old = dict(ReferenceModel(model(models / "sft"), 1.0).logprobs(docs))
-    reference = dict(ReferenceModel(model(models / "other"), 1.0).logprobs(docs))
-    generator = np.random.default_rng(1)
-    random = [scale * generator.normal(size=len(d)).astype(np.float32) for d in docs]
-    return [
-        Experience(d, old[i], old[i], reference[i], 0 * a, a, a)
-        for i, (d, a) in enumerate(zip(docs, random, strict=True))
-    ]
-
-
-def flat(role: Actor | Critic) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in role.engine.module.parameters()])
-
+__all__ = ["models", "plain_engine"]
 
 # 1. The reward stands on the last token only.
 
@@ -183,157 +72,6 @@ def test_each_token_has_its_own_ratio(models: Path, plain_engine: None) -> None:
     )
     geometric = [np.exp(np.log(ratios).mean()) for ratios in tokens]
     assert shares["sequence"]["policy/ratio"] == pytest.approx(np.mean(geometric), rel=1e-4)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_one_update_of_an_iteration_needs_no_scoring_pass(
-    models: Path, plain_engine: None, level: str
-) -> None:
-    """Log-probs of the training pass itself: the same gradient as with those of a scoring pass, and they come
-    back by document."""
-    choices = {
-        "advantage_estimator": "grpo",
-        "kl_in": "loss",
-        "kl_estimator": "k3",
-        "sampler_is_level": level,
-        "sampler_is_cap": 1.5,
-    }
-    noise = np.random.default_rng(2)
-    items = [
-        replace(e, sampler_logprobs=e.sampler_logprobs + 0.1 * noise.normal(size=len(e.document)))
-        for e in experience(models)
-    ]
-    update = Update([6, 2, 7, 1, 0, 4, 3], 1e-2, 0.3)
-    scored = actor(models, **choices)
-    unscored = actor(models, **choices, micro=3)
-    expected, none = scored.train(items, [update])
-    found, logprobs = unscored.train([replace(e, old_logprobs=None) for e in items], [update])
-    assert none == [] and sorted(i for i, _ in logprobs) == sorted(update.indices)
-    for i, values in logprobs:
-        mask = np.array(items[i].document.mask)
-        np.testing.assert_allclose(values[mask], items[i].old_logprobs[mask], atol=1e-5)
-    assert found[0] == pytest.approx(expected[0], rel=1e-3, abs=1e-5) and found[0]["policy/ratio"] == 1
-    torch.testing.assert_close(flat(unscored), flat(scored), atol=2e-4, rtol=0)
-
-
-@pytest.mark.usefixtures("plain_engine")
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_masked_answers_train_as_if_they_were_not_there(models: Path, aggregation: str) -> None:
-    """Half of the answers come from a sampler that is far off: the others have the gradient of a step of
-    their own."""
-    items = experience(models)
-    far = [replace(e, sampler_logprobs=e.sampler_logprobs - 2.0 * (i % 2)) for i, e in enumerate(items)]
-    choices = {
-        "sampler_is": "mask",
-        "sampler_is_level": "geometric",
-        "loss_aggregation": aggregation,
-        "entropy_coef": 0.1,
-    }
-    choices |= {"kl_in": "loss", "kl_estimator": "k2"}
-    whole = actor(models, **choices)
-    alone = actor(models, **choices)
-    found = whole.train(far, [Update(list(range(8)), 1e-2, 0.3)]).metrics[0]
-    expected = alone.train(far, [Update([0, 2, 4, 6], 1e-2, 0.3)]).metrics[0]
-    assert found == pytest.approx(expected, rel=1e-4)
-    torch.testing.assert_close(flat(whole), flat(alone), atol=1e-4, rtol=0)
-
-
-@pytest.mark.usefixtures("plain_engine")
-def test_a_step_of_masked_answers_alone_is_not_taken(models: Path) -> None:
-    """After a step with a gradient, whose momentum would go on, and with weight decay."""
-    items = experience(models)
-    far = [replace(e, sampler_logprobs=e.sampler_logprobs - 2.0 * (i % 2)) for i, e in enumerate(items)]
-    role = actor(models, sampler_is="mask", sampler_is_level="geometric", weight_decay=0.1)
-    taken = role.train(far, [Update([0, 2], 1e-2, 0.0)]).metrics[0]
-    before = flat(role)
-    left_out = role.train(far, [Update([1, 3], 1e-2, 0.0)]).metrics[0]
-    assert flat(role).equal(before)
-    assert left_out == {"policy/learning_rate": 1e-2}, "a ratio of 0 would be that of no token"
-    means = step_means([left_out, taken])
-    assert means == taken
-    first = {"policy/first_ratio": taken["policy/ratio"], "policy/first_ratio_gap": taken["policy/ratio_gap"]}
-    assert actor_metrics([left_out, taken], role.config) == first | {"policy/empty_steps": 1.0}
-    assert actor_metrics([left_out], role.config) == {"policy/empty_steps": 1.0}
-    assert all(has_metric(role.config, name) for name in ("policy/empty_steps", *first))
-
-
-@pytest.mark.usefixtures("plain_engine")
-def test_the_actor_takes_no_step_after_one_that_is_beyond_stop_kl(models: Path) -> None:
-    """The step that is beyond the limit is taken itself; the critic goes on."""
-    items = experience(models)
-    updates = [Update(list(range(8)), 1e-2, 0.0)] * 4
-    free = actor(models)
-    whole = free.train(items, updates).metrics
-    kls = [step["policy/kl_old"] for step in whole]
-    assert kls[0] == pytest.approx(0, abs=1e-6) and kls[1] < kls[2]
-    limited = actor(models, stop_kl=(kls[1] + kls[2]) / 2)
-    assert limited.train(items, updates).metrics == [*whole[:3], {}]
-    three = actor(models)
-    three.train(items, updates[:3])
-    assert flat(limited).equal(flat(three)) and not flat(limited).equal(flat(free))
-    steps = [*whole[:3], {}]
-    assert actor_metrics(steps, limited.config)["policy/skipped_steps"] == 1.0
-    assert step_means(steps) == step_means(whole[:3])
-    assert actor_metrics(whole, limited.config)["policy/skipped_steps"] == 0.0
-    assert "policy/skipped_steps" not in actor_metrics(whole, free.config)
-    assert has_metric(limited.config, "policy/skipped_steps")
-    assert not has_metric(free.config, "policy/skipped_steps")
-    # the next iteration begins anew
-    assert actor(models, stop_kl=1e9).train(items, updates).metrics == whole
-    assert "value/loss" in critic(models).train(items, updates).metrics[3]
-
-
-def test_stop_kl_is_refused_where_the_kl_is_from_the_sampler() -> None:
-    ppo(sampler_is="in_ratio")
-    with pytest.raises(ValueError, match="stop_kl limits the KL from the policy"):
-        ppo(sampler_is="in_ratio", stop_kl=0.1)
-
-
-@pytest.mark.usefixtures("plain_engine")
-def test_masked_steps_are_not_counted_as_skipped(models: Path) -> None:
-    config = ppo(sampler_is="mask", sampler_is_level="geometric", stop_kl=0.1)
-    masked = {"policy/learning_rate": 1e-2}
-    taken = masked | {"policy/ratio": 1.0, "policy/ratio_gap": 0.0}
-    found = actor_metrics([taken, masked, {}, {}], config)
-    assert (found["policy/empty_steps"], found["policy/skipped_steps"]) == (1.0, 2.0)
-
-
-@pytest.mark.usefixtures("plain_engine")
-def test_one_advantage_is_that_of_all_response_tokens(models: Path) -> None:
-    items = experience(models)
-    spread = [
-        replace(e, advantages=np.where(e.document.mask_array, np.float32(0.1 * i), 0))
-        for i, e in enumerate(items)
-    ]
-    numbers = [replace(e, advantages=float(np.float32(0.1 * i))) for i, e in enumerate(items)]
-    by_token = actor(models)
-    by_answer = actor(models)
-    update = Update(list(range(8)), 1e-2, 0.0)
-    assert by_token.train(spread, [update]).metrics == by_answer.train(numbers, [update]).metrics
-    assert flat(by_token).equal(flat(by_answer)) and not flat(by_token).equal(flat(actor(models)))
-    holes = Document([1, 2, 3, 4], [False, True, False, True])
-    assert on_tokens(2.0, holes).tolist() == [0, 2, 0, 2] and on_tokens(2.0, holes).dtype == np.float32
-
-
-def test_log_probs_are_scored_only_where_the_training_pass_comes_too_late() -> None:
-    sizes = {
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 2,
-        "train_batch_size": 8,
-        "max_epochs": 1,
-        "advantage_estimator": "grpo",
-    }
-    assert (
-        ppo(**sizes, kl_in="loss", kl_estimator="k3").one_update and ppo(**sizes, init_kl_coef=0.0).one_update
-    )
-    assert not ppo(**sizes).one_update, "the KL is in the reward"
-    assert not ppo(**sizes, init_kl_coef=0.0, sampler_is="mask").one_update, (
-        "the denominator needs to know what is masked"
-    )
-    assert not ppo(**{**sizes, "train_batch_size": 4}, init_kl_coef=0.0).one_update
-    assert not ppo(**{**sizes, "max_epochs": 2}, init_kl_coef=0.0).one_update
-    frozen = {**sizes, "advantage_estimator": "gae", "freezing_actor_steps": 1}
-    assert not ppo(**frozen, init_kl_coef=0.0).one_update, "nothing is trained then"
 
 
 # 3. A KL term on every token.
@@ -415,9 +153,8 @@ def test_learning_rates_warm_up_linearly_and_then_follow_a_cosine() -> None:
     assert rates[:10] == pytest.approx([(k + 1) / 10 for k in range(10)])
     assert rates[10] == pytest.approx(1.0) and rates[25] == pytest.approx(0.55)  # half way down from 1 to 0.1
     assert all(a > b for a, b in pairwise(rates[10:])) and 0.1 < rates[-1] < 0.11
-    assert set(schedule(ppo(warmup_ratio=0, min_lr_ratio=1.0, actor_learning_rate=1.0), "actor", 5)) == {
-        1.0
-    }, "both can be turned off"
+    # both can be turned off
+    assert set(schedule(ppo(warmup_ratio=0, min_lr_ratio=1.0, actor_learning_rate=1.0), "actor", 5)) == {1.0}
 
 
 # 6. The critic starts as the reward model, head included.
@@ -432,9 +169,8 @@ def test_the_critic_starts_as_the_reward_model(models: Path, plain_engine: None)
     longer = [Document([*d.tokens, 5], [*d.mask, True]) for d in docs]
     values = dict(critic(models).values(longer))
     for i in range(5):
-        assert values[i][-1] == pytest.approx(scores[i][0], rel=1e-5, abs=1e-6), (
-            "V before a token is the score of what stands before it"
-        )
+        # V before a token is the score of what stands before it
+        assert values[i][-1] == pytest.approx(scores[i][0], rel=1e-5, abs=1e-6)
     assert np.std([scores[i][0] for i in range(5)]) > 0.01
 
 
@@ -480,9 +216,8 @@ def test_advantages_have_mean_0_and_std_1_over_the_whole_rollout() -> None:
         following = delta + 0.95 * following
         expected.insert(0, following)
     assert advantage == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    assert said(plain, "returns")[7] == pytest.approx(advantage + values, rel=1e-5), (
-        "returns are not whitened"
-    )
+    # returns are not whitened
+    assert said(plain, "returns")[7] == pytest.approx(advantage + values, rel=1e-5)
 
 
 # 10. Actor and critic are separate models.
@@ -499,24 +234,6 @@ def test_training_one_of_actor_and_critic_leaves_the_other_alone(models: Path, p
     one.train(items, [Update(list(range(8)), 1e-2, 0.0)])
     assert not torch.equal(flat(one), before[0]) and torch.equal(flat(other), moved)
     assert {"actor", "critic"} <= set(ppo().groups), "each has processes of its own"
-
-
-@pytest.mark.usefixtures("plain_engine")
-def test_the_range_of_values_is_that_of_the_step_in_any_micro_batches(models: Path) -> None:
-    """Returns of up to 10: the range comes with the step, so no split changes it. Without one a critic that
-    lags behind moves further."""
-    items = [replace(e, returns=e.returns * 10, values=e.values + 1) for e in experience(models)]
-
-    def trained(micro: int, clip: float | None) -> tuple[dict[str, float], torch.Tensor]:
-        role = Critic(model(models / "rm"), ppo().model_copy(update={"micro_train_batch_size": micro}), 0)
-        return role.train(items, [Update(list(range(8)), 1e-2, 0.0, clip)]).metrics[0], flat(role)
-
-    (whole, moved), (split, same) = trained(8, 2.0), trained(3, 2.0)
-    assert split == pytest.approx(whole, rel=1e-4) and 0 < whole["value/clip_share"] < 1
-    torch.testing.assert_close(same, moved, atol=1e-4, rtol=0)
-    narrow = trained(8, 0.2)[0]
-    free = trained(8, None)[0]
-    assert free["value/clip_share"] == 0 < whole["value/clip_share"] < narrow["value/clip_share"]
 
 
 # The family.
@@ -556,53 +273,3 @@ def test_each_estimator_averages_its_loss_as_its_paper_does(
 def test_the_clip_is_symmetric_by_default() -> None:
     assert ppo(eps_clip=0.3).clips == (0.3, 0.3)
     assert ppo(eps_clip_high=0.28).clips == (0.2, 0.28)
-
-
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
-def test_micro_batches_change_nothing(models: Path, plain_engine: None, aggregation: str, ratio: str) -> None:
-    """One optimiser step in one forward pass or in eight: the same gradient, with every term of the loss
-    on."""
-    choices = {
-        "loss_aggregation": aggregation,
-        "ratio": ratio,
-        "kl_in": "loss",
-        "kl_estimator": "k2",
-        "entropy_coef": 0.1,
-    }
-    items = experience(models)
-    gradients = []
-    metrics = []
-
-    class Watched(TorchEngine):
-        def step(self, learning_rate: float) -> float:
-            gradients.append(
-                torch.cat([p.grad.flatten() for p in self.module.parameters() if p.grad is not None])
-            )
-            return super().step(learning_rate)
-
-    for micro, tokens in ((8, None), (3, None), (1, None), (8, 60)):
-        role = actor(models, micro, **choices)
-        role.passes = role.passes._replace(tokens=tokens)
-        role.engine = Watched(role.engine.module, role.engine._adamw)
-        metrics.append(role.train(items, [Update(list(range(8)), 1e-3, 0.2)]).metrics[0])
-    assert gradients[0].abs().max() > 1e-3
-    for gradient, found in zip(gradients[1:], metrics[1:], strict=True):
-        torch.testing.assert_close(gradient, gradients[0])
-        assert found == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
-
-
-def test_the_entropy_bonus_raises_the_entropy(models: Path, plain_engine: None) -> None:
-    items = experience(models, scale=0.0)
-    steps = actor(models, entropy_coef=1.0).train(items, [Update(list(range(8)), 1e-2, 0.0)] * 5).metrics
-    assert steps[-1]["policy/entropy"] > steps[0]["policy/entropy"] + 1e-3
-
-
-def test_the_first_step_is_on_policy(models: Path, plain_engine: None) -> None:
-    for aggregation in ("token", "sequence", "constant"):
-        metrics = (
-            actor(models, loss_aggregation=aggregation)
-            .train(experience(models), [Update(list(range(8)), 1e-3, 0.0)])
-            .metrics[0]
-        )
-        assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5) and metrics["policy/clip_share"] == 0

@@ -17,8 +17,7 @@ from rlhf_core.stages.ppo.ppo_setup import model_paths
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel
 from rlhf_core.stages.ppo.roles.trained import Update
 from tests.support.fleet_config import fleet_config, no_sources
-from tests.unit.stages.ppo.test_fleet import Role
-from tests.unit.stages.ppo.test_ppo_tricks import (
+from tests.support.tiny_roles import (
     actor,
     documents,
     experience,
@@ -28,6 +27,7 @@ from tests.unit.stages.ppo.test_ppo_tricks import (
     plain_engine,
     ppo,
 )
+from tests.unit.stages.ppo.test_fleet import Role
 
 __all__ = ["models", "plain_engine"]  # fixtures
 LORA = Lora(rank=4)
@@ -42,17 +42,15 @@ def test_without_its_adapters_the_actor_is_the_reference(models: Path, plain_eng
         found = dict(trained.reference_logprobs(docs))
         own = dict(trained.logprobs(docs))
         assert all(np.array_equal(found[i], expected[i]) for i in expected)
-        assert all(np.array_equal(own[i], expected[i]) for i in expected) == (step == 0), (
-            "the adapters begin at zero, and are trained"
-        )
+        # the adapters begin at zero, and are trained
+        assert all(np.array_equal(own[i], expected[i]) for i in expected) == (step == 0)
         assert [
             name
             for name, weight in trained.module.named_parameters()
             if weight.requires_grad and ".lora_" not in name
         ] == []
-        assert any(weight.requires_grad for weight in trained.module.parameters()), (
-            "the adapters can be trained afterwards"
-        )
+        # the adapters can be trained afterwards
+        assert any(weight.requires_grad for weight in trained.module.parameters())
         trained.train(experience(models), [Update(list(range(8)), 1e-2, 0.0)])
     assert not torch.equal(flat(trained), before)
 

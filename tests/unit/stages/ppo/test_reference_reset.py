@@ -17,9 +17,9 @@ from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, Scored
 from tests.support.states import wait_until_complete
+from tests.support.tiny_roles import documents, ppo
 from tests.unit.stages.ppo.test_ppo_export import Roles
 from tests.unit.stages.ppo.test_ppo_export import ppo as run_ppo
-from tests.unit.stages.ppo.test_ppo_tricks import documents, ppo
 
 
 def references(

@@ -12,9 +12,9 @@ import torch
 from rlhf_core.stages.ppo.rewards.credit import distance_to_sampler, divergence
 from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout
-from tests.unit.stages.ppo.test_credit import OLD, SAMPLER, arrays, close, credited
-from tests.unit.stages.ppo.test_credit import ppo as recorded
-from tests.unit.stages.ppo.test_ppo_tricks import actor, experience, flat, models, plain_engine
+from tests.support.recorded_rollout import OLD, SAMPLER, arrays, close, credited
+from tests.support.recorded_rollout import ppo as recorded
+from tests.support.tiny_roles import actor, experience, flat, models, plain_engine
 
 __all__ = ["models", "plain_engine"]
 IN_RATIO = {"sampler_is": "in_ratio", "advantage_estimator": "grpo", "init_kl_coef": 0.0}

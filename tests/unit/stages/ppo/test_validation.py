@@ -59,11 +59,9 @@ def validation(values: list[float], n: int, right: float | None = None, **groups
 
 def test_the_interval_is_over_prompts() -> None:
     found = validation([1, 3, 2, 2, 0, 4, 5, 7], n=2)  # means 2, 2, 2, 6
-    assert (
-        found["eval/reward/mean"] == 3
-        and found["eval/response/length"] == 2
-        and found["eval/response/truncated"] == 0.5
-    )
+    assert found["eval/reward/mean"] == 3
+    assert found["eval/response/length"] == 2
+    assert found["eval/response/truncated"] == 0.5
     half = 3.182 * 2 / 2  # Student's quantile of three degrees of freedom, times the standard error
     assert (
         found["eval/reward/ci_high"] - 3 == pytest.approx(half, rel=1e-3) == 3 - found["eval/reward/ci_low"]
@@ -137,21 +135,16 @@ def test_pass_at_k_is_told_for_powers_of_two_and_all_answers() -> None:
 
 
 def test_answers_are_sampled_as_in_the_training_unless_the_recipe_says_otherwise() -> None:
-    held: dict[str, Any] = {
-        "prompts": {"sources": "x"},
-        "eval_prompts": {"sources": "y"},
-        "temperature": 0.8,
-        "top_p": 0.9,
-    }
+    held: dict[str, Any] = dict(
+        prompts={"sources": "x"}, eval_prompts={"sources": "y"}, temperature=0.8, top_p=0.9
+    )
     usual = sampling_of(config(**held), 2, [7])
     assert (usual.temperature, usual.top_p, usual.n, usual.logprobs) == (0.8, 0.9, 2, False)
     other = sampling_of(config(**held, eval_temperature=0.0, eval_top_p=0.5), 1, [7])
     assert (other.temperature, other.top_p) == (0.0, 0.5)
     with pytest.raises(ValueError, match="eval_temperature=0 gives the same answer every time"):
         config(**held, eval_temperature=0, eval_samples=2)
-    with pytest.raises(
-        ValueError, match="eval_prompts are not set, and eval_temperature, eval_top_p are about these"
-    ):
+    with pytest.raises(ValueError, match=r"eval_prompts are .* eval_temperature, eval_top_p are about these"):
         config(prompts={"sources": "x"}, eval_temperature=0.5, eval_top_p=0.5)
 
 
@@ -198,11 +191,9 @@ def test_the_best_iteration_answers_again_with_seeds_of_its_own(tmp_path: Path, 
 
 def test_each_data_source_has_its_own() -> None:
     found = validation([1, 2, 3, 10], n=1, right=3, first=range(3), second=range(3, 4))
-    assert (found["eval/reward/mean"], found["eval/first/reward/mean"], found["eval/second/reward/mean"]) == (
-        4,
-        2,
-        10,
-    )
+    assert found["eval/reward/mean"] == 4
+    assert found["eval/first/reward/mean"] == 2
+    assert found["eval/second/reward/mean"] == 10
     assert found["eval/first/right/mean"] == pytest.approx(1 / 3)
 
 
@@ -234,9 +225,8 @@ def test_prompts_of_the_training_are_left_out(
     found = load_validation(recipe, renderer, training, [], [], 0)
     assert found is not None and not known & {tuple(prompt.tokens) for prompt in found.prompts}
     assert len(set(found.seeds) | set(found.fresh_seeds)) == 2 * len(found.prompts)
-    assert (
-        list(found.groups) == ["held", "other"] and list(found.groups["other"])[-1] == len(found.prompts) - 1
-    )
+    assert list(found.groups) == ["held", "other"]
+    assert list(found.groups["other"])[-1] == len(found.prompts) - 1
     assert "eval_prompts are prompts of the training, too: they are left out" in capsys.readouterr().out
     same = recipe.model_copy(update={"eval_prompts": recipe.prompts})
     with pytest.raises(ValueError, match="every one of eval_prompts is a prompt of the training, too"):
