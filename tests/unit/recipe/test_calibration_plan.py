@@ -38,26 +38,21 @@ def planned(calibration: str = "", *overrides: str) -> Plan:
 def test_an_evaluation_waits_for_a_calibration_that_decides_nothing_of_it() -> None:
     without = planned()
     waiting = planned(", calibration: calibration")
-    assert (
-        "calibration" not in without["evaluation"].parents and "calibration" in waiting["evaluation"].parents
-    )
+    assert "calibration" not in without["evaluation"].parents
+    assert "calibration" in waiting["evaluation"].parents
     assert [node.name for node in waiting.nodes] == ["reward_model", "calibration", "evaluation"]
     assert without["evaluation"].digest == waiting["evaluation"].digest
     write_labels(Path("labels.jsonl"), label(1, "B>A"))
     later = planned(", calibration: calibration")
-    assert (
-        later["evaluation"].digest == waiting["evaluation"].digest
-        and later["calibration"].digest != waiting["calibration"].digest
-    )
+    assert later["evaluation"].digest == waiting["evaluation"].digest
+    assert later["calibration"].digest != waiting["calibration"].digest
 
 
 def test_a_calibration_is_made_again_with_its_reward_model() -> None:
     one = planned()
     other = planned("", "reward_model.max_epochs=3")
-    assert (
-        one["calibration"].parents == ("reward_model",)
-        and one["calibration"].digest != other["calibration"].digest
-    )
+    assert one["calibration"].parents == ("reward_model",)
+    assert one["calibration"].digest != other["calibration"].digest
     assert (
         planned("", "calibration.micro_rollout_batch_size=2")["calibration"].digest
         == one["calibration"].digest
@@ -123,11 +118,9 @@ def test_a_regression_suite_judges_the_rounds_of_a_loop_and_the_last_is_final() 
 """
     Path("recipe.yaml").write_text(TEXT.replace("CALIBRATION", "") + loop)
     config = plan(load_recipe("recipe.yaml"))["regression"].config
-    assert (
-        isinstance(config, Regression)
-        and config.models == ("loop.round1", "loop.round2")
-        and config.parents == {}
-    )
+    assert isinstance(config, Regression)
+    assert config.models == ("loop.round1", "loop.round2")
+    assert config.parents == {}
     assert [gate.metric for gate in config.gates] == ["newly_failed/loop.round2", "out_of_band"]
     # its rates are an evaluation's
     with pytest.raises(ValueError, match=r"unknown metric 'win_rate/loop\.round2'"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.recipe.loops.loop_choice import with_rounds
 from rlhf_core.recipe.loops.loop_record import directories, folder_of
 from rlhf_core.recipe.loops.loop_state import LoopState, loop_state
-from rlhf_core.recipe.loops.round_steps import begin, finish, follow, refuse
+from rlhf_core.recipe.loops.round_steps import begin, finish, refuse
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.run_dir import Outcome, RunDir
 
@@ -43,6 +42,11 @@ def recipe(folder: Path, gate: float | None = None, **loop: Any) -> Recipe:
         "evaluation": {"models": ["loop"], "questions": {"path": str(folder / "q.jsonl")}},
     }
     return Recipe(name="night", base_model="org/base", artifacts=str(folder / "artifacts"), stages=stages)
+
+
+def changed(of: Recipe, stage: str, **fields: Any) -> Recipe:
+    stages = of.stages | {stage: of.stages[stage].model_copy(update=fields)}
+    return of.model_copy(update={"stages": stages})
 
 
 def say(inbox: Inbox, *names: str) -> None:
@@ -82,10 +86,8 @@ def test_each_round_takes_the_rows_that_are_new(tmp_path: Path, inbox: Inbox) ->
     assert rows(one_round(recipe(tmp_path)).plan["loop.round1"]) == ["a", "b"]
     say(inbox, "c")
     assert rows(one_round(recipe(tmp_path)).plan["loop.round2"]) == ["c"]
-    assert (
-        "round 3 waits for feedback: night.inbox has 0 new rows that it can use"
-        in loop_state(recipe(tmp_path), "loop").why_not()
-    )
+    told = loop_state(recipe(tmp_path), "loop").why_not()
+    assert "round 3 waits for feedback: night.inbox has 0 new rows that it can use" in told
 
 
 def test_a_plan_of_the_recipe_begins_no_round(tmp_path: Path, inbox: Inbox) -> None:
@@ -103,9 +105,8 @@ def test_a_round_that_has_begun_keeps_its_rows(tmp_path: Path, inbox: Inbox) -> 
     RunDir(begun.plan["loop.round1"].run_dir).prepare(begun.plan.request(begun.plan["loop.round1"]))
     say(inbox, "b")
     again = begin(recipe(tmp_path), loop_state(recipe(tmp_path), "loop"))
-    assert again.plan["loop.round1"].digest == begun.plan["loop.round1"].digest and rows(
-        again.plan["loop.round1"]
-    ) == ["a"]
+    assert again.plan["loop.round1"].digest == begun.plan["loop.round1"].digest
+    assert rows(again.plan["loop.round1"]) == ["a"]
     do(again.plan)
     finish(again)
     assert rows(one_round(recipe(tmp_path)).plan["loop.round2"]) == ["b"]
@@ -143,15 +144,12 @@ def test_a_refused_round_is_left_out_with_its_rows(tmp_path: Path, inbox: Inbox)
     found = loop_state(gated, "loop")
     assert found.number == 2 and found.renewed
     found = refuse(gated, found, found.failed[0].summary)
-    assert (
-        found.number == 3
-        and not found.failed
-        and "loop.round2.dpo" not in [node.name for node in found.plan.nodes]
-    )
+    assert found.number == 3
+    assert not found.failed
+    assert "loop.round2.dpo" not in [node.name for node in found.plan.nodes]
     done = one_round(gated)
-    assert rows(done.plan["loop.round3"]) == ["c"] and done.plan["loop.round3"].stages == {
-        "loop.round1.dpo": "loop.round1.dpo"
-    }
+    assert rows(done.plan["loop.round3"]) == ["c"]
+    assert done.plan["loop.round3"].stages == {"loop.round1.dpo": "loop.round1.dpo"}
     assert done.plan["evaluation"].config.models == ("loop.round1", "loop.round3")  # type: ignore[attr-defined]
     assert [bool(one.refused) for one in loop_state(gated, "loop").record.rounds] == [False, True, False]
     assert not any("round2" in name for name in directories(folder_of(gated)))
@@ -162,9 +160,8 @@ def test_one_run_takes_what_is_there_until_it_is_told_to_move_on(tmp_path: Path,
     first = plan(recipe(tmp_path))
     say(inbox, "b")
     second = plan(recipe(tmp_path))
-    assert (
-        rows(first["loop"]) == rows(second["loop"]) == ["a"] and first["loop"].digest == second["loop"].digest
-    )
+    assert rows(first["loop"]) == rows(second["loop"]) == ["a"]
+    assert first["loop"].digest == second["loop"].digest
     (folder_of(recipe(tmp_path)) / "pins.json").unlink()
     assert rows(plan(recipe(tmp_path))["loop"]) == ["a", "b"]
 
@@ -188,21 +185,15 @@ def test_what_is_missing_is_told(tmp_path: Path, inbox: Inbox) -> None:
 
     assert "there is no such inbox: `alignflow feedback import FILE --inbox" in told(plan(recipe(tmp_path)))
     inbox.add([feedback_of({"prompt": "q", "response": "x", "thumb": "up"})])
-    assert "night.inbox: has no (new) rows of the kind that this stage trains on" in told(
-        plan(recipe(tmp_path))
-    )
+    assert "night.inbox: has no (new) rows of the kind that this stage trains" in told(plan(recipe(tmp_path)))
     with pytest.raises(ValueError, match="is an inbox, which has no rows for it"):
         plan(
             Recipe(
                 name="n",
                 base_model="org/base",
-                stages={
-                    "evaluation": {
-                        "models": ["org/a"],
-                        "baseline": "org/b",
-                        "questions": {"path": str(inbox.folder)},
-                    }
-                },
+                stages=dict(
+                    evaluation=dict(models=["org/a"], baseline="org/b", questions={"path": str(inbox.folder)})
+                ),
             )
         )
 
@@ -247,19 +238,13 @@ def test_the_first_round_may_be_refused(tmp_path: Path, inbox: Inbox) -> None:
     assert found.number == 2
     done = one_round(gated)
     assert rows(done.plan["loop.round2"]) == ["b"] and done.plan["loop.round2"].stages == {"sft": "sft"}
-    assert plan(gated).aliases["loop"] == "loop.round2.dpo", (
-        "the recipe's one round is refused, and what depends on it needs a model"
-    )
+    # the recipe's one round is refused, and what depends on it needs a model
+    assert plan(gated).aliases["loop"] == "loop.round2.dpo"
 
 
 def test_gates_on_a_loop_whose_rounds_are_all_refused_are_planned(tmp_path: Path, inbox: Inbox) -> None:
-    of = recipe(tmp_path, gate=0.5)
     gates = (Gate(metric="win_rate_vs_parent/loop", min=0.5),)
-    of = of.model_copy(
-        update={
-            "stages": of.stages | {"evaluation": of.stages["evaluation"].model_copy(update={"gates": gates})}
-        }
-    )
+    of = changed(recipe(tmp_path, gate=0.5), "evaluation", gates=gates)
     say(inbox, "poison")
     one_round(of, accuracy=0.1)
     refuse(of, loop_state(of, "loop"), "poisoned")
@@ -268,11 +253,8 @@ def test_gates_on_a_loop_whose_rounds_are_all_refused_are_planned(tmp_path: Path
 
 
 def test_an_evaluation_judges_the_last_rounds_alone(tmp_path: Path, inbox: Inbox) -> None:
-    of = recipe(tmp_path)
-    evaluation = of.stages["evaluation"].model_copy(
-        update={"last_rounds": 1, "gates": (Gate(metric="win_rate_vs_parent/loop", min=0.5),)}
-    )
-    of = of.model_copy(update={"stages": of.stages | {"evaluation": evaluation}})
+    gates = (Gate(metric="win_rate_vs_parent/loop", min=0.5),)
+    of = changed(recipe(tmp_path), "evaluation", last_rounds=1, gates=gates)
     for name in ("a", "b", "c"):
         say(inbox, name)
         found = begin(of, loop_state(of, "loop")).plan["evaluation"].config
@@ -283,28 +265,20 @@ def test_an_evaluation_judges_the_last_rounds_alone(tmp_path: Path, inbox: Inbox
 
 
 def test_a_gate_that_is_not_about_the_round_refuses_none(tmp_path: Path, inbox: Inbox) -> None:
-    of = recipe(tmp_path)
-    stages = of.stages | {
-        "sft": of.stages["sft"].model_copy(update={"gates": (Gate(metric="loss", max=0.5),)})
-    }
-    of = of.model_copy(update={"stages": stages})
+    of = changed(recipe(tmp_path), "sft", gates=(Gate(metric="loss", max=0.5),))
     say(inbox, "a")
     found = begin(of, loop_state(of, "loop"))
     do(found.plan, accuracy=0.1)
     say(inbox, "b")
     state = loop_state(of, "loop")
-    assert (
-        [verdict.stage for verdict in state.failed][:1] == ["sft"]
-        and not state.held
-        and not state.renewed
-        and not state.turned_down
-    )
+    assert [verdict.stage for verdict in state.failed][:1] == ["sft"]
+    assert not state.held
+    assert not state.renewed
+    assert not state.turned_down
 
 
 def test_a_recipe_may_name_a_refused_round(tmp_path: Path, inbox: Inbox) -> None:
-    of = recipe(tmp_path)
-    evaluation = of.stages["evaluation"].model_copy(update={"models": ("loop.round1", "loop.round2", "loop")})
-    of = of.model_copy(update={"stages": of.stages | {"evaluation": evaluation}})
+    of = changed(recipe(tmp_path), "evaluation", models=("loop.round1", "loop.round2", "loop"))
     say(inbox, "a")
     planned = plan(with_rounds(of, "loop", 2), {}, {}, {"loop.round1"})
     assert planned["evaluation"].config.models == ("loop.round2",)  # type: ignore[attr-defined]
@@ -325,9 +299,8 @@ def test_one_run_after_nights_goes_by_the_loops_record(tmp_path: Path, inbox: In
     first = one_round(recipe(tmp_path)).plan["loop.round1"].digest
     say(inbox, "b")
     one_round(recipe(tmp_path))
-    assert plan(recipe(tmp_path))["loop.round1"].digest == first and all(
-        node.done for node in plan(recipe(tmp_path, rounds=2)).stages_of("loop")
-    )
+    assert plan(recipe(tmp_path))["loop.round1"].digest == first
+    assert all(node.done for node in plan(recipe(tmp_path, rounds=2)).stages_of("loop"))
 
 
 def test_an_inbox_is_the_same_by_every_path_and_another_one_in_its_place_is_not(
@@ -346,13 +319,9 @@ def test_an_inbox_is_the_same_by_every_path_and_another_one_in_its_place_is_not(
 
 
 def test_prompts_of_a_sampled_loop_are_new_in_each_round(tmp_path: Path, inbox: Inbox) -> None:
-    loop = {
-        "stage": "iterative_dpo",
-        "reward": "org/r",
-        "policy": "base",
-        "prompts": {"sources": str(inbox.folder)},
-        "rounds": 1,
-    }
+    loop = dict(
+        stage="iterative_dpo", reward="org/r", policy="base", prompts={"sources": str(inbox.folder)}, rounds=1
+    )
     of = Recipe(
         name="night", base_model="org/base", artifacts=str(tmp_path / "artifacts"), stages={"loop": loop}
     )
@@ -369,11 +338,9 @@ def test_prompts_of_a_sampled_loop_are_new_in_each_round(tmp_path: Path, inbox: 
 
 def test_drift_compares_the_prompts_of_each_round(tmp_path: Path, inbox: Inbox) -> None:
     of = recipe(tmp_path)
-    drift = {
-        "model": "loop",
-        "prompts": {"sources": str(inbox.folder)},
-        "past_prompts": {"sources": "train.jsonl"},
-    }
+    drift = dict(
+        model="loop", prompts={"sources": str(inbox.folder)}, past_prompts={"sources": "train.jsonl"}
+    )
     of = Recipe(**of.model_dump() | {"stages": {**of.stages, "drift": {"stage": "drift", **drift}}})
     say(inbox, "a")
     plan(of)  # as serve does at its start
@@ -391,71 +358,8 @@ def test_the_status_says_how_a_refused_round_ends(tmp_path: Path, inbox: Inbox) 
     say(inbox, "poison")
     one_round(gated, accuracy=0.1)
     told = next_of(loop_state(gated, "loop"), running=False)
-    assert (
-        told.startswith("Round 1 is stopped by a gate (stage loop.round1.dpo: accuracy is 0.1")
-        and "send more feedback" in told
-    )
+    assert told.startswith("Round 1 is stopped by a gate (stage loop.round1.dpo: accuracy is 0.1")
+    assert "send more feedback" in told
     say(inbox, "b")
-    assert next_of(loop_state(gated, "loop"), running=False).endswith(
-        ": the next run leaves it out and begins another one."
-    )
-
-
-MODELS = [f"loop.round{number}.dpo" for number in range(5)]
-
-
-def three_rounds(folder: Path, inbox: Inbox) -> Recipe:
-    of = recipe(folder)
-    for name in ("a", "b", "c"):
-        say(inbox, name)
-        one_round(of)
-    return of
-
-
-def test_the_loop_goes_on_from_the_champion_after_a_rollback(tmp_path: Path, inbox: Inbox) -> None:
-    of = three_rounds(tmp_path, inbox)
-    before = loop_state(of, "loop")
-    assert follow(of, before, MODELS[3], {MODELS[1]: "", MODELS[2]: ""}) is before, "nobody rolled back"
-    found = follow(of, before, MODELS[1], {MODELS[2]: "", MODELS[3]: "rude answers"})
-    assert [done.refused for done in found.record.rounds] == [
-        "",
-        "rolled back: loop.round1.dpo was promoted",
-        "rolled back: rude answers",
-    ]
-    say(inbox, "d")
-    planned = one_round(of).plan
-    assert rows(planned["loop.round4"]) == ["d"] and planned["loop.round4"].parents == (MODELS[1],)
-    again = follow(of, loop_state(of, "loop"), MODELS[3], {MODELS[1]: "", MODELS[2]: ""})
-    assert [bool(done.refused) for done in again.record.rounds] == [
-        False,
-        True,
-        False,
-        True,
-    ], "round 4 was trained from round 1"
-
-
-@pytest.mark.parametrize("trained", ["with all", "alone", ""])
-def test_a_round_in_progress_does_not_outlive_the_model_that_it_was_trained_from(
-    tmp_path: Path, inbox: Inbox, trained: str
-) -> None:
-    of = three_rounds(tmp_path, inbox)
-    say(inbox, "d")
-    begun = begin(of, loop_state(of, "loop"))
-    if trained:
-        # the last one is the evaluation
-        do(replace(begun.plan, nodes=begun.plan.nodes[: None if trained == "with all" else -1]))
-    found = follow(of, loop_state(of, "loop"), MODELS[2], {MODELS[1]: "", MODELS[3]: "rude answers"})
-    assert found.number == (5 if trained else 4) and found.record.begun is None
-    assert (
-        found.record.rounds[-1].refused
-        == f"rolled back: {'it was trained from another model' if trained else 'rude answers'}"
-    )
-    say(inbox, "e")
-    planned = one_round(of).plan
-    node = planned[f"loop.round{found.number}"]
-    assert rows(node) == (["e"] if trained else ["d", "e"]) and node.parents == (MODELS[2],)
-
-
-def test_the_champion_of_another_loop_changes_nothing(tmp_path: Path, inbox: Inbox) -> None:
-    before = loop_state(three_rounds(tmp_path, inbox), "loop")
-    assert follow(recipe(tmp_path), before, "sft", {MODELS[3]: "rude answers"}) is before
+    told = next_of(loop_state(gated, "loop"), running=False)
+    assert told.endswith(": the next run leaves it out and begins another one.")

@@ -21,6 +21,7 @@ from rlhf_core.recipe.load_recipe import dump_recipe, load_recipe, recipe_of
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.records import StageResult
 from rlhf_core.runs.run_dir import Outcome, RunDir
+from tests.support.text_rows import rows_of_text
 
 TEXT = """
 name: tiny
@@ -92,42 +93,18 @@ def test_a_gate_that_names_a_loop_speaks_of_its_last_round(planned: Planned) -> 
 
 @pytest.mark.parametrize(
     ("override", "told"),
-    [
-        (
-            "sft.gates=[{metric: eval/los, max: 2}]",
-            r"^stages\.sft\.gates\.0\.metric: unknown metric 'eval/los'; did you mean eval/loss",
-        ),
-        (
-            "reward_model.gates=[{metric: win_rate/ppo, min: 0.5}]",
-            r"stages\.reward_model\.gates\.0\.metric: unknown metric 'win_rate/ppo'",
-        ),
-        (
-            "evaluation.gates=[{metric: win_rate/loop.round3, min: 0.5}]",
-            r"evaluation\.gates\.0\.metric.*win_rate/loop\.round2",
-        ),
-        (
-            "loop.gates=[{metric: accuracyy, min: 0.5}]",
-            r"^stages\.loop\.gates\.0\.metric: unknown metric 'accuracyy'; did you mean accuracy",
-        ),
-        ("loop.gates=[{metric: eval/loss, min: 0.5}]", r"stages\.loop\.gates\.0.*there is no eval_data"),
-        (
-            "sft.gates=[{metric: loss}]",
-            r"stages\.sft\.gates\.0: a gate on loss needs a bound: set min, max or both",
-        ),
-        ("sft.gates=[{metric: loss, min: 3, max: 2}]", r"stages\.sft\.gates\.0: min=3 is above max=2"),
-        (
-            "sft.gates=[{metric: loss, min: .nan}]",
-            r"stages\.sft\.gates\.0: a bound of the gate on loss is not a finite number",
-        ),
-        (
-            "sft.gates=[{metric: loss, max: 2, on_fail: halt}]",
-            r"stages\.sft\.gates\.0\.on_fail: .*'stop', 'warn' or 'branch'",
-        ),
-        (
-            "sft.gates=[{metric: loss, maximum: 2}]",
-            r"stages\.sft\.gates\.0\.maximum: unknown key 'maximum'; did you mean m",
-        ),
-    ],
+    rows_of_text(r"""
+    sft.gates=[{metric: eval/los, max: 2}] | ^stages\.sft\.gates\.0\.metric: unknown metric 'eval/los'; did you mean eval/loss
+    reward_model.gates=[{metric: win_rate/ppo, min: 0.5}] | stages\.reward_model\.gates\.0\.metric: unknown metric 'win_rate/ppo'
+    evaluation.gates=[{metric: win_rate/loop.round3, min: 0.5}] | evaluation\.gates\.0\.metric.*win_rate/loop\.round2
+    loop.gates=[{metric: accuracyy, min: 0.5}] | ^stages\.loop\.gates\.0\.metric: unknown metric 'accuracyy'; did you mean accuracy
+    loop.gates=[{metric: eval/loss, min: 0.5}] | stages\.loop\.gates\.0.*there is no eval_data
+    sft.gates=[{metric: loss}] | stages\.sft\.gates\.0: a gate on loss needs a bound: set min, max or both
+    sft.gates=[{metric: loss, min: 3, max: 2}] | stages\.sft\.gates\.0: min=3 is above max=2
+    sft.gates=[{metric: loss, min: .nan}] | stages\.sft\.gates\.0: a bound of the gate on loss is not a finite number
+    sft.gates=[{metric: loss, max: 2, on_fail: halt}] | stages\.sft\.gates\.0\.on_fail: .*'stop', 'warn' or 'branch'
+    sft.gates=[{metric: loss, maximum: 2}] | stages\.sft\.gates\.0\.maximum: unknown key 'maximum'; did you mean m
+    """),
 )
 def test_wrong_gates_are_one_sentence(planned: Planned, override: str, told: str) -> None:
     with pytest.raises(ValueError, match=told) as refused:
@@ -138,9 +115,7 @@ def test_wrong_gates_are_one_sentence(planned: Planned, override: str, told: str
 def test_held_out_metrics_need_held_out_data(planned: Planned) -> None:
     gate = "sft.gates=[{metric: eval/loss, max: 2}]"
     assert planned(gate)["sft"].config.gates
-    with pytest.raises(
-        ValueError, match=r"stages\.sft\.gates\.0.*there is no eval_data, and eval/\.\.\. is measured on it"
-    ):
+    with pytest.raises(ValueError, match=r"stages\.sft\.gates\.0.*there is .* eval/\.\.\. is measured on it"):
         planned(gate, "sft.eval_data=null")
 
 
@@ -250,11 +225,9 @@ def test_a_finished_stage_is_checked_again_and_its_verdicts_are_kept(
     ]
     page = write_report(tmp_path / "report", "tiny", stages).read_text()
     assert "The run stopped after sft, which did not pass a gate: there is no evaluation." in page
-    assert (
-        "at most 1" in page
-        and "failed: the run stopped here" in page
-        and "The SFT did not fit its data" in page
-    )
+    assert "at most 1" in page
+    assert "failed: the run stopped here" in page
+    assert "The SFT did not fit its data" in page
     summary = json.loads((tmp_path / "report" / "summary.json").read_text())
     first, second = summary["stages"][0]["gates"]
     assert (first["metric"], first["value"], first["max"], first["passed"]) == ("loss", 1.5, 1.0, False)

@@ -22,19 +22,9 @@ from rlhf_core.runs.run_dir import Outcome, RunDir
 
 STAGES: dict[str, Any] = {
     "sft": {"data": {"sources": "train.jsonl"}},
-    "loop": {
-        "stage": "iterative_dpo",
-        "reward": "org/reward",
-        "prompts": {"sources": "prompts.jsonl"},
-        "rounds": 1,
-    },
+    "loop": dict(stage="iterative_dpo", reward="org/reward", prompts={"sources": "prompts.jsonl"}, rounds=1),
     "evaluation": {"models": ["loop"], "questions": {"path": "q.jsonl"}},
-    "publication": {
-        "model": "loop",
-        "evaluation": "evaluation",
-        "repo_id": "me/model",
-        "round_branch": "round-{}",
-    },
+    "publication": dict(model="loop", evaluation="evaluation", repo_id="me/model", round_branch="round-{}"),
 }
 SOON = datetime.now(UTC) + timedelta(days=1)
 
@@ -82,9 +72,8 @@ def test_rounds_follow_each_other_with_the_digests_of_one_run_of_them_all(tmp_pa
     }.items() <= digests.items()
     assert len(trained(tmp_path)) == 6, "nothing was trained twice"
     record = read(tmp_path / "night", "loop")
-    assert [done.win_rate for done in record.rounds] == pytest.approx(
-        [0.6, 0.61, 0.62]
-    ) and record.begun is None
+    assert [done.win_rate for done in record.rounds] == pytest.approx([0.6, 0.61, 0.62])
+    assert record.begun is None
     assert list(record.rounds[1].stages) == [
         "loop.round2.preferences",
         "loop.round2.dpo",
@@ -111,9 +100,8 @@ def test_an_edited_recipe_counts_for_the_rounds_to_come(tmp_path: Path) -> None:
     }
     found = loop_state(recipe(tmp_path, beta=0.7), "loop")
     request = found.plan.request(found.plan["loop.round3"])
-    assert before["loop.round2.dpo"] in request.inputs["loop.round2.dpo"], (
-        "round 3 starts from the round 2 that there is"
-    )
+    # round 3 starts from the round 2 that there is
+    assert before["loop.round2.dpo"] in request.inputs["loop.round2.dpo"]
     assert len(trained(tmp_path)) == 6
 
 
@@ -124,9 +112,8 @@ def test_an_edit_in_the_middle_of_a_round_trains_no_round_twice(
     cut = one_round(recipe(tmp_path), 1 + stages)  # the SFT too
     after = one_round(recipe(tmp_path, beta=0.7))
     same = [name for name in cut if name.startswith("loop.") and cut[name] == after[name]]
-    assert len(same) == (2 if stages > 1 else 1), (
-        "what was trained is kept; what was not takes the new recipe"
-    )
+    # what was trained is kept; what was not takes the new recipe
+    assert len(same) == (2 if stages > 1 else 1)
     assert len(trained(tmp_path)) == 2 + repeated
 
 
@@ -171,10 +158,8 @@ def test_why_not_now(tmp_path: Path) -> None:
     found = loop_state(recipe(tmp_path), "loop")
     assert found.why_not() == found.why_not(3, 0.005, SOON) == ""
     assert found.why_not(2) == "2 rounds are done, and --max-rounds (parameter max_rounds of the flow) is 2"
-    assert (
-        "the win rate went from 0.600 to 0.610 in round 2: it does not rise by more than 0.02"
-        in found.why_not(min_gain=0.02)
-    )
+    told = found.why_not(min_gain=0.02)
+    assert "the win rate went from 0.600 to 0.610 in round 2: it does not rise by more than 0.02" in told
     assert "round 2 was begun and finished after" in found.why_not(due=datetime.now(UTC) - timedelta(hours=1))
 
 
@@ -239,8 +224,7 @@ def test_which_loop(tmp_path: Path) -> None:
 def test_gc_keeps_what_a_loop_needs(tmp_path: Path) -> None:
     one_round(recipe(tmp_path))
     one_round(recipe(tmp_path, beta=0.7))
-    assert {item.path.name.partition("-")[0] for item in survey(tmp_path)[1]} == {"publication"}, (
-        "the model of the last round, elsewhere"
-    )
+    # the model of the last round, elsewhere
+    assert {item.path.name.partition("-")[0] for item in survey(tmp_path)[1]} == {"publication"}
     (tmp_path / "night" / FILE).unlink()
     assert len(survey(tmp_path)[1]) == len(list((tmp_path / "stages").iterdir()))

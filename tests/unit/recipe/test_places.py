@@ -51,16 +51,13 @@ def test_inputs_are_beside_the_recipe_and_artifacts_in_the_working_directory(fol
     assert [config.data.sources[0].path for config in (sft, rm)] == [
         str(folder / "data" / f"{name}.jsonl") for name in ("chats", "pairs")
     ]
-    assert ppo.actor == "sft" and ppo.reward[0].model == "rm" and ppo.reward[2].model == "org/reward", (
-        "stages and Hub ids stay"
-    )
+    # stages and Hub ids stay
+    assert ppo.actor == "sft" and ppo.reward[0].model == "rm" and ppo.reward[2].model == "org/reward"
     assert ppo.reward[1].file == folder / "checks.py" and tax.tasks == (str(folder / "task.yaml"), "gsm8k")
     old = str(folder / "models/old")
-    assert (
-        evaluation.models == ("ppo", old)
-        and evaluation.parents == {old: "base"}
-        and evaluation.questions.path == "org/questions"
-    )
+    assert evaluation.models == ("ppo", old)
+    assert evaluation.parents == {old: "base"}
+    assert evaluation.questions.path == "org/questions"
     assert plan(recipe).artifacts == Path.cwd() / "artifacts"
 
 
@@ -100,11 +97,7 @@ def test_a_recipe_given_as_a_mapping_names_absolute_paths(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    raw = {
-        "name": "x",
-        "base_model": "models/base",
-        "stages": {"sft": {"data": {"sources": "data/chats.jsonl"}}},
-    }
+    raw = dict(name="x", base_model="models/base", stages={"sft": {"data": {"sources": "data/chats.jsonl"}}})
     told = "is relative, and a recipe given as a mapping has no folder: write an absolute path"
     with pytest.raises(ValueError) as refused:
         given_recipe(raw)

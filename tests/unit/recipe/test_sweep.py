@@ -41,12 +41,7 @@ def problems(tmp_path: Path, **more: Any) -> str:
 
 
 def test_a_swept_stage_is_one_stage_for_each_value(tmp_path: Path) -> None:
-    final = {
-        "stage": "evaluation",
-        "models": ["best"],
-        "baseline": "sft",
-        "questions": {"path": "other.jsonl"},
-    }
+    final = dict(stage="evaluation", models=["best"], baseline="sft", questions={"path": "other.jsonl"})
     planned = plan(recipe(tmp_path, final=final, publication={"stage": "publication", "model": "best"}))
     names = ["dpo.beta=0.05", "dpo.beta=0.1", "dpo.beta=0.3"]
     assert [node.name for node in planned.nodes] == ["sft", *names, "trial", "best", "final", "publication"]
@@ -56,9 +51,8 @@ def test_a_swept_stage_is_one_stage_for_each_value(tmp_path: Path) -> None:
     assert isinstance(trial, Evaluation) and trial.models == tuple(names) and trial.parents == {}
     assert isinstance(best, Select) and best.of == tuple(names) and best.simplest == names[0]
     assert planned["best"].parents == (*names, "trial") and planned["final"].parents == ("best", "sft")
-    assert isinstance(final_config, Evaluation) and final_config.parents == {}, (
-        "its model was trained from the baseline"
-    )
+    # its model was trained from the baseline
+    assert isinstance(final_config, Evaluation) and final_config.parents == {}
     assert planned.inputs(planned["final"])["best"] == str(planned["best"].run_dir / "checkpoint")
     assert [node.name for node in planned.stages_of("dpo")] == names
 
@@ -80,11 +74,9 @@ def test_products_choices_and_switches(tmp_path: Path) -> None:
 def test_a_recipe_with_a_sweep_is_read_back(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe(tmp_path)))
     read = load_recipe(tmp_path / "recipe.yaml").stages
-    assert (
-        isinstance(read["dpo"], DPO)
-        and read["dpo"].sweep == {"beta": (0.05, 0.1, 0.3)}
-        and read["best"] == recipe(tmp_path).stages["best"]
-    )
+    assert isinstance(read["dpo"], DPO)
+    assert read["dpo"].sweep == {"beta": (0.05, 0.1, 0.3)}
+    assert read["best"] == recipe(tmp_path).stages["best"]
     changed = load_recipe(tmp_path / "recipe.yaml", ["dpo.sweep.beta=[0.2, 0.4]"])
     assert [node.name for node in plan(changed).stages_of("dpo")] == ["dpo.beta=0.2", "dpo.beta=0.4"]
 
@@ -116,12 +108,9 @@ def test_mistakes_of_a_sweep(tmp_path: Path, sweep: dict[str, Any], told: str) -
 
 
 def test_a_loop_is_not_swept(tmp_path: Path) -> None:
-    loop = {
-        "stage": "iterative_dpo",
-        "prompts": {"sources": "p.jsonl"},
-        "reward": "org/r",
-        "sweep": {"beta": [0.1, 0.2]},
-    }
+    loop = dict(
+        stage="iterative_dpo", prompts={"sources": "p.jsonl"}, reward="org/r", sweep={"beta": [0.1, 0.2]}
+    )
     with pytest.raises(ValidationError, match="a loop has rounds, and no variants"):
         recipe(tmp_path, loop=loop)
 
@@ -142,10 +131,8 @@ def test_what_cannot_be_named_or_chosen(tmp_path: Path) -> None:
     one = problems(
         tmp_path, best={"stage": "select", "of": "dpo.beta=0.1", "by": "trial", "simplest": "dpo.beta=0.3"}
     )
-    assert (
-        "stages.best.of: give two models or more" in one
-        and "stages.best.simplest: unknown model 'dpo.beta=0.3'" in one
-    )
+    assert "stages.best.of: give two models or more" in one
+    assert "stages.best.simplest: unknown model 'dpo.beta=0.3'" in one
     assert "stages.best.of: base is no stage" in problems(
         tmp_path, best={"stage": "select", "of": ["base", "dpo"], "by": "trial"}
     )
@@ -162,7 +149,5 @@ def test_gates_of_variants_and_of_a_choice(tmp_path: Path) -> None:
     planned = plan(
         recipe(tmp_path, dpo=stages()["dpo"] | {"gates": gates}, best=stages()["best"] | {"gates": clear})
     )
-    assert (
-        all(len(node.config.gates) == 1 for node in planned.stages_of("dpo"))
-        and len(planned["best"].config.gates) == 2
-    )
+    assert all(len(node.config.gates) == 1 for node in planned.stages_of("dpo"))
+    assert len(planned["best"].config.gates) == 2

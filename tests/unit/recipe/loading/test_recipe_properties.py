@@ -159,20 +159,17 @@ def told(*overrides: str, **more: object) -> list[str]:
 
 def test_all_wrong_overrides_are_told_at_once() -> None:
     lines = told("seed=x", "pppo.init_kl_coef=1", "sft.max_lenn=abc", "ppo.sampler_is=7", "sede=3")
-    assert (
-        len(lines) == 5
-        and "unknown key 'sede'; did you mean seed?" in lines[0]
-        and lines[1].startswith("seed: ")
-    )
+    assert len(lines) == 5
+    assert "unknown key 'sede'; did you mean seed?" in lines[0]
+    assert lines[1].startswith("seed: ")
     sentences = ("did you mean ppo?", "did you mean max_len or max_norm?", "stages.ppo.sampler_is")
     for line, sentence in zip(
         told("pppo.init_kl_coef=1", "sft.max_lenn=abc", "ppo.sampler_is=7"), sentences, strict=True
     ):
         assert sentence in line
     assert len(told("sft", "ppo.=3", "seed=[")) == 3
-    assert len(told("sede=3", **{"a b": RECIPE["stages"]["sft"] | {"stage": "sft"}})) == 2, (
-        "with a wrong name of a stage"
-    )
+    # with a wrong name of a stage
+    assert len(told("sede=3", **{"a b": RECIPE["stages"]["sft"] | {"stage": "sft"}})) == 2
 
 
 def test_words_that_yaml_reads_as_false() -> None:

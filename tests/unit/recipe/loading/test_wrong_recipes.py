@@ -10,77 +10,38 @@ import pytest
 
 from rlhf_core.recipe.load_recipe import given_recipe, load_recipe
 from rlhf_core.recipe.plan import plan
+from tests.support.text_rows import rows_of_text
 from tests.support.tiny_recipe import TEXT, Write
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (
-            (", learning_rate", ", learning_rat"),
-            "stages.sft.learning_rat: unknown key 'learning_rat'; did you mean learning_rate",
-        ),
-        (
-            ("base_model: models/base\n", ""),
-            "base_model: missing (local folder or Hub id of the model that is called `base`); add it",
-        ),
-        (("  ppo: {", "  ppo: {model: sft, "), "stages.ppo.model: unknown key 'model'; did you mean actor?"),
-        (("ppo", "policy"), "stages.policy: say which stage it is with `stage:`, one of sft, "),
-        (("  ppo: {", "  ppo: {stage: pppo, "), "stages.ppo: stage: unknown value 'pppo'; did you mean ppo?"),
-        (("ppo", "p.po"), "stages.p.po"),
-        (
-            ("name: tiny", "name: stages"),
-            "name: 'stages' is what the artifacts folder has of all recipes: give this one another name",
-        ),
-        (
-            ("name: tiny", "name: !!timestamp 2001-13-45"),
-            "recipe.yaml line 2: '2001-13-45' cannot be read as the date or number it",
-        ),
-        (
-            ("name: tiny", "name: !!bool tiny"),
-            "recipe.yaml line 2: 'tiny' cannot be read as the date or number it looks like",
-        ),
+        *rows_of_text(r"""
+    [', learning_rate', ', learning_rat'] | stages.sft.learning_rat: unknown key 'learning_rat'; did you mean learning_rate
+    ["base_model: models/base\n", ""] | base_model: missing (local folder or Hub id of the model that is called `base`); add it
+    ['  ppo: {', '  ppo: {model: sft, '] | stages.ppo.model: unknown key 'model'; did you mean actor?
+    ['  ppo: {', '  ppo: {stage: pppo, '] | stages.ppo: stage: unknown value 'pppo'; did you mean ppo?
+    [ppo, p.po] | stages.p.po
+    ['name: tiny', 'name: stages'] | name: 'stages' is what the artifacts folder has of all recipes: give this one another name
+    ['name: tiny', 'name: !!timestamp 2001-13-45'] | recipe.yaml line 2: '2001-13-45' cannot be read as the date or number it
+    ['name: tiny', 'name: !!bool tiny'] | recipe.yaml line 2: 'tiny' cannot be read as the date or number it looks like
+    ['name: tiny', 'name: !!set [tiny]'] | correct the YAML
+    ['name: tiny', '[name]: tiny'] | recipe.yaml line 2: a key is a list or a mapping, and must be text
+    ["name: tiny", "name: tiny\ntrue: 1"] | recipe: the key True is no text: put it in quotes (YAML reads true, null and 1 as
+    ["name: tiny", "name: tiny\non: 1"] | on: unknown key 'on'; valid: name, base_model
+    ["name: tiny", "name: tiny\nseed: 12:30"] | seed: input should be a valid integer, unable to parse string as an integer, not '12:30'
+    ["name: tiny", "name: tiny\n<<: 3"] | recipe.yaml line 3: expected a mapping or list of mappings for merging, but found scalar
+    ['  ppo: {', '  ppo: {<<: {seed: 1}, <<: {seed: 2}, '] | recipe.yaml line 7: the key '<<' appears twice
+    ['{data: {sources: train.jsonl}', '{3: 1, data: {sources: train.jsonl}'] | stages.sft: the key 3 is no text
+    ['  ppo: {', '  false: {stage: ppo, '] | stages: the key False is no text
+    ["name: tiny", "name: tiny\nartifacts: ''"] | artifacts: string should have at least 1 character, not ''; correct it
+    ['  ppo:', "  base: {stage: sft, data: {sources: a.jsonl}}\n  ppo:"] | stages.base: a stage name is
+    ['  ppo:', '  sft:'] | line 7: the key 'sft' appears twice
+    ['sources: train.jsonl}', 'sources: [{path: a, probability: 0.2}, {path: b, probability: 0.2}]}'] | sum to 0.4
+    """),
         (("name: tiny", "name: tiny\nseed: " + "9" * 5000), "recipe.yaml line 3: '9999"),
-        (("name: tiny", "name: !!set [tiny]"), "correct the YAML"),
-        (
-            ("name: tiny", "[name]: tiny"),
-            "recipe.yaml line 2: a key is a list or a mapping, and must be text",
-        ),
-        (
-            ("name: tiny", "name: tiny\ntrue: 1"),
-            "recipe: the key True is no text: put it in quotes (YAML reads true, null and 1 as",
-        ),
-        (("name: tiny", "name: tiny\non: 1"), "on: unknown key 'on'; valid: name, base_model"),
-        (
-            ("name: tiny", "name: tiny\nseed: 12:30"),
-            "seed: input should be a valid integer, unable to parse string as an integer, not '12:30'",
-        ),
-        (
-            ("name: tiny", "name: tiny\n<<: 3"),
-            "recipe.yaml line 3: expected a mapping or list of mappings for merging, but found scalar",
-        ),
-        (
-            ("  ppo: {", "  ppo: {<<: {seed: 1}, <<: {seed: 2}, "),
-            "recipe.yaml line 7: the key '<<' appears twice",
-        ),
-        (
-            ("{data: {sources: train.jsonl}", "{3: 1, data: {sources: train.jsonl}"),
-            "stages.sft: the key 3 is no text",
-        ),
-        (("  ppo: {", "  false: {stage: ppo, "), "stages: the key False is no text"),
-        (
-            ("name: tiny", "name: tiny\nartifacts: ''"),
-            "artifacts: string should have at least 1 character, not ''; correct it",
-        ),
-        (
-            ("  ppo:", "  base: {stage: sft, data: {sources: a.jsonl}}\n  ppo:"),
-            "stages.base: a stage name is",
-        ),
-        (("  ppo:", "  sft:"), "line 7: the key 'sft' appears twice"),
-        (
-            ("sources: train.jsonl}", "sources: [{path: a, probability: 0.2}, {path: b, probability: 0.2}]}"),
-            "sum to 0.4",
-        ),
+        (("ppo", "policy"), "stages.policy: say which stage it is with `stage:`, one of sft, "),
     ],
 )
 def test_a_wrong_recipe_is_one_sentence(recipe: Write, change: tuple[str, str], told: str) -> None:
@@ -139,13 +100,10 @@ def test_checks_of_all_stages_are_told_with_the_first_mistake(recipe: Write) -> 
         "stages.ppo:a rollout is cut into whole optimiser steps",
     ]
     assert told() == checks
-    assert (
-        sorted(told("gama: 1, max_epochs: some"))[-6:] == sorted(checks)
-        and len(told("gama: 1, max_epochs: some")) == 8
-    )
-    assert len(told("rollout_batch_sise: 8")) == 3 + 1, (
-        "without those on batch sizes, which may be about the wrong key"
-    )
+    assert sorted(told("gama: 1, max_epochs: some"))[-6:] == sorted(checks)
+    assert len(told("gama: 1, max_epochs: some")) == 8
+    # without those on batch sizes, which may be about the wrong key
+    assert len(told("rollout_batch_sise: 8")) == 3 + 1
 
 
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
@@ -162,12 +120,9 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
 def test_what_does_not_fit_between_stages_is_told_with_wrong_fields() -> None:
     stages = {
         "sft": {"data": {"sources": "/nowhere/x.jsonl"}, "learning_rat": 1},
-        "reward_model": {
-            "data": {"sources": "/nowhere/x.jsonl"},
-            "model": "sfft",
-            "train_batch_size": 7,
-            "micro_train_batch_size": 2,
-        },
+        "reward_model": dict(
+            data={"sources": "/nowhere/x.jsonl"}, model="sfft", train_batch_size=7, micro_train_batch_size=2
+        ),
         "ppo": {"actor": "fst", "reward": "sft", "prompts": {"sources": "/nowhere/x.jsonl"}},
         "evaluation": {
             "models": ["ppo"],

@@ -75,12 +75,9 @@ def test_what_decides_speed_and_memory_alone_makes_nothing_anew(planned: Planned
     these fields."""
     p = planned()
     passes = {"micro_train_tokens": 4096, "micro_train_batch_size": 1, "gradient_checkpointing": True}
-    ppo = passes | {
-        "micro_rollout_tokens": 4096,
-        "micro_rollout_batch_size": 2,
-        "ref_reward_offload": True,
-        "adam_offload": True,
-    }
+    ppo = passes | dict(
+        micro_rollout_tokens=4096, micro_rollout_batch_size=2, ref_reward_offload=True, adam_offload=True
+    )
     for field in (
         "micro_train_tokens",
         "micro_train_batch_size",
@@ -98,13 +95,9 @@ def test_what_decides_speed_and_memory_alone_makes_nothing_anew(planned: Planned
             assert changed(p, planned(f"{stage}.{field}={value}")) == set(), (stage, field)
     for field, value in ppo.items():
         assert changed(on_gpus, planned(*cards, f"ppo.{field}={value}")) == set(), field
-    for field, value in {
-        "gpu_memory_utilization": 0.3,
-        "num_engines": 2,
-        "kv_cache_gib": 0.5,
-        "cpus": 0.5,
-        "sleep": True,
-    }.items():
+    for field, value in dict(
+        gpu_memory_utilization=0.3, num_engines=2, kv_cache_gib=0.5, cpus=0.5, sleep=True
+    ).items():
         assert changed(on_gpus, planned(*cards, f"ppo.engine.{field}={value}")) == set(), field
     for free in (
         "loop.engine.num_engines=2",
@@ -113,9 +106,8 @@ def test_what_decides_speed_and_memory_alone_makes_nothing_anew(planned: Planned
         "ppo.actor_ranks.cpus=2",
     ):
         assert changed(p, planned(free)) == set(), free
-    assert "ppo" in changed(p, planned("ppo.rollout_batch_size=256")) and "sft" in changed(
-        p, planned("sft.train_batch_size=64")
-    )
+    assert "ppo" in changed(p, planned("ppo.rollout_batch_size=256"))
+    assert "sft" in changed(p, planned("sft.train_batch_size=64"))
 
 
 def test_marked_fields_are_in_no_digest(tmp_path: Path) -> None:

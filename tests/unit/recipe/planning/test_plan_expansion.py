@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import DPO, KTO, SFT, Evaluation, Preferences
+from tests.support.text_rows import rows_of_text
 from tests.support.tiny_plan import TEXT, Planned
 
 
@@ -24,16 +25,12 @@ def test_expansion_and_order(planned: Planned) -> None:
     second = p["loop.round2.preferences"]
     dpo = p["loop.round2.dpo"]
     assert isinstance(second.config, Preferences) and isinstance(dpo.config, DPO)
-    assert (second.config.first_prompt, second.config.num_prompts, second.config.policy) == (
-        100,
-        100,
-        "loop.round1.dpo",
-    )
-    assert (dpo.config.beta, dpo.config.policy, dpo.config.pairs) == (
-        0.3,
-        "loop.round1.dpo",
-        "loop.round2.preferences",
-    )
+    assert second.config.first_prompt == 100
+    assert second.config.num_prompts == 100
+    assert second.config.policy == "loop.round1.dpo"
+    assert dpo.config.beta == 0.3
+    assert dpo.config.policy == "loop.round1.dpo"
+    assert dpo.config.pairs == "loop.round2.preferences"
     assert second.parents == ("loop.round1.dpo", "reward_model")
     assert p["loop"] is dpo and p["loop.round1"] is p["loop.round1.dpo"]
 
@@ -91,11 +88,9 @@ def test_a_loop_trains_as_its_post_processor_says(
     sampling = p["loop.round2.preferences"].config
     training = p[f"loop.round2.{kind}"].config
     assert isinstance(sampling, Preferences) and isinstance(training, trains)
-    assert (sampling.post_processor, sampling.policy, sampling.first_prompt) == (
-        post_processor,
-        f"loop.round1.{kind}",
-        100,
-    )
+    assert sampling.post_processor == post_processor
+    assert sampling.policy == f"loop.round1.{kind}"
+    assert sampling.first_prompt == 100
     assert (getattr(training, "model", None) or training.policy) == f"loop.round1.{kind}"  # type: ignore[union-attr]
     for field, value in {**told, "learning_rate": 1e-4, "template": "Q: {}"}.items():
         assert getattr(training, field) == value, field
@@ -115,66 +110,21 @@ def test_the_rounds_of_a_loop_render_with_the_arguments_of_its_prompts(planned: 
 
 @pytest.mark.parametrize(
     ("stages", "told"),
-    [
-        (
-            "again: {stage: sft, answers: made}",
-            "stages.again.answers: made has post_processor 'kto'; set it to rejection_sampling or cond",
-        ),
-        (
-            "again: {stage: dpo, pairs: made}",
-            "stages.again.pairs: made has post_processor 'kto'; set it to dpo",
-        ),
-        (
-            "again: {stage: kto, answers: ppo}",
-            "stages.again.answers: ppo is of kind ppo, but a stage of kind preferences is needed here",
-        ),
-        ("again: {stage: kto}", "a kto stage needs exactly one of data (files) and answers"),
-        (
-            "again: {stage: sft, answers: made, data: {sources: train.jsonl}}",
-            "an sft stage needs exactly one of data (files) and answers",
-        ),
-        (
-            "again: {stage: dpo, pairs: other, loss: simpo, reference: ppo}",
-            "loss 'simpo' uses no reference: leave reference out",
-        ),
-        (
-            "again: {stage: dpo, pairs: other, loss: orpo, beta: 0.2}",
-            "loss 'orpo' has no beta, and an NLL term of its own",
-        ),
-        (
-            "again: {stage: dpo, pairs: other, gamma: 0.5}",
-            "gamma belongs to loss 'simpo': leave it out for 'sigmoid'",
-        ),
-        (
-            "again: {stage: dpo, pairs: other, lambd: 0.5}",
-            "lambd belongs to loss 'orpo': leave it out for 'sigmoid'",
-        ),
-        (
-            "again: {stage: dpo, pairs: other, loss: ipo_sum, label_smoothing: 0.1}",
-            "set it to 0 for 'ipo_sum'",
-        ),
-        (
-            (
-                "again: {stage: iterative, post_processor: kto, packing: false, prompts: {sources:"
-                " prompts.jsonl}}"
-            ),
-            "packing belongs to",
-        ),
-        (
-            (
-                "again: {stage: iterative, post_processor: dpo, min_reward: 1, prompts: {sources:"
-                " prompts.jsonl}}"
-            ),
-            "min_reward belongs to",
-        ),
-        (
-            (
-                "again: {stage: iterative, post_processor: dpo, n_samples_per_prompt: 1, prompts: {sources:"
-                " p.jsonl}}"
-            ),
-            "compares answers to one",
-        ),
-    ],
+    rows_of_text("""
+    again: {stage: sft, answers: made} | stages.again.answers: made has post_processor 'kto'; set it to rejection_sampling or cond
+    again: {stage: dpo, pairs: made} | stages.again.pairs: made has post_processor 'kto'; set it to dpo
+    again: {stage: kto, answers: ppo} | stages.again.answers: ppo is of kind ppo, but a stage of kind preferences is needed here
+    again: {stage: kto} | a kto stage needs exactly one of data (files) and answers
+    again: {stage: sft, answers: made, data: {sources: train.jsonl}} | an sft stage needs exactly one of data (files) and answers
+    again: {stage: dpo, pairs: other, loss: simpo, reference: ppo} | loss 'simpo' uses no reference: leave reference out
+    again: {stage: dpo, pairs: other, loss: orpo, beta: 0.2} | loss 'orpo' has no beta, and an NLL term of its own
+    again: {stage: dpo, pairs: other, gamma: 0.5} | gamma belongs to loss 'simpo': leave it out for 'sigmoid'
+    again: {stage: dpo, pairs: other, lambd: 0.5} | lambd belongs to loss 'orpo': leave it out for 'sigmoid'
+    again: {stage: dpo, pairs: other, loss: ipo_sum, label_smoothing: 0.1} | set it to 0 for 'ipo_sum'
+    again: {stage: iterative, post_processor: kto, packing: false, prompts: {sources: prompts.jsonl}} | packing belongs to
+    again: {stage: iterative, post_processor: dpo, min_reward: 1, prompts: {sources: prompts.jsonl}} | min_reward belongs to
+    again: {stage: iterative, post_processor: dpo, n_samples_per_prompt: 1, prompts: {sources: p.jsonl}} | compares answers to one
+    """),
 )
 def test_a_preference_stage_that_does_not_fit_is_one_sentence(
     planned: Planned, tmp_path: Path, stages: str, told: str
@@ -214,9 +164,7 @@ def test_an_evaluation_knows_the_parent_of_each_model(planned: Planned) -> None:
     assert isinstance(config, Evaluation) and config.parents == {}
     config = planned("evaluation.parents={ppo: base}")["evaluation"].config
     assert isinstance(config, Evaluation) and config.parents == {"ppo": "base"}
-    with pytest.raises(
-        ValueError, match=r"stages.evaluation.parents: unknown judged model 'ppa'; did you mean ppo\?"
-    ):
+    with pytest.raises(ValueError, match=r"stages.evaluation.parents: unknown .* 'ppa'; did you mean ppo\?"):
         planned("evaluation.parents={ppa: sft}")
 
 
@@ -224,11 +172,9 @@ def test_a_loop_trains_on_texts_as_long_as_those_it_samples(planned: Planned) ->
     def lengths(*overrides: str) -> set[int]:
         return {node.config.max_len for node in planned(*overrides).nodes if isinstance(node.config, DPO)}
 
-    assert (
-        lengths() == {2048}
-        and lengths("loop.generate_max_len=100") == {1124}
-        and lengths("loop.max_len=512") == {512}
-    )
+    assert lengths() == {2048}
+    assert lengths("loop.generate_max_len=100") == {1124}
+    assert lengths("loop.max_len=512") == {512}
 
 
 def test_a_loops_precision_is_that_of_its_sampling(planned: Planned) -> None:
@@ -236,9 +182,8 @@ def test_a_loops_precision_is_that_of_its_sampling(planned: Planned) -> None:
     usual = planned()
     half = planned("loop.dtype=bfloat16")
     for preferences, *_ in names:
-        assert (
-            isinstance(half[preferences].config, Preferences) and half[preferences].config.dtype == "bfloat16"
-        )
+        assert isinstance(half[preferences].config, Preferences)
+        assert half[preferences].config.dtype == "bfloat16"
         assert half[preferences].digest != usual[preferences].digest
 
 

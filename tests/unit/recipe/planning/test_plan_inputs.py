@@ -16,9 +16,7 @@ def test_reward_models_on_trial_are_parents_and_their_pairs_decide(planned: Plan
     trial = planned("evaluation.reward_evaluation={data: {sources: pairs.jsonl}}")
     assert trial["evaluation"].stages["reward_model"] == "reward_model"
     assert trial["evaluation"].digest != planned()["evaluation"].digest
-    with pytest.raises(
-        ValueError, match=r"reward_evaluation.models.0: sft is of kind sft, but a reward model is needed"
-    ):
+    with pytest.raises(ValueError, match=r"reward_evaluation.models.0: sft is of kind sft, but .* is needed"):
         planned("evaluation.reward_evaluation={models: [sft], data: {sources: pairs.jsonl}}")
 
 
@@ -65,9 +63,8 @@ def test_a_loop_takes_rewards_of_every_kind(planned: Planned, tmp_path: Path) ->
     again = planned(
         "loop.reward=[reward_model, {model: org/rm}, a.py:f, 'http://host']", "loop.max_failed_rewards=0.1"
     )
-    assert changed(p, again) >= {"loop.round1.preferences", "loop.round2.dpo"} and "ppo" not in changed(
-        p, again
-    )
+    assert changed(p, again) >= {"loop.round1.preferences", "loop.round2.dpo"}
+    assert "ppo" not in changed(p, again)
 
 
 def test_a_plan_needs_no_files(planned: Planned, tmp_path: Path) -> None:
@@ -124,11 +121,9 @@ def test_outlook_says_why(planned: Planned) -> None:
     finish(p, p["sft"], {"checkpoint": "checkpoint/weights"})
     RunDir(p["reward_model"].run_dir).prepare(p.request(p["reward_model"]))
     lines = {line.node.name: line for line in outlook(p)}
-    assert (
-        lines["sft"].action == "skip"
-        and lines["reward_model"].action == "resume"
-        and lines["ppo"].why == "never run"
-    )
+    assert lines["sft"].action == "skip"
+    assert lines["reward_model"].action == "resume"
+    assert lines["ppo"].why == "never run"
     after = {line.node.name: line for line in outlook(planned("sft.learning_rate=1e-4", "seed=2"))}
     assert after["sft"] == (after["sft"].node, "run", "changed: learning_rate 1e-05 -> 0.0001, seed 0 -> 2")
     (p["sft"].run_dir / "checkpoint" / "weights").unlink()
