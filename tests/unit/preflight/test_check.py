@@ -15,6 +15,7 @@ from rlhf_core.preflight.inputs import MachineLacks, check_inputs, check_machine
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.system import machine
+from tests.support.text_rows import rows_of_text
 from tests.support.tiny_models import save_weights
 
 TEMPLATE = (
@@ -119,34 +120,38 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["sft.data={sources: none.jsonl}"], ["stages.sft.data: none.jsonl: there is no such file at /"]),
-        (["sft.data={sources: stf.jsonl}"], ["stf.jsonl; did you mean sft.jsonl?"]),
+        *rows_of_text("""
+    ['sft.data={sources: none.jsonl}'] | ['stages.sft.data: none.jsonl: there is no such file at /']
+    ['sft.data={sources: stf.jsonl}'] | ['stf.jsonl; did you mean sft.jsonl?']
+    ['sft.data={sources: prompts.jsonl}'] | ['stages.sft.data: prompts.jsonl: there is no column ''response''']
+    [base_model=elsewhere/there/is/none] | ['base_model: there is no model folder']
+    [ppo.rollout_batch_size=8] | ['stages.ppo.prompts: ppo needs rollout_batch_size=8 prompts, the data has 4: lower it or add']
+    ['ppo.export_at=[2]'] | ['stages.ppo.prompts: export_at names iteration 2, and this run has 1: lower it']
+    [ppo.prompt_max_len=5] | ['stages.ppo.prompt_max_len: a limit of 5 tokens leaves none for text']
+    [sft.max_len=3] | ['stages.sft.max_len: a limit of 3 tokens']
+    [evaluation.prompt_max_len=5] | ['stages.evaluation.prompt_max_len: a limit of 5 tokens']
+    [loop.prompts_per_round=4] | ['stages.loop.round2.preferences: its prompts start at number 4, but there are only 4']
+    [ppo.environment=tools] | ['stages.ppo.environment runs programs in bubblewrap (bwrap), which does not work on this machine']
+    [ppo.actor_ranks.cpus=2] | ['stages.ppo asks for 3.6 CPUs in all, this machine has 2']
+    [ppo.engine.gpus=1] | ['stages.ppo asks for 1 GPUs in all, this machine has 0']
+    ['sft.lora={quantize: nf4}'] | ['stages.sft.lora.quantize=nf4 needs an NVIDIA GPU, and this machine has none; set it to none']
+    ['sft.ranks={num_nodes: 2, cpus: 0.5}', sft.zero_stage=2] | ['stages.sft asks for 2 nodes, this is one machine']
+    ['sft.ranks={gpus: 1, cpus: 4}'] | [stages.sft asks for 4 CPUs, stages.sft asks for 1 GPUs]
+    ['evaluation.judges=[{kind: openai, model: gpt, api_key_env: NO_SUCH_KEY}]'] | [needs a key in the environment variable NO_SUCH_KEY]
+    ['ppo.reward=[reward_model, none.py:f]'] | [none.py cannot be read (No such file or directory); correct the path]
+    ['ppo.reward=[reward_model, checks.py:shrt]'] | ['checks.py: unknown function ''shrt''; did you mean short']
+    ['ppo.reward=[reward_model, broken.py:f]'] | [broken.py is no Python file]
+    ['ppo.eval_prompts={sources: q.jsonl}'] | ['stages.ppo.eval_prompts: 4 of 4 prompts are questions of evaluation']
+    ['ppo.environment=none.py:World'] | [none.py cannot be read (No such file or directory); correct the path of the class]
+    ['ppo.environment=checks.py:Wrld'] | ['checks.py: unknown class ''Wrld''']
+    [loop.rounds=1, 'loop.reward=checks.py:shrt'] | ['checks.py: unknown function ''shrt''; did you mean short']
+    """),
         (
             ["reward_model.data={sources: [{path: pairs.jsonl, chosen_key: better}]}"],
             [
                 "pairs.jsonl: there is no column 'better'; its columns are prompt, chosen, rejected, uid: set"
                 " chosen_key: chosen in this"
             ],
-        ),
-        (
-            ["sft.data={sources: prompts.jsonl}"],
-            ["stages.sft.data: prompts.jsonl: there is no column 'response'"],
-        ),
-        (["base_model=elsewhere/there/is/none"], ["base_model: there is no model folder"]),
-        (
-            ["ppo.rollout_batch_size=8"],
-            ["stages.ppo.prompts: ppo needs rollout_batch_size=8 prompts, the data has 4: lower it or add"],
-        ),
-        (
-            ["ppo.export_at=[2]"],
-            ["stages.ppo.prompts: export_at names iteration 2, and this run has 1: lower it"],
-        ),
-        (["ppo.prompt_max_len=5"], ["stages.ppo.prompt_max_len: a limit of 5 tokens leaves none for text"]),
-        (["sft.max_len=3"], ["stages.sft.max_len: a limit of 3 tokens"]),
-        (["evaluation.prompt_max_len=5"], ["stages.evaluation.prompt_max_len: a limit of 5 tokens"]),
-        (
-            ["loop.prompts_per_round=4"],
-            ["stages.loop.round2.preferences: its prompts start at number 4, but there are only 4"],
         ),
         (
             ["evaluation.questions={path: prompts.jsonl}"],
@@ -163,52 +168,8 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
             ],
         ),
         (
-            ["ppo.environment=tools"],
-            [
-                "stages.ppo.environment runs programs in bubblewrap (bwrap), which does not work on this"
-                " machine"
-            ],
-        ),
-        (["ppo.actor_ranks.cpus=2"], ["stages.ppo asks for 3.6 CPUs in all, this machine has 2"]),
-        (["ppo.engine.gpus=1"], ["stages.ppo asks for 1 GPUs in all, this machine has 0"]),
-        (
-            ["sft.lora={quantize: nf4}"],
-            ["stages.sft.lora.quantize=nf4 needs an NVIDIA GPU, and this machine has none; set it to none"],
-        ),
-        (
-            ["sft.ranks={num_nodes: 2, cpus: 0.5}", "sft.zero_stage=2"],
-            ["stages.sft asks for 2 nodes, this is one machine"],
-        ),
-        (["sft.ranks={gpus: 1, cpus: 4}"], ["stages.sft asks for 4 CPUs", "stages.sft asks for 1 GPUs"]),
-        (
-            ["evaluation.judges=[{kind: openai, model: gpt, api_key_env: NO_SUCH_KEY}]"],
-            ["needs a key in the environment variable NO_SUCH_KEY"],
-        ),
-        (
             ["ppo.reward=[reward_model, {url: 'http://host', api_key_env: NO_SUCH_KEY}]"],
             ["stages.ppo: the reward host needs a key in the environment variable NO_SUCH_KEY"],
-        ),
-        (
-            ["ppo.reward=[reward_model, none.py:f]"],
-            ["none.py cannot be read (No such file or directory); correct the path"],
-        ),
-        (
-            ["ppo.reward=[reward_model, checks.py:shrt]"],
-            ["checks.py: unknown function 'shrt'; did you mean short"],
-        ),
-        (["ppo.reward=[reward_model, broken.py:f]"], ["broken.py is no Python file"]),
-        (
-            ["ppo.eval_prompts={sources: q.jsonl}"],
-            ["stages.ppo.eval_prompts: 4 of 4 prompts are questions of evaluation"],
-        ),
-        (
-            ["ppo.environment=none.py:World"],
-            ["none.py cannot be read (No such file or directory); correct the path of the class"],
-        ),
-        (["ppo.environment=checks.py:Wrld"], ["checks.py: unknown class 'Wrld'"]),
-        (
-            ["loop.rounds=1", "loop.reward=checks.py:shrt"],
-            ["checks.py: unknown function 'shrt'; did you mean short"],
         ),
         (
             ["loop.rounds=1", "loop.reward=[{url: 'http://host', api_key_env: NO_SUCH_KEY}]"],
@@ -268,30 +229,16 @@ def append(file: Path, *rows: object) -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "told"),
     [
-        (
-            "pairs",
-            {"prompt": "hi", "chosen": "ho"},
-            "reward_model.data: pairs.jsonl, row 61: column 'rejected' is missing or null: fill it",
-        ),
+        *rows_of_text("""
+    pairs | {prompt: hi, chosen: ho} | reward_model.data: pairs.jsonl, row 61: column 'rejected' is missing or null: fill it
+    q | {prompt: '61', answer: null} | evaluation.questions: q.jsonl, row 61: column 'answer' is null, and the rule judge
+    q | {prompt: '61', answer: ' '} | evaluation.questions: q.jsonl, row 61: column 'answer' is empty, and the rule judge
+    q | {prompt: '61', gold: ho} | evaluation.questions: q.jsonl, row 61: there is no column 'answer', which the rule judge
+    """),
         (
             "sft",
             '{"messages": [{"role": "us',
             "sft.data: sft.jsonl, line 61: is not valid JSON: Unterminated string starting at character 24",
-        ),
-        (
-            "q",
-            {"prompt": "61", "answer": None},
-            "evaluation.questions: q.jsonl, row 61: column 'answer' is null, and the rule judge",
-        ),
-        (
-            "q",
-            {"prompt": "61", "answer": " "},
-            "evaluation.questions: q.jsonl, row 61: column 'answer' is empty, and the rule judge",
-        ),
-        (
-            "q",
-            {"prompt": "61", "gold": "ho"},
-            "evaluation.questions: q.jsonl, row 61: there is no column 'answer', which the rule judge",
         ),
     ],
 )
@@ -345,10 +292,8 @@ def test_a_folder_that_is_no_model(planned: Planned, tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer(planned: Planned, tmp_path: Path) -> None:
     for file in (tmp_path / "base").glob("*token*"):
         file.unlink()
-    assert (
-        "stages.sft.data: " in check_here(planned())[0]
-        and "no tokenizer can be loaded" in check_here(planned())[0]
-    )
+    assert "stages.sft.data: " in check_here(planned())[0]
+    assert "no tokenizer can be loaded" in check_here(planned())[0]
 
 
 def test_artifacts_that_cannot_be_written(planned: Planned, tmp_path: Path) -> None:

@@ -85,9 +85,8 @@ def test_an_option_that_vllm_does_not_have_is_told(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     todo = nodes(tmp_path, "ppo.engine.options={max_num_seq: 4}")
     (told,) = option_problems(todo)
-    assert told.startswith("stages.ppo.engine.options: vLLM ") and told.endswith(
-        "has no option 'max_num_seq'; did you mean max_num_seqs?"
-    )
+    assert told.startswith("stages.ppo.engine.options: vLLM ")
+    assert told.endswith("has no option 'max_num_seq'; did you mean max_num_seqs?")
 
 
 def test_a_tested_family_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,10 +139,8 @@ def test_ppo_does_not_start_from_quantised_weights(tmp_path: Path, monkeypatch: 
     base = str(quantised(tmp_path, "mxfp4"))
     *_, ppo = nodes(tmp_path, "ppo.actor=base")
     (found,) = sampling_problems(ppo, lambda name: base)
-    assert (
-        found.startswith("stages.ppo.actor: ")
-        and "has weights quantised as mxfp4, and vLLM would take no new ones" in found
-    )
+    assert found.startswith("stages.ppo.actor: ")
+    assert "has weights quantised as mxfp4, and vLLM would take no new ones" in found
     *_, ppo = nodes(tmp_path)
     assert sampling_problems(ppo, lambda name: base) == []
 

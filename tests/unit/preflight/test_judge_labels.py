@@ -28,6 +28,5 @@ def test_missing_pairs_and_columns_are_told(line: str | None, told: str, tmp_pat
     config = Preferences(policy="sft", prompts={"sources": "p.jsonl"}, reward=judge)
     node: Any = SimpleNamespace(name="round", config=config)
     found = question_problems(node, 0)
-    assert len(found) == bool(told) and all(
-        sentence.startswith("stages.round.reward: ") and told in sentence for sentence in found
-    )
+    assert len(found) == bool(told)
+    assert all(sentence.startswith("stages.round.reward: ") and told in sentence for sentence in found)

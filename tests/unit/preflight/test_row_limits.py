@@ -61,9 +61,8 @@ def test_rows_that_are_all_left_out_are_refused_as_the_stage_does(tmp_path: Path
     with pytest.raises(ValueError, match="all 20 rows were dropped"):
         sft_documents(data, renderer, 100, 0)
     assert render_rows(renderer, data, "sft", "max_len", 400) == Rendered("", (), 20)
-    assert render_rows(renderer, data, "sft") == Rendered("", (), 20), (
-        "a data set without a limit of whole rows"
-    )
+    # a data set without a limit of whole rows
+    assert render_rows(renderer, data, "sft") == Rendered("", (), 20)
     same = data_of(tmp_path / "same.jsonl", {"prompt": "x", "chosen": "y", "rejected": "y"})
     told = render_rows(renderer, same, "preference", "max_len", 400).refused
     assert told.endswith(
@@ -92,10 +91,8 @@ def test_rows_that_are_partly_left_out_are_told(
         )
         assert found.items == 9
     else:  # their prompts are cut instead, as in the stage
-        assert (
-            found.warned == (f"3 of 12 {noun} have more tokens than max_len=100 and would be cut",)
-            and found.items == 12
-        )
+        assert found.warned == (f"3 of 12 {noun} have more tokens than max_len=100 and would be cut",)
+        assert found.items == 12
 
 
 @pytest.mark.parametrize("kind", ["sft", "preference", "labelled", "scored", "prompt"])

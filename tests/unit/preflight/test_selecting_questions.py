@@ -45,6 +45,5 @@ def test_the_selecting_questions_are_refused_for_the_selected_model_and_its_desc
 
 def test_other_questions_and_other_models_are_right(tmp_path: Path) -> None:
     assert selecting_questions(planned(tmp_path, "best", ["Why?", "How?"])) == []
-    assert selecting_questions(planned(tmp_path, "dpo.beta=0.1", ["Who?"])) == [], (
-        "this model was selected by nothing"
-    )
+    # this model was selected by nothing
+    assert selecting_questions(planned(tmp_path, "dpo.beta=0.1", ["Who?"])) == []
