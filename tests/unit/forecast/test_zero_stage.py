@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,26 +15,21 @@ from pydantic import ValidationError
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
 from rlhf_core.forecast.fitting_passes import Pass, as_laid
 from rlhf_core.forecast.hardware import GIB, Gpu
-from rlhf_core.forecast.memory import FETCHED, USABLE, roles
+from rlhf_core.forecast.memory import USABLE
 from rlhf_core.forecast.placements import forecast, placements
 from rlhf_core.forecast.zero_stage import (
     Chosen,
     peak_of_ppo,
     peak_of_training,
-    require_start,
     stage_of_ppo,
     stage_of_state,
     stage_of_training,
-    starts,
-    starts_of_ppo,
     uses_deepspeed,
 )
 from rlhf_core.hub.model_config import Size, size_of_config
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
-from rlhf_core.stages.ppo.start_fleet import start_fleet, zero_stage_of
-from rlhf_core.system.machine import MachineLacks
+from rlhf_core.stages.ppo.start_fleet import zero_stage_of
 from rlhf_core.training.ranks import on_ranks, with_zero_stage
 
 SHAPE = {
@@ -48,8 +42,6 @@ SHAPE = {
 BIG = size_of_config({**SHAPE, "vocab_size": 152064})  # 7.6 billion parameters
 DATA = Data(sources="d.jsonl")
 FOUR = Ranks(num_ranks_per_node=4, gpus=1)
-HOST = 4096 * 2**30
-HOSTS: dict[str, Any] = {"nodes": ["here"], "free_hosts": lambda timeout: {"here": HOST}}
 
 
 def sft(**fields: Any) -> SFT:
@@ -87,14 +79,11 @@ def test_the_lowest_stage_that_fits_is_taken() -> None:
         assert peak_of_training(sft(), BIG, stage, memory * GIB) <= USABLE * memory * GIB
         assert stage == 1 or peak_of_training(sft(), BIG, stage - 1, memory * GIB) > USABLE * memory * GIB
     chosen = stage_of_training(sft(), BIG, 20 * GIB)
-    assert (
-        chosen.stage == 3
-        and "none is estimated to fit a GPU of 20.0 GiB (" in chosen.why
-        and "GiB with 3)" in chosen.why
-    )
-    assert str(stage_of_training(sft(), BIG, 100 * GIB)).startswith(
-        "zero_stage 1: the lowest that fits a GPU of 100.0 GiB ("
-    )
+    assert chosen.stage == 3
+    assert "none is estimated to fit a GPU of 20.0 GiB (" in chosen.why
+    assert "GiB with 3)" in chosen.why
+    told = str(stage_of_training(sft(), BIG, 100 * GIB))
+    assert told.startswith("zero_stage 1: the lowest that fits a GPU of 100.0 GiB (")
 
 
 def test_a_reference_model_counts_where_there_is_one() -> None:
@@ -115,187 +104,6 @@ LARGE = size_of_config(
     {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
      "vocab_size": 128256}
 )  # fmt: skip
-# 70 billion parameters in bf16, and CUDA's own memory
-LARGE_STARTS = (2 * LARGE.parameters + 0.6 * GIB) / GIB
-
-
-def test_zero_3_loads_a_share_and_lower_stages_all() -> None:
-    many = sft(ranks=Ranks(num_ranks_per_node=32, gpus=1))
-    assert LARGE_STARTS == pytest.approx(132, abs=0.1)
-    share = (LARGE_STARTS - 0.6) / 32 + 0.6 + FETCHED / GIB
-    assert starts(many, {"sft": LARGE})["sft"] / GIB == pytest.approx(share) and share < 10
-    assert starts(many.model_copy(update={"zero_stage": 2}), {"sft": LARGE})["sft"] / GIB == pytest.approx(
-        LARGE_STARTS
-    )
-    assert (
-        peak_of_training(many, LARGE, 2, 80 * GIB) / GIB
-        > LARGE_STARTS
-        > 80
-        > peak_of_training(many, LARGE, 3, 80 * GIB) / GIB
-    )
-    assert stage_of_training(many, LARGE, 80 * GIB).why.startswith("the lowest that fits")
-    four_bits = sft(lora=Lora(quantize="nf4"))
-    assert 30 * GIB < starts(four_bits, {"sft": LARGE})["sft"] < 40 * GIB, "4-bit weights are not cut"
-    assert starts(sft(dtype="float32", zero_stage=2), {"sft": LARGE})["sft"] / GIB == pytest.approx(
-        2 * LARGE_STARTS - 0.6
-    )
-
-
-def test_models_that_are_only_read_count_whole_beside_the_shares_of_others() -> None:
-    roles = dict.fromkeys(
-        ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"),
-        Ranks(num_ranks_per_node=32, gpus=1),
-    )
-    alone = ppo(**roles, micro_train_batch_size=1)
-    models = dict.fromkeys(alone.groups, LARGE)
-    assert peak_of_ppo(alone, models, 3, 80 * GIB) < 80 * GIB
-    engines = {"num_engines": 32, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True}
-    together = ppo(**roles, micro_train_batch_size=1, colocate_all=True, engine=engines)
-    whole = sum(2 * (LARGE.parameters - head) / GIB + 0.6 for head in (0, LARGE.head))
-    assert 2 * whole > peak_of_ppo(together, models, 3, 80 * GIB) / GIB > whole
-
-
-def test_models_that_are_only_read_may_be_cut_too() -> None:
-    models = dict.fromkeys(ppo().groups, LARGE)
-    config = ppo(colocate_actor_ref=True, zero_stage=3, ref_reward_shard=True)
-    (needed,) = {needed for names, needed in starts_of_ppo(config, models) if names == ["actor", "reference"]}
-    assert needed / GIB == pytest.approx(2 * ((LARGE_STARTS - 0.6) / 4 + 0.6 + FETCHED / GIB))
-    held = roles(config, models, 80 * GIB)["reference"]
-    assert held.still / GIB == pytest.approx((LARGE_STARTS - 0.6) / 4 + 0.6) and held.scoring > FETCHED
-
-
-def test_a_gpu_that_cannot_load_the_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    shape = {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    }
-    (tmp_path / "config.json").write_text(json.dumps({**shape, "vocab_size": 128256}))
-    run = RunDir(tmp_path / "run")
-    run.path.mkdir()
-    for config, needed, less in (
-        (sft(), r"37\.2", 36),
-        (sft(zero_stage=3), r"37\.2", 36),
-        (sft(zero_stage=2), r"132\.0", 131),
-    ):
-        request = StageRequest(
-            name="tuned", digest="0", config=config, inputs={"base": str(tmp_path)}, seed=0
-        )
-        with pytest.raises(
-            MachineLacks, match=rf"^tuned: while .* takes {needed} GiB, .* smallest GPU here has {less}\.0:"
-        ):
-            with_zero_stage(request, run, config, less * GIB, HOST)
-        assert with_zero_stage(request, run, config, 140 * GIB, HOST).config.zero_stage in (2, 3)  # type: ignore[union-attr]
-
-    class Group:
-        def gpu_bytes(self, timeout: float) -> float:
-            return 80 * GIB
-
-        def build(self, *_: object, **__: object) -> None:
-            pytest.fail("something was loaded")
-
-    config = ppo()
-    groups: Any = dict.fromkeys(config.placed, Group())
-    with pytest.raises(
-        MachineLacks, match=r"^(reference|reward:rm): while the model is loaded each GPU takes 13\d\.\d GiB"
-    ):
-        start_fleet(
-            config,
-            dict.fromkeys(config.groups, str(tmp_path)),
-            SimpleNamespace(pad_token_id=0),
-            0,
-            groups,
-            RolloutGroup(config, groups["sampler"], groups["actor"]),
-            False,
-        )  # type: ignore[arg-type]
-
-
-ALL_LOADED = "actor, critic, reference, reward:rm, sampler: "
-TOGETHER: dict[str, Any] = {
-    "colocate_all": True,
-    "engine": {"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True},
-}
-
-
-@pytest.mark.parametrize(
-    ("fields", "alone", "roles"),
-    [
-        ({"colocate_actor_ref": True}, 2, "actor, reference: "),
-        ({"colocate_critic_reward": True}, 2, "critic, reward:rm: "),
-        (
-            {"colocate_critic_reward": True, "reward": ["rm", {"model": "rm", "name": "second"}]},
-            3,
-            "critic, reward:rm, reward:second: ",
-        ),
-        ({"colocate_actor_ref": True, "zero_stage": 3}, 1.28, "actor, reference: "),
-        ({"colocate_actor_ref": True, "dtype": "float32"}, 4, "actor, reference: "),
-        ({"colocate_actor_ref": True, "ref_reward_offload": True}, 1, ""),
-        (
-            {"colocate_actor_ref": True, "lora": Lora(quantize="nf4"), "reference": "other"},
-            1.3,
-            "actor, reference: ",
-        ),
-        (TOGETHER, 5, ALL_LOADED),
-        (TOGETHER | {"ref_reward_offload": True}, 3, ALL_LOADED),
-    ],
-)
-def test_models_that_share_a_gpu_are_refused_by_their_sum_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], alone: float, roles: str
-) -> None:
-    """`alone`: about as many times one model's bytes."""
-    config = ppo(**{"zero_stage": 2, **fields})
-    monkeypatch.setattr("rlhf_core.stages.ppo.start_fleet.size_at", lambda place: LARGE)
-    needed = max(needed for _, needed in starts_of_ppo(config, dict.fromkeys(config.groups, LARGE))) / GIB
-    assert needed == pytest.approx(alone * LARGE_STARTS, abs=0.02 * alone * LARGE_STARTS + 5)
-
-    def start(memory: float) -> None:
-        groups: Any = dict.fromkeys(
-            config.placed, SimpleNamespace(gpu_bytes=lambda timeout: memory * GIB, **HOSTS)
-        )
-        zero_stage_of(config, dict.fromkeys(config.groups, "a/model"), groups, None)
-
-    start(needed + 0.1)
-    if roles:
-        with pytest.raises(MachineLacks) as refused:
-            start(needed - 0.1)
-        together = f"at their start they take {needed:.1f} GiB of the same GPU together, and"
-        assert str(refused.value).startswith(roles) and together in str(refused.value)
-        assert f"the smallest GPU here has {needed - 0.1:.1f}: give them GPUs of their own, or use" in str(
-            refused.value
-        )
-
-
-def test_two_large_models_on_one_gpu_of_an_h200() -> None:
-    """Each alone would fit."""
-    config = ppo(colocate_actor_ref=True, zero_stage=2)
-    (needed,) = {
-        needed
-        for names, needed in starts_of_ppo(config, dict.fromkeys(config.groups, LARGE))
-        if names == ["actor", "reference"]
-    }
-    assert needed / GIB == pytest.approx(2 * LARGE_STARTS) and LARGE_STARTS < 141
-    with pytest.raises(
-        MachineLacks, match=r"^actor, reference: .* take 264\.0 GiB of the same GPU together, .* has 141\.0:"
-    ):
-        require_start(["actor", "reference"], needed, 141 * GIB)
-    held = roles(config, dict.fromkeys(config.groups, LARGE), 141 * GIB)
-    assert needed <= sum(held[name].still + held[name].starting for name in ("actor", "reference")), (
-        "what `plan` counts, at most"
-    )
-
-
-def test_models_of_unknown_size_and_roles_on_their_own_gpus_add_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        "rlhf_core.stages.ppo.start_fleet.size_at", lambda place: LARGE if place == "actor" else None
-    )
-    for config in (ppo(colocate_actor_ref=True), ppo()):
-        group = SimpleNamespace(gpu_bytes=lambda timeout: 140 * GIB, **HOSTS)
-        groups: Any = {"actor": group, "critic": group}
-        assert zero_stage_of(config, {name: name for name in config.groups}, groups, None).stage == 3
 
 
 def test_one_rank_trains_without_zero() -> None:
@@ -347,9 +155,8 @@ def test_ppo_counts_all_that_shares_the_gpus_of_actor_and_critic() -> None:
     assert stage_of_ppo(ppo(adam_offload=True), sizes(ppo()), memory).stage == 2
     placed = forecast("as in the recipe", beside, {}, sizes(beside), Gpu(memory=memory))
     explicit = ppo(colocate_actor_ref=True, colocate_critic_reward=True, zero_stage=stages[1])
-    assert placed == forecast("as in the recipe", explicit, {}, sizes(beside), Gpu(memory=memory)), (
-        "`alignflow plan` takes the same"
-    )
+    # `alignflow plan` takes the same
+    assert placed == forecast("as in the recipe", explicit, {}, sizes(beside), Gpu(memory=memory))
     assert (
         placements(beside, 4, sizes(beside), Gpu(memory=memory))[0].name
         == f"as in the recipe, zero_stage {stages[1]}"
@@ -360,9 +167,8 @@ def test_ppo_counts_all_that_shares_the_gpus_of_actor_and_critic() -> None:
 def test_actor_and_critic_with_a_gpu_each_need_no_deepspeed() -> None:
     one = dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks(gpus=0.2))
     for config in (ppo(**one), ppo(**one, dtype="float32"), ppo(**one, lora=Lora(quantize="nf4"))):
-        assert stage_of_ppo(config, None, 100 * GIB) == Chosen(
-            0, "one rank has nothing to share out"
-        ) and not uses_deepspeed(config)
+        assert stage_of_ppo(config, None, 100 * GIB) == Chosen(0, "one rank has nothing to share out")
+        assert not uses_deepspeed(config)
     for more in (
         {"critic_ranks": FOUR},
         {"adam_offload": ["critic"]},
@@ -376,9 +182,7 @@ def test_actor_and_critic_with_a_gpu_each_need_no_deepspeed() -> None:
     assert uses_deepspeed(ppo(**dict.fromkeys(one, Ranks()), engine={})), "without GPUs"
     with pytest.raises(ValidationError, match="zero_stage=0 trains on one rank, critic_ranks are 4"):
         ppo(**one | {"critic_ranks": FOUR}, zero_stage=0)
-    with pytest.raises(
-        ValidationError, match="zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host"
-    ):
+    with pytest.raises(ValidationError, match="zero_stage=0 keeps Adam on the GPU"):
         ppo(**one, zero_stage=0, adam_offload=True)
 
 
@@ -461,10 +265,8 @@ def test_a_group_gets_a_request_with_a_stage(tmp_path: Path, capsys: pytest.Capt
         f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 48.0"
         in capsys.readouterr().out
     )
-    assert (
-        resolved(sft(zero_stage=2, adam_offload=True), 100) == 2
-        and "host memory" not in capsys.readouterr().out
-    )
+    assert resolved(sft(zero_stage=2, adam_offload=True), 100) == 2
+    assert "host memory" not in capsys.readouterr().out
     assert resolved(sft(zero_stage=2, adam_offload=True), 100, 120) == 2
     assert "it may run out of host memory: an estimated " in capsys.readouterr().out
     resume_state.save(run, 3, 1, {"layout": {"ranks": 4, "zero_stage": 2}}, lambda folder: None).wait()
@@ -486,13 +288,9 @@ def test_a_stage_whose_gpu_is_full_says_what_helps(tmp_path: Path) -> None:
 
 
 def test_a_pair_is_two_documents_and_4_bit_weights_are_a_quarter() -> None:
-    fields: dict[str, Any] = {
-        "data": DATA,
-        "ranks": FOUR,
-        "dtype": "bfloat16",
-        "micro_train_batch_size": 4,
-        "max_len": 2048,
-    }
+    fields: dict[str, Any] = dict(
+        data=DATA, ranks=FOUR, dtype="bfloat16", micro_train_batch_size=4, max_len=2048
+    )
     pairs = RewardModel(**fields)
     same = RewardModel(**fields, micro_train_tokens=2 * 4 * 2048)
     assert peak_of_training(pairs, BIG, 3, 80 * GIB) == peak_of_training(same, BIG, 3, 80 * GIB)
