@@ -38,19 +38,16 @@ def test_every_model_also_plays_its_parent(setting: Setting) -> None:
     (rate,) = report.against_parent  # dpo's parent is the baseline: once is enough
     assert (rate.model, rate.baseline) == ("ppo", "dpo")
     assert rate.win_rate == pytest.approx((4 + 16 / 2) / 20)  # ppo alone is right on 4 questions
-    assert metrics["win_rate_vs_parent/ppo"] == rate.win_rate and metrics["win_rate/ppo"] == pytest.approx(
-        0.7
-    )
+    assert metrics["win_rate_vs_parent/ppo"] == rate.win_rate
+    assert metrics["win_rate/ppo"] == pytest.approx(0.7)
     judged = [
         Judgment.model_validate_json(line)
         for line in (directory / "report/judgments/rule.jsonl").read_text().splitlines()
     ]
-    assert (
-        len(judged) == 60
-        and report.judging is not None
-        and report.judging.games == 120
-        and report.judging.questions == COUNT
-    )
+    assert len(judged) == 60
+    assert report.judging is not None
+    assert report.judging.games == 120
+    assert report.judging.questions == COUNT
 
 
 def test_a_parent_that_is_not_judged_itself_still_answers(setting: Setting) -> None:
@@ -64,16 +61,12 @@ def test_rates_come_raw_and_length_controlled(setting: Setting) -> None:
     _, report, metrics = evaluate(setting)
     for rate in report.win_rates:
         assert rate.length_controlled is not None and rate.lc_low is not None and rate.lc_high is not None
-        assert (
-            rate.lc_low <= rate.length_controlled <= rate.lc_high
-            and rate.length_controlled < rate.win_rate - 0.05
-        )
+        assert rate.lc_low <= rate.length_controlled <= rate.lc_high
+        assert rate.length_controlled < rate.win_rate - 0.05
         assert metrics[f"length_controlled/{rate.model}"] == rate.length_controlled
     effects = {effect.feature: effect for effect in report.style}
-    assert (
-        set(effects) == {"length", "headers", "lists", "bold"}
-        and effects["length"].effect < 0 == effects["bold"].effect
-    )
+    assert set(effects) == {"length", "headers", "lists", "bold"}
+    assert effects["length"].effect < 0 == effects["bold"].effect
 
 
 def test_lengths_can_be_counted_by_one_tokenizer_for_all(setting: Setting) -> None:
@@ -91,12 +84,7 @@ def test_reward_models_are_evaluated_on_held_out_pairs(setting: Setting) -> None
         make_reward_model(setting, name, seed=number)
     pairs = setting.folder / "pairs.jsonl"
     rows = [
-        {
-            "prompt": f"Reverse w{n:02d}",
-            "chosen": f"w{n:02d}"[::-1],
-            "rejected": "no idea",
-            "subset": "ab"[n % 2],
-        }
+        dict(prompt=f"Reverse w{n:02d}", chosen=f"w{n:02d}"[::-1], rejected="no idea", subset="ab"[n % 2])
         for n in range(20)
     ]
     pairs.write_text(
@@ -110,10 +98,8 @@ def test_reward_models_are_evaluated_on_held_out_pairs(setting: Setting) -> None
     assert [report.model for report in found.models] == ["rm", "rm2"] and found.models[0].overall.pairs == 20
     assert {name: part.pairs for name, part in found.models[0].by_subset.items()} == {"a": 10, "b": 10}
     assert found.models[0].longer_chosen == 0.0 and found.models[0].accuracy_longer is None
-    assert (
-        metrics["reward_accuracy/rm"] == found.models[0].overall.accuracy
-        and "reward_agreement/rm/rm2" in metrics
-    )
+    assert metrics["reward_accuracy/rm"] == found.models[0].overall.accuracy
+    assert "reward_agreement/rm/rm2" in metrics
     # The model itself, asked directly, ranks the pairs as the report says.
     scorer = RewardScorer(setting.inputs["rm"], "float32", 4)
     renderer = Renderer(load_tokenizer(setting.inputs["rm"]), "chat")
@@ -167,10 +153,8 @@ def test_a_paid_judge_is_asked_until_the_interval_is_narrow_and_its_cost_is_told
     }
     judge = OpenAIJudge(model="gpt", interval_width=0.5, sequential_questions=10, **prices)
     _, report, metrics = evaluate(setting, judges=(judge, RuleJudge()), models=("ppo",))
-    assert (
-        report.judging is not None
-        and report.judging.questions == report.win_rates[0].num_questions == 10 < COUNT
-    )
+    assert report.judging is not None
+    assert report.judging.questions == report.win_rates[0].num_questions == 10 < COUNT
     assert report.judging.cost == pytest.approx(20 * (1000 * 2 + 100 * 8) / 1e6) == metrics["judge_cost/gpt"]
     assert metrics["judge_input_tokens/gpt"] == 20_000 and report.judging.requests == 20
     (made,) = Scripted.made

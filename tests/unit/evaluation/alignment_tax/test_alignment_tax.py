@@ -53,9 +53,8 @@ def test_a_loss_is_what_the_baseline_had_more_and_its_interval_is_paired() -> No
     # Ten documents of a hundred changed: the standard error of their share is 0.03, that of two independent
     # models would be 0.061.
     assert loss.ci_low is not None and loss.ci_high is not None
-    assert 0.1 - 1.96 * 0.03 == pytest.approx(loss.ci_low, abs=0.012) and 0.1 + 1.96 * 0.03 == pytest.approx(
-        loss.ci_high, abs=0.012
-    )
+    assert 0.1 - 1.96 * 0.03 == pytest.approx(loss.ci_low, abs=0.012)
+    assert 0.1 + 1.96 * 0.03 == pytest.approx(loss.ci_high, abs=0.012)
 
 
 def test_the_same_answers_lose_nothing_and_swapped_models_gain_what_was_lost() -> None:
@@ -96,9 +95,8 @@ def test_metrics_that_are_no_mean_and_other_documents_are_compared_by_their_erro
         (score({"a": 10.0}, stderr=0.3), score({"b": 8.0}, stderr=0.4)),
     ):
         loss = loss_of(one, other, 100, 0)
-        assert not loss.paired and (loss.ci_low, loss.ci_high) == pytest.approx(
-            (2 - 1.96 * 0.5, 2 + 1.96 * 0.5), abs=1e-3
-        )
+        assert not loss.paired
+        assert (loss.ci_low, loss.ci_high) == pytest.approx((2 - 1.96 * 0.5, 2 + 1.96 * 0.5), abs=1e-3)
     assert loss_of(score(None, 10.0, None), score(None, 8.0), 100, 0).ci_low is None
 
 
@@ -128,10 +126,8 @@ def test_the_first_metric_is_the_main_one_and_the_largest_loss_is_the_tasks() ->
         ("dpo", "acc", True), ("dpo", "other,strict", False), ("ppo", "acc", True), ("ppo", "other,strict", False),
     ]  # fmt: skip
     metrics = tax_metrics(found)
-    assert (
-        metrics["tax/sums"] == metrics["tax/sums/ppo"] == pytest.approx(0.3)
-        and metrics["tax/sums/dpo"] == 0.0
-    )
+    assert metrics["tax/sums"] == metrics["tax/sums/ppo"] == pytest.approx(0.3)
+    assert metrics["tax/sums/dpo"] == 0.0
     assert metrics["tax_low/sums"] == metrics["tax_low/sums/ppo"] > 0.2 and metrics["score/sums/sft"] == 0.8
     config = AlignmentTax(models=("dpo", "ppo"), tasks=("sums",))
     assert [name for name in metrics if not has_metric(config, name)] == []
@@ -176,11 +172,9 @@ def test_results_become_records_with_filters_kept_apart_and_only_means_paired() 
     assert first.documents is not None and list(first.documents.values()) == values["none"]
     assert odd.documents is None and not odd.higher_is_better
     rows = rows_of(found["samples"])
-    assert (
-        rows[0]["prompt"] == "prompt 0"
-        and rows[0]["metrics"] == {"acc": 1.0, "odd": None}
-        and json.dumps(rows)
-    )
+    assert rows[0]["prompt"] == "prompt 0"
+    assert rows[0]["metrics"] == {"acc": 1.0, "odd": None}
+    assert json.dumps(rows)
 
 
 def test_a_group_is_the_mean_over_the_documents_of_its_tasks() -> None:
@@ -234,9 +228,7 @@ def test_a_task_file_brings_its_data_its_includes_and_its_code(tmp_path: Path) -
         "rows.jsonl",
         "helpers.py",
     }
-    with pytest.raises(
-        ValueError, match=r"own.yaml runs Python \(helpers.f\): read it, then set trust_task_code"
-    ):
+    with pytest.raises(ValueError, match=r"own.yaml runs Python \(helpers.f\): .* then set trust_task_code"):
         read_task(path, trust_code=False)
 
 

@@ -32,21 +32,16 @@ def test_a_remote_model_plays_like_any_other_and_is_asked_once(
         remote = {"gpt": Endpoint(model="gpt-x", base_url=server.url, input_price=1.0, output_price=1.0)}
         changes: dict[str, Any] = {"models": ("gpt", "ppo"), "endpoints": remote, "temperature": 0.3}
         run, report, metrics = evaluate(setting, **changes)
-        assert len(server.requests) == COUNT and {
-            (r["temperature"], r["max_tokens"]) for r in server.requests
-        } == {(0.3, 24)}
+        assert len(server.requests) == COUNT
+        assert {(r["temperature"], r["max_tokens"]) for r in server.requests} == {(0.3, 24)}
         _, again, repeated = evaluate(setting, **changes)
         assert len(server.requests) == COUNT
     assert report.right == {"sft": 0.5, "gpt": 1.0, "ppo": 0.9} and report.against_parent == ()
     assert {rate.model: rate.win_rate for rate in report.win_rates} == {"gpt": 0.75, "ppo": 0.7}
-    assert (
-        report.answering["gpt"].input_tokens == 10 * COUNT
-        and report.answering["gpt"].settings["temperature"] == 0.3
-    )
-    assert (
-        metrics["answer_cost/gpt"] == pytest.approx(13 * COUNT / 1e6)
-        and metrics["answer_requests/gpt"] == COUNT
-    )
+    assert report.answering["gpt"].input_tokens == 10 * COUNT
+    assert report.answering["gpt"].settings["temperature"] == 0.3
+    assert metrics["answer_cost/gpt"] == pytest.approx(13 * COUNT / 1e6)
+    assert metrics["answer_requests/gpt"] == COUNT
     assert repeated == metrics | {"answer_requests/gpt": 0.0} and again.win_rates == report.win_rates
     line = json.loads((run / "report" / "answers" / "gpt.jsonl").read_text().split("\n")[0])
     assert line["model"] == "gpt" and line["metadata"]["token_len"] == 3  # as the endpoint counts

@@ -40,10 +40,8 @@ def test_an_identity_follows_the_files_and_not_their_place(tmp_path: Path) -> No
     )
     (same / "chat_template.jinja").write_text("{{ messages }}")
     assert identity_of(str(one), Digests()) != identity_of(str(same), Digests())
-    assert (
-        identity_of("org/judge", Digests(), "abc") == "org/judge@abc"
-        and identity_of("org/judge", Digests()) == "org/judge"
-    )
+    assert identity_of("org/judge", Digests(), "abc") == "org/judge@abc"
+    assert identity_of("org/judge", Digests()) == "org/judge"
 
 
 def test_a_stages_manifest_gives_the_identity_without_reading_the_weights(tmp_path: Path) -> None:
@@ -79,9 +77,7 @@ def test_dtype_and_length_are_the_models_own_unless_said(tmp_path: Path) -> None
     assert local_model("here", path, VllmJudge(model="m", dtype="float32", max_model_len=64), run, False)[
         1:3
     ] == ("float32", 64)
-    with pytest.raises(
-        ValueError, match=r"^here: max_model_len is 300, and the model has 256 positions: lower it$"
-    ):
+    with pytest.raises(ValueError, match=r"^here: max_model_len is 300, and .* has 256 positions: lower it$"):
         local_model("here", path, VllmJudge(model="m", max_model_len=300), run, False)
 
 

@@ -15,6 +15,7 @@ from evaluation.judges.factory import judge_names
 from evaluation.scores.style import markdown
 from rlhf_core.config import OpenAIJudge, RewardJudge, RuleJudge, Source
 from rlhf_core.data.questions import load_questions
+from tests.support.text_rows import rows_of_text
 
 ARENA_HARD = Path(__file__).parents[5] / "shared" / "data" / "arena-hard"
 
@@ -26,12 +27,7 @@ def write(folder: Path, *rows: dict[str, Any]) -> Source:
 
 
 def test_both_versions_of_arena_hard_questions_are_read(tmp_path: Path) -> None:
-    old = {
-        "question_id": "old",
-        "category": "arena-hard-v0.1",
-        "cluster": "c",
-        "turns": [{"content": "What?"}],
-    }
+    old = dict(question_id="old", category="arena-hard-v0.1", cluster="c", turns=[{"content": "What?"}])
     new = {"uid": "new", "category": "hard_prompt", "subcategory": "math", "prompt": "Why?"}
     bare = {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How?"}]}
     first, second, third = load_questions(write(tmp_path, old, new, bare), None, 0)
@@ -62,30 +58,15 @@ def test_a_question_without_a_known_answer_is_named_by_file_and_row(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("rows", "message"),
-    [
-        ([{"uid": "a", "prompt": "x"}, {"uid": "a", "prompt": "y"}], r"row 2: has the uid 'a' of row 1"),
-        (
-            [{"prompt": "x"}, {"prompt": "x"}],
-            r"row 2: has the uid .* of row 1 \(without a uid: the same prompt\)",
-        ),
-        (
-            [{"text": "x"}],
-            (
-                r"row 1: there is no column 'prompt', nor 'turns'; its columns are text: set prompt_key in"
-                r" the questions"
-            ),
-        ),
-        (
-            [{"answer": "y", "question": "x"}],
-            r"its columns are answer, question: set prompt_key: question in the questions",
-        ),
-        ([{"prompt": "  "}], r"row 1: the prompt is empty"),
-        (
-            [{"prompt": 3}],
-            r"row 1: column 'prompt' must be a string or a list of messages, found int: write it as text",
-        ),
-        ([{"turns": [3]}], r"row 1: message 1"),
-    ],
+    rows_of_text(r"""
+    [{uid: a, prompt: x}, {uid: a, prompt: y}] | row 2: has the uid 'a' of row 1
+    [{prompt: x}, {prompt: x}] | row 2: has the uid .* of row 1 \(without a uid: the same prompt\)
+    [{text: x}] | row 1: there is no column 'prompt', nor 'turns'; its columns are text: set prompt_key in the questions
+    [{answer: y, question: x}] | its columns are answer, question: set prompt_key: question in the questions
+    [{prompt: '  '}] | row 1: the prompt is empty
+    [{prompt: 3}] | row 1: column 'prompt' must be a string or a list of messages, found int: write it as text
+    [{turns: [3]}] | row 1: message 1
+    """),
 )
 def test_bad_questions_are_refused_with_their_row(
     rows: list[dict[str, Any]], message: str, tmp_path: Path
@@ -146,11 +127,4 @@ def test_judges_of_the_same_name_are_told_apart() -> None:
         RewardJudge(tie=1.0),
         RuleJudge(),
     )
-    assert list(judge_names(judges)) == [
-        "gpt-4-turbo",
-        "gpt-4",
-        "rule",
-        "reward_model",
-        "reward_model-2",
-        "rule-2",
-    ]
+    assert list(judge_names(judges)) == "gpt-4-turbo gpt-4 rule reward_model reward_model-2 rule-2".split()

@@ -17,6 +17,7 @@ from rlhf_core.recipe.digest import deciding
 from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.system.files import Digests
 from tests.support.chat_endpoint import SECRET, Reply, completion, error, serving
+from tests.support.text_rows import rows_of_text
 
 
 @pytest.fixture(autouse=True)
@@ -32,24 +33,14 @@ def questions(count: int) -> list[Question]:
 
 
 def endpoint(url: str, **changes: Any) -> Endpoint:
-    fields = {
-        "model": "gpt-x",
-        "base_url": url,
-        "api_key_env": "ANSWER_KEY",
-        "concurrency": 3,
-        "timeout": 60.0,
-        "max_attempts": 3,
-    }
+    fields = dict(
+        model="gpt-x", base_url=url, api_key_env="ANSWER_KEY", concurrency=3, timeout=60.0, max_attempts=3
+    )
     return Endpoint.model_validate(fields | changes)
 
 
 def ask(folder: Path, asked: Endpoint, number: int = 6, **changes: Any) -> Any:
-    fields = {
-        "models": ("remote",),
-        "questions": Source(path="q.jsonl"),
-        "temperature": 0.5,
-        "generate_max_len": 40,
-    }
+    fields = dict(models=("remote",), questions=Source(path="q.jsonl"), temperature=0.5, generate_max_len=40)
     config = Evaluation.model_validate(fields | {"endpoints": {"remote": asked}})
     options: dict[str, Any] = {"count": None, "pause": 0.01}
     return answer_remotely(
@@ -71,15 +62,12 @@ def test_questions_are_asked_as_configured_and_answers_come_back_in_order(tmp_pa
         (f"q{n}", f"to Question {n}?", 3) for n in range(6)
     ]
     request = server.requests[0]
-    assert (request["model"], request["temperature"], request["max_tokens"], request["top_k"]) == (
-        "gpt-x",
-        0.5,
-        40,
-        5,
-    )
-    assert request["messages"][0] == {"role": "system", "content": "Be brief."} and set(server.keys) == {
-        f"Bearer {SECRET}"
-    }
+    assert request["model"] == "gpt-x"
+    assert request["temperature"] == 0.5
+    assert request["max_tokens"] == 40
+    assert request["top_k"] == 5
+    assert request["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert set(server.keys) == {f"Bearer {SECRET}"}
     assert server.most_busy <= 3
     assert use.settings == {"max_tokens": 40, "temperature": 0.5, "top_k": 5, "system": "Be brief."}
     assert (use.requests, use.failed, use.input_tokens, use.output_tokens) == (6, 0, 60, 18)
@@ -143,9 +131,8 @@ def test_failures_within_the_allowed_share_are_empty_answers_and_asked_again_nex
         lambda n, request: error(400) if "Question 1" in str(request) else echo(n, request)
     ) as server:
         answers, use = ask(tmp_path, endpoint(server.url, max_failed=0.2), 6)
-        assert (answers[1].text, answers[1].tokens, use.failed) == ("", 0, 1) and answering_metrics(
-            {"m": use}
-        )["answer_failed/m"] == 1.0
+        assert (answers[1].text, answers[1].tokens, use.failed) == ("", 0, 1)
+        assert answering_metrics({"m": use})["answer_failed/m"] == 1.0
         assert ask(tmp_path, endpoint(server.url, max_failed=0.2), 6)[1].requests == 1
 
 
@@ -214,54 +201,25 @@ def test_an_endpoint_decides_the_digest_by_what_is_asked_only() -> None:
 def test_endpoints_are_in_the_digest_and_their_patience_is_not() -> None:
     recipes = recipe_of(recipe(models=["sft"], endpoints={})), recipe_of(recipe())
     without, given = (json.dumps(deciding(found.stages["evaluation"], Digests())) for found in recipes)
-    assert (
-        without != given
-        and "gpt" in given
-        and not any(name in given for name in ("start_timeout", '"timeout"', "max_attempts"))
-    )
+    assert without != given
+    assert "gpt" in given
+    assert not any(name in given for name in ("start_timeout", '"timeout"', "max_attempts"))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"models": ["sft", "gtp"]}, r"evaluation: the endpoint 'gpt' is not used"),
-        (
-            {"models": ["base"], "endpoints": {}},
-            r"stages.evaluation.models: base is the baseline, and there is no other model to compare",
-        ),
-        (
-            {"endpoints": {"gpt": {"model": "x", "base_url": "https://me:pass@gw/v1"}}},
-            r"base_url.*the address holds a password or a query",
-        ),
-        (
-            {"endpoints": {"gpt": {"model": "x", "base_url": "https://gw/v1?key=1"}}},
-            r"base_url.*the address holds a password or a query",
-        ),
-        (
-            {"models": ["sft", "gpt", "gtp"]},
-            r"stages.evaluation.models: unknown name 'gtp'; did you mean gpt\?; .*an endpoint",
-        ),
-        (
-            {"models": ["sft"], "endpoints": {"sft": {"model": "x"}}},
-            r"stages.evaluation.endpoints.sft: sft is also .* a stage's name",
-        ),
-        (
-            {"models": ["base", "sft"], "endpoints": {"base": {"model": "x"}}},
-            r"stages.evaluation.endpoints.base: base is also the base model's",
-        ),
-        (
-            {"endpoints": {"gpt": {}}},
-            r"stages.evaluation.endpoints.gpt.model: missing \(model name at the endpoint\); add it",
-        ),
-        (
-            {"endpoints": {"gpt": {"model": "x", "base_ulr": "y"}}},
-            r"endpoints.gpt.base_ulr: unknown key 'base_ulr'; did you mean base_url",
-        ),
-        (
-            {"judges": [{"kind": "vllm", "model": "gpt"}]},
-            r"stages.evaluation.judges.0.model: unknown name 'gpt'",
-        ),
-    ],
+    rows_of_text(r"""
+    {models: [sft, gtp]} | evaluation: the endpoint 'gpt' is not used
+    {models: [base], endpoints: {}} | stages.evaluation.models: base is the baseline, and there is no other model to compare
+    {endpoints: {gpt: {model: x, base_url: 'https://me:pass@gw/v1'}}} | base_url.*the address holds a password or a query
+    {endpoints: {gpt: {model: x, base_url: 'https://gw/v1?key=1'}}} | base_url.*the address holds a password or a query
+    {models: [sft, gpt, gtp]} | stages.evaluation.models: unknown name 'gtp'; did you mean gpt\?; .*an endpoint
+    {models: [sft], endpoints: {sft: {model: x}}} | stages.evaluation.endpoints.sft: sft is also .* a stage's name
+    {models: [base, sft], endpoints: {base: {model: x}}} | stages.evaluation.endpoints.base: base is also the base model's
+    {endpoints: {gpt: {}}} | stages.evaluation.endpoints.gpt.model: missing \(model name at the endpoint\); add it
+    {endpoints: {gpt: {model: x, base_ulr: y}}} | endpoints.gpt.base_ulr: unknown key 'base_ulr'; did you mean base_url
+    {judges: [{kind: vllm, model: gpt}]} | stages.evaluation.judges.0.model: unknown name 'gpt'
+    """),
 )
 def test_a_mistake_is_told_in_one_sentence(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:

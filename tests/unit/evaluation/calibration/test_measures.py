@@ -47,10 +47,8 @@ def test_a_judge_that_copies_people_has_kappa_one_and_no_bias() -> None:
     assert "markdown_bias" not in found and "human_agreement" not in found and "human_repeat" not in found
     # 80 equal verdicts do not prove perfection: the mid-P bound for 80 of 80
     assert found["agreement"].ci_low == pytest.approx(0.05 ** (1 / 80)) and found["agreement"].ci_high == 1.0
-    assert (
-        found["kappa"].ci_low == pytest.approx(0.05 ** (1 / 80))
-        and found["position_bias"].ci_low < 0 < found["position_bias"].ci_high
-    )
+    assert found["kappa"].ci_low == pytest.approx(0.05 ** (1 / 80))
+    assert found["position_bias"].ci_low < 0 < found["position_bias"].ci_high
 
 
 def test_kappa_and_confusion_are_those_of_a_worked_example() -> None:
@@ -60,9 +58,8 @@ def test_kappa_and_confusion_are_those_of_a_worked_example() -> None:
     judge = [1] * 25 + [-1] * 15 + [1] * 2 + [-1] * 8
     of = observed(human, [consistent(sign) for sign in judge])
     found = measure(of, 500, 0)
-    assert found["agreement"].value == pytest.approx(0.66) and found["kappa"].value == pytest.approx(
-        0.136 / 0.476
-    )
+    assert found["agreement"].value == pytest.approx(0.66)
+    assert found["kappa"].value == pytest.approx(0.136 / 0.476)
     assert confusion(of).tolist() == [[25, 0, 15], [0, 0, 0], [2, 0, 8]]
     assert found["kappa"].ci_low < 0.136 / 0.476 < found["kappa"].ci_high
 
@@ -92,9 +89,8 @@ def test_errors_at_random_are_no_error_gap_though_they_move_the_rate() -> None:
     # a quarter of each is wrong; a tie is half an error
     wrong = [-1] * 10 + [1] * 30 + [1, 1] + [-1] * 3 + [0] + [-1] * 4
     found = measure(observed(human, [consistent(sign) for sign in wrong], longer=[1] * 50), 200, 0)
-    assert found["length_error_gap"].value == pytest.approx(2.5 / 10 - 10 / 40) and found[
-        "length_bias"
-    ].value == pytest.approx(-0.15)
+    assert found["length_error_gap"].value == pytest.approx(2.5 / 10 - 10 / 40)
+    assert found["length_bias"].value == pytest.approx(-0.15)
     assert (
         measure(observed([1, 1], [consistent(1)] * 2, longer=[1, 1]), 50, 0)
         .keys()

@@ -101,19 +101,15 @@ def test_a_judge_that_copies_people_has_kappa_one(tmp_path: Path) -> None:
     with serving(copying(file)) as endpoint:
         report, metrics = calibrate(tmp_path, calibration(endpoint.url, file))
     assert len(endpoint.requests) == 2 * COUNT  # both orders of each pair
-    assert (
-        metrics["kappa"] == metrics["agreement"] == metrics["swap_consistency"] == 1.0
-        and metrics["position_bias"] == 0.0
-    )
+    assert metrics["kappa"] == metrics["agreement"] == metrics["swap_consistency"] == 1.0
+    assert metrics["position_bias"] == 0.0
     assert metrics["kappa/ci_low"] < 1.0 == metrics["kappa/ci_high"]
     assert report.confusion == ((16, 0, 0), (0, 8, 0), (0, 0, 16))
-    assert (report.judge, report.pairs, report.labels, report.annotators, report.unjudged) == (
-        "judge",
-        COUNT,
-        COUNT,
-        1,
-        0,
-    )
+    assert report.judge == "judge"
+    assert report.pairs == COUNT
+    assert report.labels == COUNT
+    assert report.annotators == 1
+    assert report.unjudged == 0
     assert report.strength == "almost perfect" and metrics["judge_input_tokens"] == 10 * 2 * COUNT
     judged = [
         Judgment.model_validate_json(line)
@@ -136,14 +132,12 @@ def test_a_planted_position_bias_fails_its_gate(tmp_path: Path) -> None:
     with serving(copying(file, lambda uid: int(uid[1:]) % 2 == 0)) as endpoint:
         config = calibration(endpoint.url, file, gates=gates)
         result = run_stage(prepared(tmp_path, config).path, run)
-    assert result.metrics["position_bias"] == pytest.approx(0.5) and result.metrics[
-        "swap_consistency"
-    ] == pytest.approx(0.5)
+    assert result.metrics["position_bias"] == pytest.approx(0.5)
+    assert result.metrics["swap_consistency"] == pytest.approx(0.5)
     high, low, kappa = check("calibration", config, result)
     assert (high.passed, low.passed, kappa.passed) == (False, True, True)
-    assert high.meaning.startswith("The judge favours a position") and meaning_of(
-        "calibration", "kappa/ci_low"
-    )
+    assert high.meaning.startswith("The judge favours a position")
+    assert meaning_of("calibration", "kappa/ci_low")
 
 
 def test_no_game_is_asked_for_twice_after_a_kill(tmp_path: Path) -> None:
@@ -236,11 +230,9 @@ def test_a_reward_model_is_calibrated_too(tmp_path: Path, monkeypatch: pytest.Mo
         }
     )
     report, metrics = calibrate(tmp_path, config, setting.inputs)
-    assert (
-        report.judge == "reward_model"
-        and metrics["swap_consistency"] == 1.0
-        and metrics["position_bias"] == 0.0
-    )
+    assert report.judge == "reward_model"
+    assert metrics["swap_consistency"] == 1.0
+    assert metrics["position_bias"] == 0.0
     assert "judge_input_tokens" not in metrics and metrics["failed_games"] == 0
 
 

@@ -26,24 +26,15 @@ class Artifacts:
     ) -> Path:
         """Writes the record of a run of these stages. `more`: other fields."""
         stages = [
-            {
-                "name": v.name,
-                "kind": v.kind,
-                "parents": v.parents,
-                "run_dir": f"stages/{v.run_dir.name}",
-                "status": status,
-            }
+            dict(
+                name=v.name, kind=v.kind, parents=v.parents, run_dir=f"stages/{v.run_dir.name}", status=status
+            )
             for v in self.views
         ]
-        told = {
-            "recipe": "demo",
-            "state": state,
-            "host": "box",
-            "pid": 7,
-            "started": STARTED,
-            "ended": ended,
-            "stages": stages,
-        } | more
+        told = (
+            dict(recipe="demo", state=state, host="box", pid=7, started=STARTED, ended=ended, stages=stages)
+            | more
+        )
         file = self.path / "demo" / "runs" / f"{identity}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(told))

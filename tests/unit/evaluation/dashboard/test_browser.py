@@ -132,9 +132,8 @@ def test_a_page_stays_open_over_a_killed_and_resumed_run(
     allow(artifacts, 5)
     wait_for(stage, "state", "step 5 of 8")
     wait_until(lambda: points(stage) == 5, "the curve")
-    assert stage.locator("details[data-key=last]").get_attribute("open") is not None, (
-        "what was opened stays open"
-    )
+    # what was opened stays open
+    assert stage.locator("details[data-key=last]").get_attribute("open") is not None
 
     os.kill(run.pid, signal.SIGKILL)  # the reaper ends the stage's process
     run.wait()

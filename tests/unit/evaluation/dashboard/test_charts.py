@@ -36,14 +36,11 @@ def test_all_coordinates_are_within_the_drawing(first: list[float], second: list
     numbers = [
         float(text) for line in drawn.lines for text in re.findall(r"-?[\d.]+|nan|inf", line.path + line.band)
     ]
-    assert all(-1 <= number <= WIDTH + 1 for number in numbers) and all(
-        math.isfinite(number) for number in numbers
-    )
-    assert (
-        all(-1 <= mark.at <= HEIGHT + 1 for mark in drawn.marks_y)
-        and drawn.level is not None
-        and -1 <= drawn.level <= HEIGHT + 1
-    )
+    assert all(-1 <= number <= WIDTH + 1 for number in numbers)
+    assert all(math.isfinite(number) for number in numbers)
+    assert all(-1 <= mark.at <= HEIGHT + 1 for mark in drawn.marks_y)
+    assert drawn.level is not None
+    assert -1 <= drawn.level <= HEIGHT + 1
 
 
 @given(VALUES, VALUES)
@@ -82,10 +79,8 @@ def test_two_runs_have_their_own_colours_and_labels() -> None:
         "second training",
         "second held out",
     ]
-    assert (
-        len({line.colour for line in panel.lines}) == 2
-        and [line.dashed for line in panel.lines] == [False, True] * 2
-    )
+    assert len({line.colour for line in panel.lines}) == 2
+    assert [line.dashed for line in panel.lines] == [False, True] * 2
 
 
 def test_a_metric_that_was_never_finite_is_told() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import html
 import json
-import os
 import re
 import shlex
 import shutil
@@ -13,10 +11,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-import anyio
 import pytest
 from filelock import FileLock
 from starlette.testclient import TestClient
@@ -24,7 +20,7 @@ from starlette.testclient import TestClient
 from evaluation.dashboard import compare
 from evaluation.dashboard import dashboard_app as app
 from evaluation.dashboard.artifacts_folder import Folder
-from evaluation.dashboard.dashboard_app import changes, dashboard
+from evaluation.dashboard.dashboard_app import dashboard
 from evaluation.dashboard.pages import Page, fill
 from evaluation.report import iterations
 from evaluation.report.iterations import rollouts
@@ -111,9 +107,8 @@ def test_every_link_of_a_page_leads_somewhere(client: TestClient, path: str) -> 
         "nothing is loaded from elsewhere"
     )
     assert {client.get(str(link)).status_code for link in links if str(link).startswith("/")} == {200}
-    assert "script-src" not in answer.headers["content-security-policy"] and not re.search(
-        r"<script[^>]*>[^<]", answer.text
-    )
+    assert "script-src" not in answer.headers["content-security-policy"]
+    assert not re.search(r"<script[^>]*>[^<]", answer.text)
     assert not [attrs for _, attrs in elements if any(name.startswith("on") for name in attrs)]
 
 
@@ -146,9 +141,8 @@ def test_a_run_that_failed_before_its_first_stage_says_why(client: TestClient, a
     artifacts.record(
         "second", "failed", STARTED + 5, stages=[], why="the disk of artifacts is full; free some space"
     )
-    assert (
-        "free some space" in client.get("/").text and "free some space" in client.get("/run/demo/second").text
-    )
+    assert "free some space" in client.get("/").text
+    assert "free some space" in client.get("/run/demo/second").text
 
 
 def test_a_run_in_progress_on_the_start_page(client: TestClient, artifacts: Artifacts) -> None:
@@ -162,14 +156,11 @@ def test_a_run_in_progress_on_the_start_page(client: TestClient, artifacts: Arti
 
 
 def test_the_report_of_the_last_run(client: TestClient, artifacts: Artifacts, tmp_path: Path) -> None:
-    assert (
-        client.get("/report/demo").status_code == 404 and "/report/" not in client.get("/run/demo/first").text
-    )
+    assert client.get("/report/demo").status_code == 404
+    assert "/report/" not in client.get("/run/demo/first").text
     (artifacts.path / "demo" / "report.html").write_text("<h1>evidence</h1>")
-    assert (
-        'href="/report/demo"' in client.get("/run/demo/first").text
-        and "evidence" in client.get("/report/demo").text
-    )
+    assert 'href="/report/demo"' in client.get("/run/demo/first").text
+    assert "evidence" in client.get("/report/demo").text
     (artifacts.path / "outside").symlink_to(tmp_path)
     (tmp_path / "report.html").write_text("secret")
     assert [
@@ -274,17 +265,15 @@ def test_hostile_texts_are_inert(client: TestClient, artifacts: Artifacts) -> No
     ):
         answer = client.get(path)
         html = answer.text
-        assert answer.status_code == (404 if quote(bad) in path else 200) and "cannot be shown" not in html, (
-            path
-        )
+        assert answer.status_code == (404 if quote(bad) in path else 200), path
+        assert "cannot be shown" not in html, path
         assert "&lt;script&gt;alert" in html or answer.status_code == 404, path
         assert (
             "<script>" not in html and "<img" not in html and "\x1b" not in html and "\u202e" not in html
         ), path
         elements = Elements(html).found
-        assert {tag for tag, _ in elements} <= ALLOWED and not [
-            a for _, a in elements if any(n.startswith("on") for n in a)
-        ], path
+        assert {tag for tag, _ in elements} <= ALLOWED, path
+        assert not [a for _, a in elements if any(n.startswith("on") for n in a)], path
 
 
 ALLOWED = set(
@@ -330,84 +319,6 @@ def test_an_empty_folder_is_a_page(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "absent"):
         page = TestClient(dashboard(place)).get("/").text
         assert "No run is recorded" in page and "No run is in progress" in page
-
-
-class Stream:
-    """The events of a page's stream, one look after the other."""
-
-    def __init__(self, artifacts: Path, path: str, known: dict[str, str] | None = None):
-        self.events: list[dict[str, str]] = []
-        self.open: set[object] = set()
-        self.ended = anyio.Event()
-        self._made = changes(Folder(artifacts), path, {}, known or {}, self.open, self.ended)
-
-    async def next(self, seconds: float = 60) -> dict[str, Any]:
-        event = await asyncio.wait_for(anext(self._made), seconds)  # type: ignore[arg-type]
-        return {"event": event["event"], "parts": json.loads(event["data"] or "{}")}
-
-    async def until(self, *names: str) -> dict[str, Any]:
-        """The parts of the events until these have come: a file that changes during a look changes one part
-        then, another one later."""
-        parts: dict[str, Any] = {}
-        while not parts.keys() >= set(names):
-            parts |= (await self.next())["parts"]
-        return parts
-
-
-def test_a_stream_sends_what_changed_and_nothing_else(
-    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "LOOK_SECONDS", 0.01)
-    run_dir = artifacts.stage("ppo")
-    for file in run_dir.iterdir():
-        # the page shows whole seconds, and the files were made in this one
-        os.utime(file, (STARTED, STARTED))
-
-    async def watch() -> None:
-        stream = Stream(artifacts.path, PPO)
-        first = await stream.next()
-        assert {"state", "curves", "log", "lineage"} <= set(first["parts"]), "a page without digests gets all"
-        known = {name: part["digest"] for name, part in first["parts"].items()}
-        with pytest.raises(TimeoutError):
-            await Stream(artifacts.path, PPO, known).next(0.5)
-        stream = Stream(artifacts.path, PPO, known)
-        waiting = asyncio.create_task(stream.until("state", "curves"))
-        await asyncio.sleep(0.3)
-        with (run_dir / METRICS).open("a") as file:
-            file.write(json.dumps({"step": 21, "reward/mean": 9.0}) + "\n")
-        assert set(await waiting) == {"state", "curves"}, "with the time of the last change"
-        waiting = asyncio.create_task(stream.until("log"))
-        await asyncio.sleep(0.3)
-        with (run_dir / LOG).open("a") as file:
-            file.write("a new line\n")
-        told = await waiting
-        assert "a new line" in told["log"]["html"] and "curves" not in told
-        assert len(stream.open) == 1
-        stream.ended.set()
-        with pytest.raises(StopAsyncIteration):
-            await stream.next()
-        assert not stream.open
-
-    asyncio.run(watch())
-
-
-def test_a_stream_of_a_stage_that_is_removed_ends(
-    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "LOOK_SECONDS", 0.01)
-
-    async def watch() -> None:
-        stream = Stream(artifacts.path, PPO)
-        await stream.next()
-        artifacts.stage("ppo").rename(artifacts.path / "elsewhere")
-        assert (await stream.next())["event"] == "gone"
-
-    asyncio.run(watch())
-
-
-def test_streams_are_bounded(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MAX_STREAMS", 0)
-    assert client.get("/events/").status_code == 503
 
 
 def test_a_log_of_a_part_that_cannot_be_made_has_no_control_characters(
@@ -469,8 +380,6 @@ def test_each_run_has_its_own_report(client: TestClient, artifacts: Artifacts) -
     assert 'href="/report/demo"' in client.get(f"/run/demo/{identity}").text
     (home / "runs" / f"{identity}.html").write_text("its own")
     assert f'href="/report/demo/{identity}"' in client.get(f"/run/demo/{identity}").text
-    assert (
-        client.get(f"/report/demo/{identity}").text == "its own"
-        and client.get("/report/demo").text == "the newest"
-    )
+    assert client.get(f"/report/demo/{identity}").text == "its own"
+    assert client.get("/report/demo").text == "the newest"
     assert client.get("/report/demo/..").status_code == 404

@@ -117,9 +117,8 @@ def test_the_filter_needs_no_script(
     assert named("such MODEL") == {"third"} and named("nightly first") == set()
     page = client.get("/", params={"filter": HOSTILE}).text
     assert "No run has all of these words" in page and "No run is recorded" not in page
-    assert [tag for tag, _ in Elements(page).found if tag in ("img", "script")] == ["script"], (
-        "that of the page alone"
-    )
+    # that of the page alone
+    assert [tag for tag, _ in Elements(page).found if tag in ("img", "script")] == ["script"]
     boxes = [
         attributes
         for tag, attributes in Elements(client.get("/", params={"filter": 'a "b" <c>'}).text).found
@@ -128,9 +127,8 @@ def test_the_filter_needs_no_script(
     assert boxes[0]["name"] == "filter" and boxes[0]["value"] == 'a "b" <c>'
     monkeypatch.setattr(pages, "MAX_RUNS", 1)
     page = client.get("/", params={"filter": "first"}).text
-    assert list(rows(page)) == ["first"] and "older ones" not in page, (
-        "the filter looks at the runs that are left out, too"
-    )
+    # the filter looks at the runs that are left out, too
+    assert list(rows(page)) == ["first"] and "older ones" not in page
     assert "and 2 older ones" in client.get("/").text
 
 
@@ -143,9 +141,8 @@ def test_hostile_models_and_words_are_inert(client: TestClient, artifacts: Artif
     rates(artifacts, {f"win_rate/{HOSTILE}": 0.5, f"ci_low/{HOSTILE}": 0.4, f"ci_high/{HOSTILE}": 0.6})
     page = client.get("/", params={"filter": "champion"}).text
     assert page.count("&lt;script&gt;alert") == 3, "the text of the row, win rate and champion"
-    assert [tag for tag, _ in Elements(page).found if tag in ("img", "script")] == ["script"], (
-        "that of the page alone"
-    )
+    # that of the page alone
+    assert [tag for tag, _ in Elements(page).found if tag in ("img", "script")] == ["script"]
     assert "\x1b" not in page and "\u202e" not in page
     for models in ([], None, {}, [["x"]]):
         request.write_text(json.dumps(config | {"config": config["config"] | {"models": models}}))

@@ -79,9 +79,8 @@ def test_a_stage_that_waits_for_a_person(artifacts: Artifacts) -> None:
     before = watched(folder, run_dir)
     decide(run_dir, True, "ann")
     assert questions(folder) == []
-    assert look(artifacts).gates == () and watched(folder, run_dir) != before, (
-        "an open page shows the decision"
-    )
+    # an open page shows the decision
+    assert look(artifacts).gates == () and watched(folder, run_dir) != before
     (run_dir / "approval.json").write_text('{"stage": 3}')
     assert look(artifacts).state == "done" and questions(Folder(artifacts.path)) == []
 
@@ -134,10 +133,8 @@ def test_a_run_of_another_machine(artifacts: Artifacts) -> None:
     for file in [run_dir, *artifacts.path.glob("stages/*/*")]:
         os.utime(file, (past, past))
     run = folder.run("demo", "second")
-    assert (run.state, {stage.name: stage.state for stage in run_stages(folder, run)}["ppo"]) == (
-        "killed",
-        "killed",
-    )
+    assert run.state == "killed"
+    assert {stage.name: stage.state for stage in run_stages(folder, run)}["ppo"] == "killed"
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -191,11 +188,9 @@ def test_damaged_or_missing_records_are_no_error(
     change(artifacts.stage("ppo"))
     folder = Folder(artifacts.path)
     states = {stage.name: stage.state for stage in run_stages(folder, folder.run("demo", "first"))}
-    assert (
-        states.pop("ppo") in ("not begun", "killed", "done")
-        and set(states.values()) == {"done"}
-        and len(states) == 8
-    )
+    assert states.pop("ppo") in ("not begun", "killed", "done")
+    assert set(states.values()) == {"done"}
+    assert len(states) == 8
 
 
 def test_what_a_run_in_progress_waits_for(artifacts: Artifacts) -> None:

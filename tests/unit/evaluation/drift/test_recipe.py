@@ -13,6 +13,7 @@ from rlhf_core.config.kinds import has_metric
 from rlhf_core.preflight.question_checks import question_problems
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
+from tests.support.text_rows import rows_of_text
 
 TEXT = """
 name: tiny
@@ -65,44 +66,22 @@ def test_prompts_and_anchors_decide_the_digest(planned: Callable[..., Plan]) -> 
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        (
-            "drift.model=more",
-            r"stages\.drift\.model: more does not answer in evaluation: add it to that stage's models",
-        ),
-        ("drift.reference=base", r"stages\.drift\.reference: base does not answer in evaluation"),
-        (
-            "drift.reference=loop",
-            r"stages\.drift: loop is model and reference, and does not drift from itself: name another",
-        ),
-        (
-            "evaluation.temperature=0",
-            (
-                r"stages\.drift\.kl needs samples of the model: set temperature of evaluation to 1, or leave"
-                r" kl out"
-            ),
-        ),
-        (
-            "drift.evaluation=sft",
-            r"stages\.drift\.evaluation: sft is of kind sft, but a stage of kind evaluation is needed here",
-        ),
-        (
-            "drift.anchors.judge.reward=sft",
-            r"stages\.drift\.anchors\.judge\.reward: sft is of kind sft, but a reward model is needed here",
-        ),
+        *rows_of_text(r"""
+    drift.model=more | stages\.drift\.model: more does not answer in evaluation: add it to that stage's models
+    drift.reference=base | stages\.drift\.reference: base does not answer in evaluation
+    drift.reference=loop | stages\.drift: loop is model and reference, and does not drift from itself: name another
+    evaluation.temperature=0 | stages\.drift\.kl needs samples of the model: set temperature of evaluation to 1, or leave kl out
+    drift.evaluation=sft | stages\.drift\.evaluation: sft is of kind sft, but a stage of kind evaluation is needed here
+    drift.anchors.judge.reward=sft | stages\.drift\.anchors\.judge\.reward: sft is of kind sft, but a reward model is needed here
+    drift.anchors.pairs.path=chat.inbox | stages\.drift\.anchors: chat\.inbox is an inbox, and anchors are kept pairs: name a file
+    drift.gates=[{metric: prompts/kl, max: 1}] | stages\.drift\.gates\.0\.metric: unknown metric 'prompts/kl'
+    """),
         (
             "drift.anchors.judge={kind: openai, model: x, verdict_cache: shared}",
             (
                 r"stages\.drift\.anchors: anchors are judged anew, and verdict_cache would return old"
                 r" verdicts: leave it out"
             ),
-        ),
-        (
-            "drift.anchors.pairs.path=chat.inbox",
-            r"stages\.drift\.anchors: chat\.inbox is an inbox, and anchors are kept pairs: name a file",
-        ),
-        (
-            "drift.gates=[{metric: prompts/kl, max: 1}]",
-            r"stages\.drift\.gates\.0\.metric: unknown metric 'prompts/kl'",
         ),
     ],
 )

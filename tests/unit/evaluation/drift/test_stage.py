@@ -72,21 +72,9 @@ def with_anchors(setting: Setting, **changes: Any) -> dict[str, Any]:
 
 def test_the_stage_reads_an_evaluation_and_gives_every_signal(setting: Setting) -> None:
     _, report, metrics = drift(setting, "1", kl=True, **with_anchors(setting))
-    names = [
-        "prompts/divergence",
-        "prompts/length",
-        "answers/length",
-        "refusals/model",
-        "refusals/reference",
-        "refusals/rise",
-    ]
-    assert [signal.name for signal in report.signals] == [
-        *names,
-        "judge/reward_correlation",
-        "kl",
-        "anchors/changed",
-        "anchors/shift",
-    ]
+    names = "prompts/divergence prompts/length answers/length refusals/model refusals/reference"
+    names += " refusals/rise judge/reward_correlation kl anchors/changed anchors/shift"
+    assert [signal.name for signal in report.signals] == names.split()
     assert all(signal.low <= signal.value <= signal.high for signal in report.signals)
     assert metrics["prompts/divergence"] > 0.01 and metrics["prompts/divergence_p"] < 0.01
     # the double's right answers are shorter than its "no idea", and ppo gives more of them
@@ -110,11 +98,9 @@ def test_changes_are_from_the_newest_earlier_result_of_the_same_stage(setting: S
         change < 0 and metrics["prompts/divergence/change"] == change and metrics["refusals/rise/change"] == 0
     )
     page = render("tiny", [read(StageView("drift", "drift", (), run.path, "done"))])
-    assert (
-        "Has something moved?" in page
-        and page.count('<td class="mono">') >= 3
-        and 'aria-label="drift"' in page
-    )
+    assert "Has something moved?" in page
+    assert page.count('<td class="mono">') >= 3
+    assert 'aria-label="drift"' in page
 
 
 def test_the_same_inputs_give_the_same_numbers(setting: Setting) -> None:
@@ -168,7 +154,7 @@ def test_a_wrong_anchor_is_a_sentence(setting: Setting, row: dict[str, str], tol
 def test_a_model_that_did_not_answer_is_a_sentence(setting: Setting) -> None:
     setting.inputs["other"] = str(setting.folder / "rm")
     with pytest.raises(
-        ValueError, match="other did not answer in the evaluation evaluation, but sft, dpo, ppo did"
+        ValueError, match=r"other did not .* the evaluation evaluation, but sft, dpo, ppo did"
     ):
         drift(setting, "1", model="other")
     other, _, _ = evaluate(setting, "stages/greedy-0", temperature=0.0)

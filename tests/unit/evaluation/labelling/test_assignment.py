@@ -103,9 +103,8 @@ def test_names_that_ask_and_do_not_label_are_bounded(tmp_path: Path) -> None:
         work.next(f"name {n}")
         work.undo(f"name {n}")
     assert len(work.annotators) == len(work._holds) <= MOST_HOLDS and not work._firsts and not work._repeats
-    assert work.label("Ann", first.id, 0, 1.0).annotator == "Ann", (
-        "a page that was open longest is answered still"
-    )
+    # a page that was open longest is answered still
+    assert work.label("Ann", first.id, 0, 1.0).annotator == "Ann"
 
 
 def test_verdicts_are_about_the_answers_of_the_row_whatever_the_side(tmp_path: Path) -> None:
@@ -136,9 +135,8 @@ def test_a_share_of_pairs_comes_again_with_the_sides_swapped(tmp_path: Path) -> 
         assert (first.key, first.repeat_of) == (again.key, None) and first.shown_first != again.shown_first
         assert place - labels.index(first) > GAP
     assert len({again.key for _, again in repeats}) == len(repeats), "once each"
-    assert work.finished == 400 and give(work, "Bob") is None, (
-        "a second label of one annotator is none of another"
-    )
+    # a second label of one annotator is none of another
+    assert work.finished == 400 and give(work, "Bob") is None
 
 
 def test_undo_walks_back_and_gives_the_pair_again(tmp_path: Path) -> None:
@@ -154,14 +152,12 @@ def test_undo_walks_back_and_gives_the_pair_again(tmp_path: Path) -> None:
     again = work.label("Ann", task.id, 4, 1.0)
     assert again.id != second.id and again.shown_first == second.shown_first
     back = give(work, "Ann")
-    assert back is not None and back.key == third.key, (
-        "which lacks a label, as it did when it was first given"
-    )
+    # which lacks a label, as it did when it was first given
+    assert back is not None and back.key == third.key
     assert work.undo("Cyd") is None
     undone = [label for label in read_labels(path) if label.undone]
-    assert [label.undone for label in undone] == [third.id, second.id] and all(
-        label.verdict is None for label in undone
-    )
+    assert [label.undone for label in undone] == [third.id, second.id]
+    assert all(label.verdict is None for label in undone)
 
 
 def test_a_restart_knows_all_that_was_labelled_and_taken_back(tmp_path: Path) -> None:
@@ -198,11 +194,9 @@ def test_a_page_that_was_opened_under_another_seed_labels_nothing(tmp_path: Path
     for key in old.pairs:
         one = old._task("Ann", key)
         other = new._task("Ann", key)
-        assert (
-            one is not None
-            and other is not None
-            and (one.id == other.id) == (one.shown_first == other.shown_first)
-        )
+        assert one is not None
+        assert other is not None
+        assert (one.id == other.id) == (one.shown_first == other.shown_first)
         stale += one.id != other.id
     assert stale > 50
 

@@ -97,17 +97,14 @@ def test_two_annotators_label_200_pairs_by_keyboard_over_a_kill(browser: Any, fo
                 served.end()
                 served = serve(folder, "--repeat", "0", port=served.port)
                 page.wait_for_function("before => document.body.dataset.task !== before", arg=before)
-                assert (
-                    read_labels(folder / "labels.jsonl")[:count] == acknowledged
-                    and len(acknowledged) == count
-                )
+                assert read_labels(folder / "labels.jsonl")[:count] == acknowledged
+                assert len(acknowledged) == count
             else:
                 press(page, KEYS[place])
             count += 1
     for page in pages.values():
-        assert (
-            page.is_visible("#done") and page.inner_text("#counts") == f"{COUNT} labelled, 0 skipped, 0 left"
-        )
+        assert page.is_visible("#done")
+        assert page.inner_text("#counts") == f"{COUNT} labelled, 0 skipped, 0 left"
     labels = read_labels(folder / "labels.jsonl")
     assert len(labels) == 2 * COUNT and served.end() == -9
     for name in pages:
@@ -148,10 +145,8 @@ def test_skip_undo_note_help_and_keys_that_are_held(browser: Any, folder: Path) 
     press(page, KEYS[place])
     press(page, "s")
     noted, skipped = lines()
-    assert (
-        noted.note == "1 is wrong? so unsure"
-        and noted.verdict == LABELS[verdict(noted.answer_a, noted.answer_b)]
-    )
+    assert noted.note == "1 is wrong? so unsure"
+    assert noted.verdict == LABELS[verdict(noted.answer_a, noted.answer_b)]
     assert skipped.verdict is None and page.input_value("#note") == ""
     press(page, "u")
     press(page, "u")
@@ -209,21 +204,16 @@ def test_hostile_long_and_right_to_left_texts(browser: Any, folder: Path, tmp_pa
                 page.query_selector(f"#{side}"),
             )
         assert page.text_content("#prompt .text") in (HOSTILE, HEBREW)
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
-            "long texts are broken"
-        )
+        # long texts are broken
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         press(page, "3")
-    assert (
-        seen[HEBREW].startswith("rtl")
-        and seen[HOSTILE].startswith("ltr")
-        and seen[long]
-        and "pre-wrap" in seen[HOSTILE]
-    )
-    assert (
-        page.title() == "label pairs"
-        and page.query_selector("main img") is None
-        and all(url.startswith(served.root) for url in asked)
-    )
+    assert seen[HEBREW].startswith("rtl")
+    assert seen[HOSTILE].startswith("ltr")
+    assert seen[long]
+    assert "pre-wrap" in seen[HOSTILE]
+    assert page.title() == "label pairs"
+    assert page.query_selector("main img") is None
+    assert all(url.startswith(served.root) for url in asked)
     served.end()
     other = Served(folder, "run", "--models", "sft,ppo", "--out", "other.jsonl")
     page = opened(browser, other, "Ann")
@@ -250,11 +240,9 @@ def test_names_pages_and_agreement(browser: Any, folder: Path) -> None:
             press(one, KEYS[judged(one)])
     page.goto(f"{served.root}/agreement")
     text = page.inner_text("main")
-    assert (
-        "12 pairs have a verdict, 12 of them by two or more annotators" in text
-        and "Bob, Zoë <b>" in text
-        and "winner 1.00" in text
-    )
+    assert "12 pairs have a verdict, 12 of them by two or more annotators" in text
+    assert "Bob, Zoë <b>" in text
+    assert "winner 1.00" in text
     page.goto(served.root)
     assert page.inner_text("tr:nth-child(3)").split() == ["Zoë", "<b>", "12", "0", "188"]
     served.end()

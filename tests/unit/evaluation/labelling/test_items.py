@@ -38,14 +38,7 @@ def write_evaluation(
         write_rows(folder / "report/answers" / f"{model}.jsonl", rows)
     game = {"score": "A>B", "judgment": {"answer": "so"}, "prompt": []}
     judgments = [
-        {
-            "uid": f"q{n}",
-            "category": "all",
-            "judge": "rule",
-            "model": model,
-            "baseline": baseline,
-            "games": [game, game],
-        }
+        dict(uid=f"q{n}", category="all", judge="rule", model=model, baseline=baseline, games=[game, game])
         for model, baseline in judged
         for n in range(count)
     ]
@@ -73,18 +66,15 @@ def test_an_evaluation_gives_the_battles_of_its_judges(artifacts: Path) -> None:
     for pair in drawn.pairs:
         number = pair.uid.removeprefix("q")
         assert pair.prompt == ({"role": "user", "content": f"Question {number}?"},)
-        assert (pair.answer_a, pair.answer_b) == (
-            f"{pair.model_a} says {number}",
-            f"{pair.model_b} says {number}",
-        )
+        assert pair.answer_a == f"{pair.model_a} says {number}"
+        assert pair.answer_b == f"{pair.model_b} says {number}"
     assert len({pair.key for pair in drawn.pairs}) == 3 * COUNT
 
 
 def test_two_models_can_be_named(artifacts: Path) -> None:
     drawn = draw("evaluation", 1000, 0, artifacts, ("ppo", "sft"))
-    assert {(pair.model_a, pair.model_b) for pair in drawn.pairs} == {("ppo", "sft")} and len(
-        drawn.pairs
-    ) == COUNT
+    assert {(pair.model_a, pair.model_b) for pair in drawn.pairs} == {("ppo", "sft")}
+    assert len(drawn.pairs) == COUNT
     with pytest.raises(ValueError, match="has no answers of gpt; it has those of dpo, ppo, sft"):
         draw("evaluation", 1000, 0, artifacts, ("ppo", "gpt"))
 
@@ -160,15 +150,7 @@ def test_rows_of_a_file(tmp_path: Path, row: dict[str, Any]) -> None:
 
 
 def test_labels_can_be_labelled_again(tmp_path: Path) -> None:
-    row = {
-        "uid": "q1",
-        "prompt": "x",
-        "answer_a": "1",
-        "answer_b": "2",
-        "model_a": "sft",
-        "model_b": None,
-        "verdict": "A>B",
-    }
+    row = dict(uid="q1", prompt="x", answer_a="1", answer_b="2", model_a="sft", model_b=None, verdict="A>B")
     (pair,) = draw(str(write_rows(tmp_path / "rows.jsonl", [row])), 10, 0, tmp_path).pairs
     assert (pair.uid, pair.model_a, pair.model_b) == ("q1", "sft", None)
 
@@ -176,9 +158,8 @@ def test_labels_can_be_labelled_again(tmp_path: Path) -> None:
 def test_memory_is_bounded_by_the_draw(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n % 5000}", "answer_a": "1", "answer_b": "2"} for n in range(10_000)]
     drawn = draw(str(write_rows(tmp_path / "rows.jsonl", rows)), 50, 0, tmp_path)
-    assert drawn.found == 10_000 and len({pair.key for pair in drawn.pairs}) == 50, (
-        "a repeated row is drawn once"
-    )
+    # a repeated row is drawn once
+    assert drawn.found == 10_000 and len({pair.key for pair in drawn.pairs}) == 50
     alone = draw(str(write_rows(tmp_path / "half.jsonl", rows[:5000])), 50, 0, tmp_path)
     assert [pair.key for pair in alone.pairs] == [pair.key for pair in drawn.pairs]
 

@@ -15,7 +15,7 @@ from evaluation.report.summary import Evidence, StageView, read, read_evaluation
 from rlhf_core.records import StageResult
 from rlhf_core.runs.run_dir import METRICS
 from tests.support.finished_run import finished, run_dir
-from tests.unit.evaluation.report.test_page import refinish
+from tests.unit.evaluation.report.test_page_parts import refinish
 
 EMPTY = re.compile(r"<table>\s*<tr>(?:<th[^>]*>[^<]*</th>)*</tr>\s*</table>")
 
@@ -42,13 +42,9 @@ def change_report(stages: list[StageView], change: Callable[[dict[str, Any]], ob
 
 
 def test_cut_answers_and_missing_signals_are_alarms() -> None:
-    assert found_in({}, {"response/truncated": 1.0})[0].startswith(
-        "all of the sampled answers are cut at the length limit: raise"
-    )
+    assert found_in({}, {"response/truncated": 1.0})[0].startswith("all of the sampled answers are cut at")
     assert found_in({}, {"response/truncated": 0.992})[0].startswith("99.2 % of the sampled answers are cut")
-    assert found_in({"reward/std": [0, 0]})[0].startswith(
-        "all answers have the same reward, so there is nothing to learn from"
-    )
+    assert found_in({"reward/std": [0, 0]})[0].startswith("all answers have the same reward, so there is")
     assert found_in({"policy/grad_norm": [0, 0]})[0].startswith("the gradient is zero in every step")
     healthy = {"reward/std": [0, 0.1], "policy/grad_norm": [0, 0.2], "grad_norm": []}
     assert found_in(healthy, {"response/truncated": 0.9, "reward/std": 0.3}) == []

@@ -95,11 +95,9 @@ def test_a_calibrated_judge_is_told_with_its_kappa(tmp_path: Path) -> None:
     )
     assert belief(*views) == told
     page = write_report(tmp_path / "demo", "demo", views).read_text()
-    assert (
-        told in page
-        and "Can the judge be believed?" in page
-        and "Agreement beyond chance is substantial" in page
-    )
+    assert told in page
+    assert "Can the judge be believed?" in page
+    assert "Agreement beyond chance is substantial" in page
     assert '<td>people: tie</td><td class="n">5</td><td class="n">6</td><td class="n">4</td>' in page
     assert "two people: same winner" in page
 

@@ -41,25 +41,15 @@ def test_every_run_has_a_line_with_its_results(tmp_path: Path) -> None:
     assert '<a href="one/report.html">one</a>' in page and "sft: eval/loss" in page
 
     summary = json.loads((folder / "summary.json").read_text())
-    gate = {
-        "metric": "eval/loss",
-        "min": None,
-        "max": 0.1,
-        "on_fail": "stop",
-        "value": 0.9,
-        "passed": False,
-        "meaning": "",
-    }
+    gate = dict(metric="eval/loss", min=None, max=0.1, on_fail="stop", value=0.9, passed=False, meaning="")
     summary["stages"][0]["gates"] = [gate]
     (folder / "summary.json").write_text(json.dumps(summary))
     stages = [{"name": "sft", "status": "done"}, {"name": "ppo", "status": "not run"}]
     (folder / "run.json").write_text(json.dumps({"recipe": "one", "stages": stages}))
     line = line_of(folder)
-    assert (line.state, line.stages, line.gates) == (
-        "stopped at a gate",
-        "1 of 2",
-        ("sft: eval/loss 0.9 (stop)",),
-    )
+    assert line.state == "stopped at a gate"
+    assert line.stages == "1 of 2"
+    assert line.gates == ("sft: eval/loss 0.9 (stop)",)
 
 
 def test_all_runs_are_listed_with_their_own_pages(tmp_path: Path) -> None:

@@ -7,26 +7,17 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from evaluation.alignment_tax.tax_report import TAX, TaxReport, TaxRow
-from evaluation.report.drawing.charts import StageCurves, stage_chart
-from evaluation.report.drawing.dag import HEIGHT, WIDTH, draw
 from evaluation.report.drawing.evaluation_charts import win_rate_chart
 from evaluation.report.run_page import write_report
-from evaluation.report.stage_sections import phases_of
 from evaluation.report.summary import StageView, read, read_evaluation
-from evaluation.report.template import duration, number, percent
 from evaluation.report.verdict import verdict
-from rlhf_core.config import AlignmentTax
-from rlhf_core.records import Answering, StageResult
-from rlhf_core.runs.run_dir import LOG, METRICS, Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import LOG, METRICS
 from tests.support.finished_run import (
     CONFIGS,
     DIGESTS,
-    PARENTS,
     ROUND1,
     ROUND2,
     finish,
@@ -36,6 +27,7 @@ from tests.support.finished_run import (
     run_dir,
     view,
 )
+from tests.support.text_rows import rows_of_text
 
 VOID = {"meta", "br", "path", "rect", "use", "circle", "line", "hr", "img", "input", "link"}
 
@@ -128,15 +120,12 @@ def test_judges_style_parents_and_reward_models_are_told(whole: Path) -> None:
         assert words in text
     assert "1,234,567 / 98,765" in text and "12.35 USD" in text and "rule (decides)" in text
     assert "length +0.42 +0.22 to +0.62" in text and "Effect of style on rule" in text
-    assert (
-        "B is right, A is wrong." in text and "Swapped (A: iterative_dpo.round2, B: sft): by the rule" in text
-    )
+    assert "B is right, A is wrong." in text
+    assert "Swapped (A: iterative_dpo.round2, B: sft): by the rule" in text
     (first, second), (agreement,) = reward_reports().models, reward_reports().agreement
-    assert (
-        f"{100 * first.overall.accuracy:.1f} %" in text
-        and second.model in text
-        and "by how sure they were" in text
-    )
+    assert f"{100 * first.overall.accuracy:.1f} %" in text
+    assert second.model in text
+    assert "by how sure they were" in text
     assert f"prefer the same answer in {100 * agreement.agreement:.0f} % of the pairs" in text
 
 
@@ -175,9 +164,8 @@ def test_quality_comes_first_and_what_was_run_after_it(whole: Path) -> None:
 def test_the_page_says_where_a_model_was_published(tmp_path: Path) -> None:
     stages = finished(tmp_path / "artifacts")
     told = page(tmp_path / "artifacts", stages).text
-    assert f"iterative_dpo not sent to the Hub; in stages/publication-{DIGESTS['publication']} – –" in told, (
-        "no number is known"
-    )
+    # no number is known
+    assert f"iterative_dpo not sent to the Hub; in stages/publication-{DIGESTS['publication']} – –" in told
     directory = run_dir(tmp_path / "artifacts", "publication")
     result = json.loads((directory / "result.json").read_text())
     result["outputs"]["hub"] = "hub.json"
@@ -303,33 +291,15 @@ def test_answers_that_are_gone_leave_the_tables(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("baseline", "low", "rate", "high", "words"),
-    [
-        (
-            "sft",
-            0.66,
-            0.71,
-            0.76,
-            "is better than SFT: it {counted}, a win rate of 71 % with ties as half (95 % interval 66–76 %",
-        ),
-        (
-            "dpo",
-            0.504,
-            0.55,
-            0.596,
-            (
-                "is better than DPO: it {counted}, a win rate of 55.0 % with ties as half (95 % interval"
-                " 50.4–59.6 %"
-            ),
-        ),
-        (
-            "sft",
-            0.47,
-            0.52,
-            0.57,
-            "is not clearly better or worse than SFT: it {counted}, a win rate of 52 %",
-        ),
-        ("mine", 0.30, 0.35, 0.40, "is worse than mine: it {counted}, a win rate of 35 %"),
-    ],
+    rows_of_text(
+        """
+    sft | 0.66 | 0.71 | 0.76 | is better than SFT: it {counted}, a win rate of 71 % with ties as half (95 % interval 66–76 %
+    dpo | 0.504 | 0.55 | 0.596 | is better than DPO: it {counted}, a win rate of 55.0 % with ties as half (95 % interval 50.4–59.6 %
+    sft | 0.47 | 0.52 | 0.57 | is not clearly better or worse than SFT: it {counted}, a win rate of 52 %
+    mine | 0.3 | 0.35 | 0.4 | is worse than mine: it {counted}, a win rate of 35 %
+    """,
+        yaml_columns=(1, 2, 3),
+    ),
 )
 def test_the_verdict_follows_the_interval(
     tmp_path: Path, baseline: str, low: float, rate: float, high: float, words: str
@@ -357,159 +327,3 @@ def test_urls_lose_their_passwords(tmp_path: Path) -> None:
     (stage.run_dir / "config.json").write_text(json.dumps(config))
     text = page(tmp_path, [stage]).text
     assert "secret" not in text and "https://***@example.org/rows.jsonl" in text
-
-
-def test_the_dag_draws_nodes_apart_and_edges_forward() -> None:
-    parents = {name: tuple(dict.fromkeys(above.values())) for name, above in PARENTS.items()}
-    drawing = draw(parents)
-    boxes = {box.name: box for box in drawing.boxes}
-    assert set(boxes) == set(CONFIGS)
-    for name, above in parents.items():
-        assert all(boxes[parent].x + WIDTH < boxes[name].x for parent in above)
-    for a in drawing.boxes:
-        assert 0 <= a.x <= drawing.width - WIDTH and 0 <= a.y <= drawing.height - HEIGHT
-        assert all(a is b or abs(a.x - b.x) >= WIDTH or abs(a.y - b.y) >= HEIGHT for b in drawing.boxes)
-    assert sum(edge.arrow for edge in drawing.edges) == sum(map(len, parents.values()))
-    assert boxes[f"{ROUND1}.preferences"].lines == ("iterative_dpo.", "round1.", "preferences")
-    assert draw({}).boxes == ()
-    assert draw({"a": ("elsewhere",)}).edges == ()
-
-
-def test_a_line_that_only_rounding_moves_is_flat_and_steps_are_whole() -> None:
-    curve = [(float(step), 1 + 1e-8 * (-1) ** step) for step in (1, 2, 3)]
-    chart = stage_chart("sft", "sft", [StageCurves("", {"loss": curve})])
-    assert chart is not None
-    numbers = [text for text in re.findall(r">([^<>]+)</text>", chart) if re.fullmatch(r"[\d.]+", text)]
-    steps = numbers[:3]
-    assert steps == ["1", "2", "3"], numbers
-    heights = numbers[3:]
-    assert len(heights) == len(set(heights)) > 2, heights
-
-
-def test_a_chart_without_points_is_none_and_many_points_stay_small() -> None:
-    assert stage_chart("sft", "sft", [StageCurves("", {"loss": [(1.0, float("nan"))]})]) is None
-    assert stage_chart("publication", "publication", [StageCurves("", {})]) is None
-    assert stage_chart("sft", "sft", [StageCurves("", {"loss": [(1.0, 2.0), (2.0, 1.0)]})]) is not None
-    long = [(float(i), float(i % 7)) for i in range(50_000)]
-    curves = {"reward/mean": long, "reward/std": long, "phase/generate": long, "phase/score": long}
-    svg = stage_chart("ppo", "ppo", [StageCurves("", curves)])
-    assert svg is not None and len(svg) < 150_000
-
-
-def test_numbers_for_people() -> None:
-    assert [percent(0.7149), percent(0.7149, 1), percent(None), percent(float("nan"))] == [
-        "71 %",
-        "71.5 %",
-        "–",
-        "–",
-    ]
-    assert [duration(1.42), duration(59.7), duration(131.7), duration(7384), duration(None)] == [
-        "1.4 s",
-        "1 min 00 s",
-        "2 min 12 s",
-        "2 h 03 min",
-        "–",
-    ]
-    assert [number(98214.0), number(0.01234), number(3.0), number(float("inf"))] == [
-        "98,214",
-        "0.0123",
-        "3",
-        "–",
-    ]
-
-
-def refinish(stages: list[StageView], name: str) -> None:
-    """Writes a stage's manifest again, after a test has changed its files."""
-    run = RunDir(next(stage.run_dir for stage in stages if stage.name == name))
-    result = run.result() or StageResult.model_validate_json((run / "result.json").read_text())
-    run.finish(run.request(), Outcome(result.metrics, result.outputs), result.seconds)
-
-
-def test_remote_models_are_told_with_their_sampling_and_their_cost(tmp_path: Path) -> None:
-    stages = finished(tmp_path, lines=1)
-    asked = Answering(
-        model="gpt-x", url="https://me:secret@host/v1", settings={"temperature": 0.0, "max_tokens": 64}, questions=300, failed=2,
-        requests=298, input_tokens=54_321, output_tokens=9_876, cost=1.234,
-    )  # fmt: skip
-    told = report("rule", 0.0).model_copy(update={"answering": {"ppo": asked}})
-    (run_dir(tmp_path, "evaluation") / "report" / "eval.json").write_text(told.model_dump_json())
-    refinish(stages, "evaluation")
-    made = page(tmp_path, stages)
-    assert "Remote models" in made.text and "temperature=0.0, max_tokens=64" in made.text
-    assert (
-        "54,321 / 9,876" in made.text and "1.23 USD" in made.text and "gpt-x https://***@host/v1" in made.text
-    )
-    assert "secret" not in (tmp_path / "demo" / "report.html").read_text()
-    assert "Remote models" not in page(tmp_path / "plain", finished(tmp_path / "plain", lines=1)).text
-
-
-def tax_view(artifacts: Path, rows: list[TaxRow]) -> StageView:
-    config = AlignmentTax(models=("dpo", "ppo"), tasks=("gsm8k", "own.yaml"))
-    run = RunDir(artifacts / "stages" / "tax-0")
-    request = StageRequest(name="tax", digest="0", config=config, inputs={}, seed=0)
-    run.prepare(request)
-    (run / "report").mkdir()
-    about = {"lm_eval": "0.4.13", "chat_template": True, "num_fewshot": None}
-    told = TaxReport(baseline="sft", models=("dpo", "ppo"), tasks=("gsm8k", "own"), rows=tuple(rows), **about)
-    (run / "report" / TAX).write_text(told.model_dump_json())
-    run.finish(request, Outcome({}, {"report": "report"}), 1.0)
-    return StageView("tax", "alignment_tax", (), run.path, "done")
-
-
-def tax_row(
-    task: str, model: str, tax: float, metric: str = "acc", scale: float = 1.0, **changes: Any
-) -> TaxRow:
-    values = {
-        "value": scale * (0.6 - tax),
-        "baseline_value": scale * 0.6,
-        "tax": scale * tax,
-        "stderr": 0.02,
-        "baseline_stderr": None,
-    }
-    bounds = {
-        "ci_low": scale * (tax - 0.05),
-        "ci_high": scale * (tax + 0.05),
-        "paired": True,
-        "main": True,
-        "documents": 1319,
-    }
-    return TaxRow.model_validate(
-        {"task": task, "metric": metric, "model": model, **values, **bounds, **changes}
-    )
-
-
-def test_the_alignment_tax_is_a_table_and_a_chart(tmp_path: Path) -> None:
-    rows = [
-        tax_row(task, model, tax)
-        for task in ("gsm8k", "own")
-        for model, tax in (("dpo", 0.02), ("ppo", 0.125))
-    ]
-    rows.append(
-        tax_row(
-            "gsm8k", "dpo", 0.0, "exact_match,strict", main=False, ci_low=None, ci_high=None, paired=False
-        )
-    )
-    rows.append(tax_row("own", "ppo", -0.01, "<f1>", main=False, paired=False))
-    made = page(tmp_path, [tax_view(tmp_path, rows)])
-    assert "What did it cost?" in made.text and "lm-eval 0.4.13, with the chat template" in made.text
-    assert "gsm8k acc ppo 0.600 0.475 ± 0.020 +0.125 +0.075 to +0.175 1,319" in made.text
-    # escaped: it is text, not an element
-    assert "-0.010 -0.060 to +0.040 *" in made.text and "<f1>" in made.text
-    assert "Lost against sft (percentage points)" in made.text
-    assert "What did it cost?" not in page(tmp_path / "none", finished(tmp_path / "none", lines=1)).text
-
-
-def test_metrics_that_are_no_shares_keep_their_unit(tmp_path: Path) -> None:
-    made = page(tmp_path, [tax_view(tmp_path, [tax_row("gsm8k", "dpo", -0.5, "perplexity", scale=10.0)])])
-    assert "Lost against sft (in the metric's own unit)" in made.text and "-5.000" in made.text
-
-
-def test_the_page_says_where_an_iterations_time_went(tmp_path: Path) -> None:
-    found = phases_of({"phase/generate": 3.0, "phase/score": 1.0, "floor/generate": 1.5, "loss": 9.0})
-    assert [(phase.name, phase.share, phase.times) for phase in found] == [
-        ("generate", 0.75, 2.0),
-        ("score", 0.25, None),
-    ]
-    page = write_report(tmp_path / "demo", "demo", finished(tmp_path)).read_text(encoding="utf-8")
-    table = page[page.index("Where an iteration's time goes") :].split("</details>")[0]
-    assert "times the floor" in table and "sampler 70 %" in table and table.count("<tr>") == 6

@@ -55,11 +55,9 @@ def test_every_stage_with_its_numbers_and_the_evaluation(tmp_path: Path) -> None
     told = {k: v for k, v in summary["evaluation"].items() if k != "models"}
     parent = told.pop("against_parent")
     assert told == {"model": ROUND2, **final}
-    assert (parent["parent"], parent["win_rate"], parent["num_questions"]) == (
-        "iterative_dpo.round1",
-        0.56,
-        QUESTIONS,
-    )
+    assert parent["parent"] == "iterative_dpo.round1"
+    assert parent["win_rate"] == 0.56
+    assert parent["num_questions"] == QUESTIONS
     assert by_name["ppo"]["evaluation"]["win_rate"] == RATES["ppo"] and by_name["sft"]["evaluation"] is None
     assert {model: score["win_rate"] for model, score in summary["evaluation"]["models"].items()} == RATES
 
@@ -113,9 +111,8 @@ def test_a_cut_checkpoint_is_not_reported(tmp_path: Path) -> None:
 def test_second_opinions_stay_out_of_the_win_rates(tmp_path: Path) -> None:
     evaluated = read_evaluation([read(stage) for stage in finished(tmp_path)])
     assert evaluated is not None and evaluated.final == ROUND2
-    assert tuple(evaluated.decided) == MODELS and {rate.judge for rate in evaluated.decided.values()} == {
-        "rule"
-    }
+    assert tuple(evaluated.decided) == MODELS
+    assert {rate.judge for rate in evaluated.decided.values()} == {"rule"}
     assert {rate.judge for rate in evaluated.opinions} == {"reward_model"}
 
 

@@ -57,11 +57,7 @@ def test_our_judgments_are_read_by_the_reference_and_theirs_by_us(
 def test_v01_answers_and_answers_without_counts_have_a_style(tmp_path: Path) -> None:
     turn = {"content": "# Title\n- one\n- two\n**bold** text", "token_len": 9}
     old = {"question_id": "q", "model_id": "gpt-4-0314", "choices": [{"index": 0, "turns": [turn]}]}
-    new = {
-        "uid": "q",
-        "model": "mine",
-        "messages": [{"role": "assistant", "content": {"answer": "1. one two"}}],
-    }
+    new = dict(uid="q", model="mine", messages=[{"role": "assistant", "content": {"answer": "1. one two"}}])
     (tmp_path / "a.jsonl").write_text(json.dumps(old) + "\n")
     assert read_styles(tmp_path) == {("gpt-4-0314", "q"): Style(9, 1, 2, 1)}
     (tmp_path / "b.jsonl").write_text(json.dumps(new) + "\n")
@@ -141,14 +137,7 @@ def _correlated(questions: int, seed: int) -> list[dict[str, Any]]:
             {"score": label(generator, leaning), "judgment": {}},
         ]
         rows.append(
-            {
-                "uid": f"q{q}",
-                "category": "hard_prompt",
-                "judge": "j",
-                "model": "m",
-                "baseline": BASELINE,
-                "games": games,
-            }
+            dict(uid=f"q{q}", category="hard_prompt", judge="j", model="m", baseline=BASELINE, games=games)
         )
     return rows
 
@@ -201,9 +190,7 @@ def test_defect_4_failed_games_are_counted_and_too_many_fail_the_board(
     failed = [
         j.model_copy(update={"games": (Game(score=None, judgment={}), j.games[1])}) for j in judgments[:12]
     ]
-    with pytest.raises(
-        ValueError, match=r"13 of 600 games have no verdict, more than --max-failed 0.02 allows"
-    ):
+    with pytest.raises(ValueError, match=r"13 of 600 .* have no verdict, more than --max-failed 0.02 allows"):
         boards(failed + judgments[12:], None, How(resamples=50))
 
 

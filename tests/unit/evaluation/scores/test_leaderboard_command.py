@@ -42,12 +42,7 @@ def write(folder: Path, category: str = "hard_prompt") -> Path:
             tokens = 60 + 3 * q if model == BASELINE else 70 + (q * 7) % 20
             messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": {"answer": "x"}}]
             answers.append(
-                {
-                    "uid": f"q{q}",
-                    "model": model,
-                    "messages": messages,
-                    "metadata": {"token_len": tokens, **counts},
-                }
+                dict(uid=f"q{q}", model=model, messages=messages, metadata={"token_len": tokens, **counts})
             )
         put(folder / "model_answer" / f"{model}.jsonl", answers)
     return folder
@@ -66,11 +61,9 @@ def test_the_board_is_printed_and_written(tmp_path: Path, capsys: pytest.Capture
     assert (ours["judge"], ours["baseline"]) == ("gpt-4.1", BASELINE)
     good, bad = ours["standings"]
     # Rows of good: 15 x (1 + 3) won, 5 x 2 lost.
-    assert (
-        good["model"] == "good"
-        and good["score"]["value"] == pytest.approx(60 / 70)
-        and bad["score"]["value"] == pytest.approx(20 / 50)
-    )
+    assert good["model"] == "good"
+    assert good["score"]["value"] == pytest.approx(60 / 70)
+    assert bad["score"]["value"] == pytest.approx(20 / 50)
     assert good["score"]["low"] < 60 / 70 < good["score"]["high"] and good["controlled"] is not None
     assert set(ours["effects"]) == {"length", "headers", "lists", "bold"}
     assert "85.7" in told and "style effects" in told

@@ -105,11 +105,9 @@ def test_the_ends_are_quantiles_of_random_weights() -> None:
 
 def test_few_questions_leave_much_open_and_many_little() -> None:
     assert mean_interval(np.array([]), np.array([])) == (0, 1)
-    assert (
-        of(0.5) == pytest.approx((0.025, 0.975))
-        and of(1.0) == pytest.approx((0.05, 1))
-        and of(0.0) == pytest.approx((0, 0.95))
-    )
+    assert of(0.5) == pytest.approx((0.025, 0.975))
+    assert of(1.0) == pytest.approx((0.05, 1))
+    assert of(0.0) == pytest.approx((0, 0.95))
     widths = [high - low for low, high in (of(*[0.5] * count) for count in (1, 4, 20, 400, 40_000))]
     assert all(more > less > 0 for more, less in pairwise(widths)) and widths[-1] < 1e-3
     scores = np.random.default_rng(0).choice([0, 0.25, 0.5, 0.75, 1], size=100_000)

@@ -31,6 +31,7 @@ from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.records import Game, Judgment, WinRate
 from tests.support.evaluations import Setting, evaluate, make_model, make_reward_model, make_setting
+from tests.support.text_rows import rows_of_text
 
 QUESTIONS = 400
 
@@ -300,12 +301,10 @@ def test_checkpoints_of_a_ppo_run_are_models_by_name(planned: Callable[..., Plan
     ppo = found["ppo"]
     evaluation = found["evaluation"]
     inputs = found.inputs(evaluation)
-    assert inputs["ppo.iteration10"] == str(ppo.run_dir / "exports" / "iteration10") and inputs["ppo"] == str(
-        ppo.run_dir / "checkpoint"
-    )
-    assert evaluation.parents == ("ppo", "sft", "reward_model") and inputs["reward_model"].endswith(
-        "/checkpoint"
-    )
+    assert inputs["ppo.iteration10"] == str(ppo.run_dir / "exports" / "iteration10")
+    assert inputs["ppo"] == str(ppo.run_dir / "checkpoint")
+    assert evaluation.parents == ("ppo", "sft", "reward_model")
+    assert inputs["reward_model"].endswith("/checkpoint")
     assert has_metric(evaluation.config, "over_optimised/ppo.iteration20")
     assert found["both"].config.parents == {"ppo.iteration10": "sft", "ppo": "sft", "more": "ppo"}  # type: ignore[union-attr]
     without = planned("ppo.export_at=[]", "evaluation.models=[ppo]", "both.models=[more]")
@@ -314,25 +313,13 @@ def test_checkpoints_of_a_ppo_run_are_models_by_name(planned: Callable[..., Plan
 
 @pytest.mark.parametrize(
     ("override", "sentence"),
-    [
-        (
-            "evaluation.models=[ppo.iteration30]",
-            r"^stages\.evaluation\.models: unknown name 'ppo\.iteration30'; did you mean ppo\.iteration",
-        ),
-        (
-            "evaluation.temperature=0",
-            r"stages\.evaluation: proxy needs the models' own distribution.*set temperature to 1",
-        ),
-        (
-            "evaluation.judges=[{kind: reward}]",
-            r"stages\.evaluation: the proxy reward_model is also the judge that decides.*put another",
-        ),
-        (
-            "evaluation.proxy=sft",
-            r"stages\.evaluation\.proxy: sft is of kind sft, but a reward model is needed here",
-        ),
-        ("ppo.export_at=[0]", r"stages\.ppo\.export_at\.0: input should be greater than 0"),
-    ],
+    rows_of_text(r"""
+    evaluation.models=[ppo.iteration30] | ^stages\.evaluation\.models: unknown name 'ppo\.iteration30'; did you mean ppo\.iteration
+    evaluation.temperature=0 | stages\.evaluation: proxy needs the models' own distribution.*set temperature to 1
+    evaluation.judges=[{kind: reward}] | stages\.evaluation: the proxy reward_model is also the judge that decides.*put another
+    evaluation.proxy=sft | stages\.evaluation\.proxy: sft is of kind sft, but a reward model is needed here
+    ppo.export_at=[0] | stages\.ppo\.export_at\.0: input should be greater than 0
+    """),
 )
 def test_wrong_curves_are_one_sentence(planned: Callable[..., Plan], override: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):

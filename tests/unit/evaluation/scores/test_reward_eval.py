@@ -56,11 +56,9 @@ def test_two_models_agree_where_they_prefer_the_same() -> None:
     assert shares["a", "b"][0] == 0.75 and shares["a", "c"] == (1.0, pytest.approx(1.0))
     assert found.models[0].longer_preferred is None and found.models[0].length_correlation is None
     told = metrics(found)
-    assert (
-        told["reward_agreement/a/b"] == 0.75
-        and "reward_longer_preferred/a" not in told
-        and told["reward_accuracy/c"] == 0.625
-    )
+    assert told["reward_agreement/a/b"] == 0.75
+    assert "reward_longer_preferred/a" not in told
+    assert told["reward_accuracy/c"] == 0.625
     assert RewardReports.model_validate_json(found.model_dump_json()) == found
 
 
@@ -105,11 +103,9 @@ def test_a_model_that_counts_tokens_is_found_out() -> None:
         pairs(chosen.tolist(), rejected.tolist()), {"rm": 0.1 * (chosen - rejected)}, 10
     ).models
     assert report.longer_preferred == 1.0 and report.longer_chosen == pytest.approx(0.5, abs=0.05)
-    assert (
-        report.accuracy_longer == 1.0
-        and report.accuracy_shorter == 0.0
-        and report.length_correlation == pytest.approx(1.0)
-    )
+    assert report.accuracy_longer == 1.0
+    assert report.accuracy_shorter == 0.0
+    assert report.length_correlation == pytest.approx(1.0)
 
 
 def test_pairs_of_one_prompt_are_one_cluster() -> None:

@@ -72,11 +72,9 @@ def swap(judgment: Judgment) -> Judgment:
     """The same battle seen from the baseline's side: its game 0 (A is the baseline) is the other side's game
     1."""
     return judgment.model_copy(
-        update={
-            "model": judgment.baseline,
-            "baseline": judgment.model,
-            "games": (judgment.games[1], judgment.games[0]),
-        }
+        update=dict(
+            model=judgment.baseline, baseline=judgment.model, games=(judgment.games[1], judgment.games[0])
+        )
     )
 
 
