@@ -54,10 +54,8 @@ def test_the_patched_parts_exist_in_the_installed_release() -> None:
     from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
     choose = deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check
-    assert (
-        choose.__module__ == "rlhf_core.training.zero.deepspeed_patches"
-        and choose(None, None) == ZERO_OPTIMIZATION
-    )
+    assert choose.__module__ == "rlhf_core.training.zero.deepspeed_patches"
+    assert choose(None, None) == ZERO_OPTIMIZATION
     assert {"is_invalid_trace", "_invalidate_trace"} <= set(dir(PartitionedParameterCoordinator))
     assert "empty_partition_cache" in dir(DeepSpeedZeRoOffload)
     assert "reduce_and_partition_stream" in inspect.getsource(deepspeed.runtime.zero.stage3)

@@ -89,13 +89,9 @@ def test_the_chunks_of_a_head_add_up(bias: bool, cap: float | None, monkeypatch:
 
 
 def sft(**fields: object) -> SFT:
-    common = {
-        "data": {"sources": "rows.jsonl"},
-        "dtype": "bfloat16",
-        "max_len": 128,
-        "train_batch_size": 64,
-        "zero_stage": "auto",
-    }
+    common = dict(
+        data={"sources": "rows.jsonl"}, dtype="bfloat16", max_len=128, train_batch_size=64, zero_stage="auto"
+    )
     return SFT.model_validate(common | {"micro_train_batch_size": 8} | fields)
 
 
@@ -118,9 +114,8 @@ def test_deepspeed_adds_in_fp32_where_a_step_has_several_passes(
     options = options_of(config, "model", config.ranks)
     made = engine_config(ADAMW, 2, "bfloat16", 1, options, False, {})
     assert (made["data_types"].get("grad_accum_dtype") == "fp32") is several
-    assert engine_config(ADAMW, 2, "float32", 1, ZeroOptions(), False, {})["data_types"] == {}, (
-        "as its weights are"
-    )
+    # as its weights are
+    assert engine_config(ADAMW, 2, "float32", 1, ZeroOptions(), False, {})["data_types"] == {}
 
 
 @pytest.mark.parametrize(("stage", "ranks", "more"), [(0, 1, 2), (3, 4, 2 / 4), (1, 4, 2), (2, 4, -2 / 4)])

@@ -29,13 +29,7 @@ from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.training.engine import TorchEngine
 from tests.unit.training.test_training import WORK, config_of
 
-SHAPE = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+SHAPE = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 SHAPE |= {"num_key_value_heads": 1, "max_position_embeddings": 32}
 TOO_LARGE = 1e37  # the first step makes weights whose products overflow float32
 
@@ -115,10 +109,8 @@ def test_a_loss_that_is_not_finite_ends_the_stage(
 ) -> None:
     assert code_of(kind, material, tmp_path / "run", learning_rate=TOO_LARGE) == 1
     message = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        message.startswith("step 2 of ")
-        and ": the loss is nan, and training ends here: lower the learning rate" in message
-    )
+    assert message.startswith("step 2 of ")
+    assert ": the loss is nan, and training ends here: lower the learning rate" in message
     assert not (tmp_path / "run" / "result.json").exists()
 
 
@@ -140,10 +132,8 @@ def test_weights_of_the_last_step_are_checked(
 
     monkeypatch.setattr(TorchEngine, "step", spoils)
     assert code_of("dpo", material, tmp_path / "run", samples=8) == 1
-    assert (
-        f"the largest value of the trained weight model.norm.weight is {value}, and training"
-        in capsys.readouterr().err
-    )
+    told = capsys.readouterr().err
+    assert f"the largest value of the trained weight model.norm.weight is {value}, and training" in told
     assert not (tmp_path / "run" / "result.json").exists() and not (tmp_path / "run" / "checkpoint").exists()
 
 

@@ -54,13 +54,9 @@ def test_weights_of_which_deepspeed_makes_others_are_whole_when_it_gets_them(
 
 
 def test_feed_forward_blocks_that_share_weights_are_not_computed_in_parts_under_zero_3() -> None:
-    shape = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-    }
+    shape = dict(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=2
+    )
     model = LlamaForCausalLM(LlamaConfig(**shape))
     split_feed_forward(model, 4)
     blocks = [layer.mlp for layer in model.model.layers]

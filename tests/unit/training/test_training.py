@@ -203,14 +203,11 @@ def test_the_reward_model_stores_the_statistics_of_its_scores(material: Path, tm
     stored = json.loads((tmp_path / "checkpoint" / STATISTICS).read_text())
     assert stored == {"mean": outcome.metrics["score/mean"], "std": outcome.metrics["score/std"]}
     scorer = RewardScorer(str(tmp_path / "checkpoint"), "float32", 4)
-    assert (
-        stored_statistics(str(tmp_path / "checkpoint")) == (stored["mean"], stored["std"])
-        and stored["std"] > 0
-    )
+    assert stored_statistics(str(tmp_path / "checkpoint")) == (stored["mean"], stored["std"])
+    assert stored["std"] > 0
     documents = [Document([5, 6, 7, 8][:n], [True] * n) for n in (4, 2, 3)]
-    assert scorer.score(documents) == pytest.approx([scorer.score([d])[0] for d in documents], abs=1e-5), (
-        "scores keep the order"
-    )
+    # scores keep the order
+    assert scorer.score(documents) == pytest.approx([scorer.score([d])[0] for d in documents], abs=1e-5)
 
 
 def test_a_state_is_kept_by_the_clock_where_no_steps_are_named(
@@ -278,9 +275,8 @@ def test_a_checkpoint_ends_its_answers_where_the_template_does(material: Path, t
 def test_dpo_starts_at_the_reference(material: Path, tmp_path: Path) -> None:
     run(config_of("dpo", material), material, tmp_path)
     first, *_, last = read_metrics(tmp_path)
-    assert first["loss"] == pytest.approx(0.693147, abs=1e-5) and first["margin"] == pytest.approx(
-        0, abs=1e-5
-    )
+    assert first["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert first["margin"] == pytest.approx(0, abs=1e-5)
     assert last["loss"] < first["loss"]
 
 

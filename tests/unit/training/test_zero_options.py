@@ -59,32 +59,24 @@ def test_options_of_the_recipe_come_before_ours_under_both_names() -> None:
         "wall_clock_breakdown": True,
     }
     found = engine_config(ADAMW, 3, "bfloat16", 2, ZeroOptions(more=more), True, FETCHING)
-    assert found["zero_optimization"] == {
-        "stage": 3,
-        "overlap_comm": False,
-        "contiguous_gradients": True,
-        "prefetch_bucket_size": 3,
-    }
-    assert (
-        found["wall_clock_breakdown"]
-        and found["bf16"] == {"enabled": True}
-        and found["gradient_clipping"] == 1.0
+    assert found["zero_optimization"] == dict(
+        stage=3, overlap_comm=False, contiguous_gradients=True, prefetch_bucket_size=3
     )
+    assert found["wall_clock_breakdown"]
+    assert found["bf16"] == {"enabled": True}
+    assert found["gradient_clipping"] == 1.0
 
 
 def test_offloads_and_copies_are_options_of_stage_3() -> None:
     all_on = ZeroOptions(adam_offload=True, param_offload=True, hpz_ranks=8)
     zero = engine_config(ADAMW, 3, "bfloat16", 1, all_on, True, {})["zero_optimization"]
     host = {"device": "cpu", "pin_memory": True}
-    assert (zero["offload_optimizer"], zero["offload_param"], zero["zero_hpz_partition_size"]) == (
-        host,
-        host,
-        8,
-    )
+    assert zero["offload_optimizer"] == host
+    assert zero["offload_param"] == host
+    assert zero["zero_hpz_partition_size"] == 8
     lower = engine_config(ADAMW, 2, "bfloat16", 1, all_on, True, {})["zero_optimization"]
-    assert (
-        lower["offload_optimizer"] == host and not {"offload_param", "zero_hpz_partition_size"} & lower.keys()
-    )
+    assert lower["offload_optimizer"] == host
+    assert not {"offload_param", "zero_hpz_partition_size"} & lower.keys()
 
 
 @pytest.mark.parametrize(("nodes", "expected"), [(2, 8), (1, 1)])
@@ -113,9 +105,7 @@ def test_values_that_deepspeed_cannot_read_are_refused(options: dict[str, Any]) 
 
 
 def test_keys_that_are_no_text_are_refused_at_any_depth() -> None:
-    with pytest.raises(
-        ValueError, match=r"deepspeed\.zero_optimization: the key True is no text: put it in quotes"
-    ):
+    with pytest.raises(ValueError, match=r"deepspeed\.zero_optimization: the key True is no .* it in quotes"):
         SFT.model_validate(
             {"data": {"sources": "rows.jsonl"}, "deepspeed": {"zero_optimization": {True: 2, "a": 3}}}
         )
