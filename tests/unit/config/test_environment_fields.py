@@ -8,42 +8,26 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PPO
+from tests.support.text_rows import rows_of_text
 
-BASE: dict[str, Any] = {
-    "prompts": {"sources": "p.jsonl"},
-    "advantage_estimator": "grpo",
-    "n_samples_per_prompt": 2,
-}
+BASE: dict[str, Any] = dict(
+    prompts={"sources": "p.jsonl"}, advantage_estimator="grpo", n_samples_per_prompt=2
+)
 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
-    [
-        (
-            {"environment": "chess"},
-            "'chess' is no environment: name a class as path.py:Class, or one of guess, tools",
-        ),
-        ({"environment": {"path": "guess", "options": {"day": {1}}}}, "options must be what JSON can hold"),
-        (
-            {"environment": {"path": "guess", "answer_max_len": 5000}},
-            "answer_max_len=5000 must be at most generate_max_len=1024",
-        ),
-        (
-            {"environment": "guess", "stream_batch_size": 4},
-            "stream_batch_size scores answers as they are finished",
-        ),
-        ({"reward": "environment"}, "reward names the environment, and there is none"),
-        ({"one_step_off_policy": True}, "one_step_off_policy is called max_staleness"),
-        ({"max_staleness": 4, "sampler_is": "off"}, "max_staleness trains on answers of older weights"),
-        (
-            {"max_staleness": 4, "dynamic_filtering": True},
-            "dynamic_filtering needs the rewards of all answers",
-        ),
-        (
-            {"policy_loss": "cispo", "dual_clip": 3.0},
-            "cispo weighs each token's log-prob: leave out dual_clip",
-        ),
-    ],
+    rows_of_text("""
+    {environment: chess} | 'chess' is no environment: name a class as path.py:Class, or one of guess, tools
+    {environment: {path: guess, options: {day: !!set {1: null}}}} | options must be what JSON can hold
+    {environment: {path: guess, answer_max_len: 5000}} | answer_max_len=5000 must be at most generate_max_len=1024
+    {environment: guess, stream_batch_size: 4} | stream_batch_size scores answers as they are finished
+    {reward: environment} | reward names the environment, and there is none
+    {one_step_off_policy: true} | one_step_off_policy is called max_staleness
+    {max_staleness: 4, sampler_is: 'off'} | max_staleness trains on answers of older weights
+    {max_staleness: 4, dynamic_filtering: true} | dynamic_filtering needs the rewards of all answers
+    {policy_loss: cispo, dual_clip: 3.0} | cispo weighs each token's log-prob: leave out dual_clip
+    """),
 )
 def test_one_sentence_each(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError) as raised:

@@ -42,24 +42,16 @@ CONFIGS: list[Gated] = [
     Preferences.model_validate(SAMPLED | {"post_processor": "dpo"}),
     Preferences.model_validate(SAMPLED | {"post_processor": "kto"}),
     PPO.model_validate(
-        SAMPLED
-        | {
-            "overlong_buffer": 8,
-            "truncated_penalty": 1,
-            "dynamic_filtering": True,
-            "eval_prompts": ROWS,
-        }
+        SAMPLED | dict(overlong_buffer=8, truncated_penalty=1, dynamic_filtering=True, eval_prompts=ROWS)
     ),
     PPO.model_validate(
         SAMPLED | {"kl_in": "loss", "kl_estimator": "k3", "max_staleness": 2, "sampler_is": "mask"}
     ),
     PPO.model_validate(
         SAMPLED
-        | {
-            "environment": "guess",
-            "reward": {"kind": "environment", "name": "source"},
-            "advantage_estimator": "rloo",
-        }
+        | dict(
+            environment="guess", reward={"kind": "environment", "name": "source"}, advantage_estimator="rloo"
+        )
     ),
     Evaluation.model_validate(
         JUDGED | {"models": ["model"], "parents": {"model": "model"}, "proxy": "x", "temperature": 1}

@@ -70,10 +70,8 @@ def test_an_entry_point_that_cannot_be_used(
 ) -> None:
     assert read(monkeypatch, name, f"{__name__}:{value}") == {"toy": GOOD}, "others are there"
     (sentence,) = outside_kinds.UNUSABLE.values()
-    assert (
-        sentence.startswith(f"the stage kind {name} of a package ({__name__}:{value}) cannot be used: ")
-        and told in sentence
-    )
+    assert sentence.startswith(f"the stage kind {name} of a package ({__name__}:{value}) cannot be used: ")
+    assert told in sentence
 
 
 def test_a_kind_without_a_module_and_a_package_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,15 +90,11 @@ def test_a_recipe_that_names_it_is_told_why(tmp_path: Path, monkeypatch: pytest.
     )
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("{name: r, base_model: b, stages: {a: {stage: toy}}}")
-    with pytest.raises(
-        ValueError, match=r"stages\.a: the stage kind toy of the package acme cannot be used: x"
-    ):
+    with pytest.raises(ValueError, match=r"stages\.a: the .* kind toy of the package acme cannot be used: x"):
         load_recipe(recipe)
 
 
 def test_kinds_of_other_packages_run_by_our_command() -> None:
-    assert (
-        GOOD.package == "rlhf_core"
-        and KINDS["evaluation"].package == "evaluation"
-        and KINDS["iterative_dpo"].package == ""
-    )
+    assert GOOD.package == "rlhf_core"
+    assert KINDS["evaluation"].package == "evaluation"
+    assert KINDS["iterative_dpo"].package == ""

@@ -21,6 +21,7 @@ from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights, s
 from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.lora import require_linear
 from tests.support.families import make_family
+from tests.support.text_rows import rows_of_text
 
 GPU = {"gpus": 1}
 
@@ -33,25 +34,15 @@ def ppo(**fields: Any) -> PPO:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({}, "engine.adapters: alone sends adapters, and there are none: set lora, or leave it out"),
-        (
-            {"lora": {"quantize": "nf4"}},
-            "lora.quantize=nf4 rounds weights that engines would not round: leave one of them out",
-        ),
-        (
-            {"lora": {}, "engine": {"adapters": "alone", "gpus": 1}},
-            "needs dtype bfloat16 on GPUs, and it is float32: set it, or leave engine.a",
-        ),
+        *rows_of_text("""
+    {} | engine.adapters: alone sends adapters, and there are none: set lora, or leave it out
+    {lora: {quantize: nf4}} | lora.quantize=nf4 rounds weights that engines would not round: leave one of them out
+    {lora: {}, engine: {adapters: alone, gpus: 1}} | needs dtype bfloat16 on GPUs, and it is float32: set it, or leave engine.a
+    {lora: {rank: 513}} | engine.adapters: alone takes adapters of rank 512 at most, and lora.rank is 513: lower it, or leave it out
+    """),
         (
             {"lora": {}, "engine": {"adapters": "alone", "pipeline_parallel_size": 2}},
             "engine.adapters: alone is for engines without pipeline_parallel_size: leave one of them out",
-        ),
-        (
-            {"lora": {"rank": 513}},
-            (
-                "engine.adapters: alone takes adapters of rank 512 at most, and lora.rank is 513: lower it, or"
-                " leave it out"
-            ),
         ),
     ],
 )
@@ -61,12 +52,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(fields: dict[str, Any], told: s
 
 
 def test_other_stages_have_no_use_for_it() -> None:
-    judged = {
-        "models": ["a"],
-        "baseline": "b",
-        "questions": {"path": "q.jsonl"},
-        "judges": [{"kind": "rule"}],
-    }
+    judged = dict(models=["a"], baseline="b", questions={"path": "q.jsonl"}, judges=[{"kind": "rule"}])
     rows = {"prompts": {"sources": "rows.jsonl"}}
     for kind, fields in (
         (Evaluation, judged),

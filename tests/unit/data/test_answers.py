@@ -24,6 +24,7 @@ from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
+from tests.support.text_rows import rows_of_text
 from tests.support.tiny_models import reward_model
 
 P1, P2, P3 = (({"role": "user", "content": text},) for text in ("one", "two", "three"))
@@ -105,11 +106,9 @@ def test_rejection_sampling_keeps_the_best_above_the_threshold() -> None:
         ("g", 7.0),
     ] and dropped["min_reward"] == 0
     rows, dropped = made("rejection_sampling", min_reward=5.0)
-    assert [row["response"] for row in rows] == ["b", "g"] and dropped == {
-        "min_reward": 1,
-        "no_reward": 0,
-        "no_whole_answer": 0,
-    }
+    assert [row["response"] for row in rows] == ["b", "g"] and dropped == dict(
+        min_reward=1, no_reward=0, no_whole_answer=0
+    )
 
 
 def test_conditional_sft_keeps_every_answer() -> None:
@@ -122,19 +121,11 @@ def test_conditional_sft_keeps_every_answer() -> None:
 
 def test_cut_answers_are_left_out_except_in_pairs() -> None:
     finished = [[True, False, True], [False] * 3, [True] * 3]
-    assert [row["response"] for row in made("conditional_sft", finished=finished)[0]] == [
-        "a",
-        "c",
-        "g",
-        "h",
-        "g",
-    ]
+    assert [row["response"] for row in made("conditional_sft", finished=finished)[0]] == "a c g h g".split()
     rows, dropped = made("rejection_sampling", finished=finished)
-    assert [row["response"] for row in rows] == ["c", "g"] and dropped == {
-        "min_reward": 0,
-        "no_reward": 0,
-        "no_whole_answer": 1,
-    }
+    assert [row["response"] for row in rows] == ["c", "g"] and dropped == dict(
+        min_reward=0, no_reward=0, no_whole_answer=1
+    )
     assert [row["response"] for row in made("kto", finished=finished)[0][:2]] == [
         "a",
         "c",
@@ -159,9 +150,8 @@ def test_answers_without_a_reward_are_left_out(kind: PostProcessor, kept: list[s
     # Of prompt one the best answer alone has a reward, of prompt two none has, of prompt three all but the
     # first.
     rows, dropped = made(kind, [[nan, 5.0, nan], [nan] * 3, [nan, 1.0, 7.0]])
-    assert [row["chosen" if kind == "dpo" else "response"] for row in rows] == kept and dropped[
-        "no_reward"
-    ] == no_reward
+    assert [row["chosen" if kind == "dpo" else "response"] for row in rows] == kept
+    assert dropped["no_reward"] == no_reward
     assert not any(isnan(value) for row in rows for value in row.values() if isinstance(value, float))
 
 
@@ -201,36 +191,25 @@ def test_answers_are_cut_as_pairs_are(renderer: Renderer, tmp_path: Path) -> Non
     document = conditioned.documents.items[1]
     text = renderer.tokenizer.decode(conditioned.documents.items[1].tokens)
     assert len(document) == 64 and sum(document.mask) == 32
-    assert conditioned.best_suffix == " <rm_score>: 1.00" and "<rm_score>: 1.00" in text, (
-        "the end of the prompt stays, with its reward"
-    )
+    # the end of the prompt stays, with its reward
+    assert conditioned.best_suffix == " <rm_score>: 1.00" and "<rm_score>: 1.00" in text
 
 
 @pytest.mark.parametrize(
     ("row", "kind", "told"),
     [
-        (
-            {"prompt": "a", "response": "b", "label": "maybe"},
-            "labelled",
-            "column 'label' must be true or false (or 1 or 0), found 'maybe'",
-        ),
-        (
-            {"prompt": "a", "chosen": "b"},
-            "labelled",
-            "there is no column 'rejected' (and no column 'label' that labels single answers",
-        ),
-        ({"prompt": "a", "response": "b"}, "scored", "there is no column 'reward'"),
-        (
-            {"prompt": "a", "response": "b", "reward": None},
-            "scored",
-            "column 'reward' must be a finite number, found None",
-        ),
+        *rows_of_text("""
+    {prompt: a, response: b, label: maybe} | labelled | column 'label' must be true or false (or 1 or 0), found 'maybe'
+    {prompt: a, chosen: b} | labelled | there is no column 'rejected' (and no column 'label' that labels single answers
+    {prompt: a, response: b} | scored | there is no column 'reward'
+    {prompt: a, response: b, reward: null} | scored | column 'reward' must be a finite number, found None
+    {prompt: a, response: 3} | answer | column 'response' must be a string, found int
+    """),
         (
             {"prompt": "a", "response": "b", "reward": float("nan")},
             "scored",
             "column 'reward' must be a finite number, found nan",
         ),
-        ({"prompt": "a", "response": 3}, "answer", "column 'response' must be a string, found int"),
     ],
 )
 def test_a_wrong_row_is_one_sentence(row: dict[str, Any], kind: Any, told: str, tmp_path: Path) -> None:
@@ -350,9 +329,8 @@ def test_the_stage_writes_what_its_post_processor_makes(
         tokenizer.decode(prompt).endswith(f"{suffix}<|end|><|assistant|>")
         for prompt in ScriptedSampler.prompts
     )
-    assert len(scored) == 12 and not any("rm_score" in text for text in scored), (
-        "the reward model sees the plain prompt"
-    )
+    # the reward model sees the plain prompt
+    assert len(scored) == 12 and not any("rm_score" in text for text in scored)
     output = "pairs" if kind == "dpo" else "answers"
     assert outcome.outputs == {output: f"{output}.jsonl", "data_report": "data_report.json"}
     rows = [json.loads(line) for line in (tmp_path / "run" / f"{output}.jsonl").read_text().splitlines()]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.models.checkpoint.save import save_tokenizer
 
 BOUNDS = "{{ '<|im_start|>' + m.role + '\n' }}", "{{ '<|im_end|>\n' }}"
 GENERATE = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -275,74 +273,6 @@ def test_what_prompts_and_templates_refuse(renderers: dict[str, Renderer], make:
         Renderer(load_tokenizer(str(make(strict))), "chat").prompt(CHAT[:2])
 
 
-def test_tokenizers_that_cannot_be_trained_with_are_refused(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no tokenizer can be loaded"):
-        load_tokenizer(str(tmp_path))
-    with pytest.raises(ValueError, match="nowhere: there is no model folder here; correct the path"):
-        load_tokenizer(str(tmp_path / "nowhere"))
-    path = make()
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": None}))
-    with pytest.raises(ValueError, match="no end-of-sequence token: set eos_token"):
-        load_tokenizer(str(path))
-
-
-def changed(folder: Path, **values: str | None) -> Path:
-    """Changes values of tokenizer_config.json; None removes one."""
-    config = json.loads((folder / "tokenizer_config.json").read_text()) | values
-    kept = {name: value for name, value in config.items() if value is not None}
-    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
-    return folder
-
-
-def test_a_tokenizer_whose_class_has_an_end_that_it_pads_with_is_told_to_name_its_own(make: Make) -> None:
-    """The class of Qwen2's tokenizers ends with <|endoftext|> where no file says so."""
-    path = changed(make(pad_token="<|endoftext|>"), eos_token=None, tokenizer_class="Qwen2Tokenizer")
-    with pytest.raises(ValueError, match="no end-of-sequence token: set eos_token"):
-        load_tokenizer(str(path))
-
-
-@pytest.mark.parametrize("pad_token", [None, "<|endoftext|>"], ids=["none", "the end"])
-@pytest.mark.parametrize(
-    ("special", "chosen"),
-    [
-        (["<|im_start|>", "<|reserved_0|>", "<|image_pad|>", "<|pad_id|>"], "<|pad_id|>"),
-        (["<|im_start|>", "<|other|>", "<|reserved_0|>"], "<|reserved_0|>"),
-        (["<|im_start|>", "<|image_pad|>", "<|other|>"], "<|other|>"),
-        (["<|im_start|>", "<|image_pad|>"], None),
-    ],
-)
-def test_a_tokenizer_without_a_pad_token_of_its_own_gets_a_special_one(
-    tmp_path: Path, pad_token: str | None, special: list[str], chosen: str | None
-) -> None:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token=pad_token)
-    fast.add_special_tokens({"additional_special_tokens": special})
-    fast.chat_template = CHATML
-    fast.save_pretrained(tmp_path)
-    Qwen2Config(vocab_size=len(fast)).save_pretrained(tmp_path)
-    if chosen is None:
-        with pytest.raises(ValueError, match="has no special token that could be one: set pad_token in its"):
-            load_tokenizer(str(tmp_path))
-        return
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert (tokenizer.pad_token, tokenizer.eos_token, len(tokenizer)) == (chosen, "<|endoftext|>", len(fast))
-    save_tokenizer(str(tmp_path), tmp_path / "export")
-    exported = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
-    assert exported["pad_token"] == chosen, "as the trained model's config names it"
-
-
-def test_a_pad_token_without_an_embedding_is_not_chosen(make: Make) -> None:
-    path = changed(make(), pad_token=None)
-    before = load_tokenizer(str(path)).pad_token_id
-    assert before is not None
-    Qwen2Config(vocab_size=before).save_pretrained(path)
-    with pytest.raises(ValueError, match="has no special token that could be one"):
-        load_tokenizer(str(path))
-
-
 @pytest.mark.parametrize(
     ("template", "told"),
     [
@@ -396,14 +326,3 @@ def test_where_a_template_writes_earlier_answers_anew_an_answer_is_its_text(make
         renderer.prompt(CHAT[:4]) + renderer.response_tokens(CHAT[:4], "Second.")
         == renderer.answer(CHAT[:4], "Second.").tokens
     )
-
-
-def test_a_token_that_the_model_has_no_embedding_for_is_told_before_training(make: Make) -> None:
-    folder = make()
-    # of the special tokens the last is the one that ends a turn
-    Qwen2Config(vocab_size=3).save_pretrained(folder)
-    with pytest.raises(
-        ValueError,
-        match=r"has the number \d+, and the model has embeddings for 3 tokens: call resize_token_embeddings",
-    ):
-        Renderer(load_tokenizer(str(folder)), "chat")

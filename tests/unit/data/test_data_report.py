@@ -52,11 +52,9 @@ def clean(kind: str, count: int = 60, salt: str = "") -> Rows:
         if kind == "preference":
             first = words(i, "first")
             second = words(i, "second") + "1"
-            row |= {
-                "chosen": first if i % 2 else second,
-                "rejected": second if i % 2 else first,
-                "margin": 1.0 + i % 3,
-            }
+            row |= dict(
+                chosen=first if i % 2 else second, rejected=second if i % 2 else first, margin=1.0 + i % 3
+            )
         elif kind != "prompt":
             row |= {"response": words(i, "answer"), "label": bool(i % 2), "reward": float(i % 7)}
         rows.append(row)
@@ -75,11 +73,9 @@ def survey(kind: str, data: Data, renderer: Renderer) -> Survey:
     elif kind == "scored":
         report = answer_documents(data, renderer, MAX_LEN, 0, "reward").documents.report
     else:
-        load: Callable[..., Any] = {
-            "sft": sft_documents,
-            "preference": preference_pairs,
-            "labelled": labelled_answers,
-        }[kind]
+        load: Callable[..., Any] = dict(
+            sft=sft_documents, preference=preference_pairs, labelled=labelled_answers
+        )[kind]
         report = load(data, renderer, MAX_LEN, 0).report
     return surveys_of({"data": report})["data"]
 
@@ -94,10 +90,8 @@ def source(path: Path, rows: Rows) -> Data:
 def test_clean_data_gets_no_warning_and_its_facts(kind: str, renderer: Renderer, tmp_path: Path) -> None:
     found = survey(kind, source(tmp_path / "a.jsonl", clean(kind)), renderer)
     assert found.findings == () and (found.rows, found.kept, found.dropped) == (60, 60, {})
-    assert (
-        found.sources[0].rows == 60
-        and 0 < found.lengths["prompt"]["p5"] <= found.lengths["prompt"]["max"] <= MAX_LEN
-    )
+    assert found.sources[0].rows == 60
+    assert 0 < found.lengths["prompt"]["p5"] <= found.lengths["prompt"]["max"] <= MAX_LEN
     assert sum(found.histogram["prompt"][:-1]) == 60, "the last number is the upper edge"
     assert found.facts["truncated"] == 0
     if kind == "preference":
@@ -108,9 +102,8 @@ def test_clean_data_gets_no_warning_and_its_facts(kind: str, renderer: Renderer,
     if kind == "labelled":
         assert found.facts["desirable"] == 0.5
     if kind == "scored":
-        assert found.facts["reward max"] == 6 and found.facts["reward mean"] == pytest.approx(
-            sum(i % 7 for i in range(60)) / 60
-        )
+        assert found.facts["reward max"] == 6
+        assert found.facts["reward mean"] == pytest.approx(sum(i % 7 for i in range(60)) / 60)
 
 
 def changed(rows: Rows, every: int, **columns: Any) -> Rows:
@@ -164,17 +157,15 @@ def test_each_planted_fault_is_named(name: str, renderer: Renderer, tmp_path: Pa
     assert (
         finding.example.startswith(f"{tmp_path / 'a.jsonl'}, {example}") if example else finding.example == ""
     )
-    assert any(
-        finding.sentence in sentence for sentence in warnings({"data": found})
-    ) and finding.sentence in markdown({"data": found})
+    assert any(finding.sentence in sentence for sentence in warnings({"data": found}))
+    assert finding.sentence in markdown({"data": found})
     expected = {
         name,
         *({"dropped"} if name in ("answers cut away",) else ()),
         *({"answers cut away"} if name == "dropped" else ()),
     }
-    assert {finding.name for finding in found.findings} - {"dropped"} == expected - {"dropped"}, (
-        "nothing else is found"
-    )
+    # nothing else is found
+    assert {finding.name for finding in found.findings} - {"dropped"} == expected - {"dropped"}
 
 
 @pytest.mark.parametrize(
@@ -186,9 +177,8 @@ def test_a_single_empty_text_is_named(kind: str, column: str, renderer: Renderer
     )
     name = "prompts" if kind == "prompt" else "answers"
     told = f"data: {name} without any text: 1 of 200 rows (for instance {tmp_path / 'a.jsonl'}, row 150)"
-    assert warnings({"data": found}) == [told] and re.search(
-        rf"empty {name} +\| 0.50 % +\| any", markdown({"data": found})
-    )
+    assert warnings({"data": found}) == [told]
+    assert re.search(rf"empty {name} +\| 0.50 % +\| any", markdown({"data": found}))
 
 
 def test_a_source_too_small_for_its_share_is_named(renderer: Renderer, tmp_path: Path) -> None:
@@ -198,13 +188,10 @@ def test_a_source_too_small_for_its_share_is_named(renderer: Renderer, tmp_path:
     ]
     found = survey("sft", Data.model_validate({"sources": parts}), renderer)
     (finding,) = found.findings
-    assert finding.name == "unused rows" and finding.sentence.startswith(
-        f"{tmp_path / 'a.jsonl'} is too small for its share of 0.5"
-    )
-    assert (
-        f"ends after {found.rows} rows and leaves {220 - found.rows} rows" in finding.sentence
-        and found.rows in (40, 41)
-    )
+    assert finding.name == "unused rows"
+    assert finding.sentence.startswith(f"{tmp_path / 'a.jsonl'} is too small for its share of 0.5")
+    assert f"ends after {found.rows} rows and leaves {220 - found.rows} rows" in finding.sentence
+    assert found.rows in (40, 41)
     assert [use.rows for use in found.sources] in ([20, 20], [20, 21])
     asked_for_less = Data.model_validate({"sources": parts, "max_samples": 30})
     assert survey("sft", asked_for_less, renderer).findings == ()
@@ -242,9 +229,7 @@ def test_prompts_of_a_validation_that_are_trained_on(renderer: Renderer, tmp_pat
         }
     )
     (sentence,) = warnings(told)
-    assert sentence.startswith(
-        "eval_prompts: held-out prompts that are also trained on: 2 of 12 rows (for instance "
-    )
+    assert sentence.startswith("eval_prompts: held-out prompts that are also trained on: 2 of 12 rows (for")
 
 
 def test_all_faults_of_one_data_set_are_named_before_it_is_trained_on(
@@ -285,10 +270,8 @@ def test_all_faults_of_one_data_set_are_named_before_it_is_trained_on(
         for field, part in content.items():
             for finding in part["findings"]:
                 named.add(finding["name"])
-                assert (
-                    f"warning: {field}: {finding['sentence']}" in printed
-                    and finding["sentence"] in (run / MARKDOWN).read_text()
-                )
+                assert f"warning: {field}: {finding['sentence']}" in printed
+                assert finding["sentence"] in (run / MARKDOWN).read_text()
         assert (run / CHART).read_text().rstrip().endswith("</svg>")
     assert named == set(LIMITS) - {
         "empty prompts",
@@ -346,9 +329,7 @@ def test_the_command_reports_without_training(
     assert flows.cli.main(["data", str(recipe)]) == 0
     told = capsys.readouterr().out
     assert "# Data of sft" in told and "- no warnings" in told.split("# Data of dpo")[0]
-    assert (
-        "chosen and rejected are the same: 3 of 60 rows" in told.split("# Data of dpo")[1]
-        and f"{pairs}, row 20" in told
-    )
+    assert "chosen and rejected are the same: 3 of 60 rows" in told.split("# Data of dpo")[1]
+    assert f"{pairs}, row 20" in told
     assert not (tmp_path / "artifacts").exists()
     assert flows.cli.main(["data", str(recipe), "sft.max_len=2"]) == 2

@@ -153,9 +153,8 @@ def test_rows_without_a_preference_are_dropped_and_counted_by_reason(
     ):
         mixture = data(tmp_path / "rows.jsonl", rows)
         loaded = preference_pairs(mixture, renderer, 64, 0)
-        assert (loaded.report.survey.items, loaded.report.survey.kept) == (len(rows), 1) and reasons(
-            loaded
-        ) == dropped
+        assert (loaded.report.survey.items, loaded.report.survey.kept) == (len(rows), 1)
+        assert reasons(loaded) == dropped
         assert len(load_rows(mixture, 0, "preference")) == 1
         assert len(prompts(mixture, renderer, 64, 0).items) == len(rows), "a prompt needs no preference"
     # A first row that prefers nothing does not hide what the format has.

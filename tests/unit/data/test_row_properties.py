@@ -47,14 +47,9 @@ ROWS: dict[str, tuple[dict[str, Any], ...]] = {
             "instruction": "2 + 2",
             "completions": [{"response": "5", "overall_score": 2.0}, {"response": "4", **RATED}],
         },
-        {
-            "prompt": "2 + 2",
-            "chosen": TURNS,
-            "rejected": WRONG,
-            "messages": TURNS,
-            "score_chosen": 8.5,
-            "score_rejected": 2,
-        },
+        dict(
+            prompt="2 + 2", chosen=TURNS, rejected=WRONG, messages=TURNS, score_chosen=8.5, score_rejected=2
+        ),
     ),
     "arena": ({"winner": "model_a", "conversation_a": TURNS, "conversation_b": WRONG},),
     "hh": ({"chosen": HUMAN + "4", "rejected": HUMAN + "5"},),

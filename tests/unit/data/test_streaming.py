@@ -32,25 +32,18 @@ from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.training.train_loop import order_of_epoch
 
-COMMON: dict[str, Any] = {
-    "train_batch_size": 8,
-    "micro_train_batch_size": 4,
-    "max_len": 96,
-    "learning_rate": 1e-3,
-    "max_epochs": 2,
-}
+COMMON: dict[str, Any] = dict(
+    train_batch_size=8, micro_train_batch_size=4, max_len=96, learning_rate=1e-3, max_epochs=2
+)
 STAGES: dict[str, Any] = {
     "sft": rlhf_core.stages.sft,
     "reward_model": rlhf_core.stages.reward_model,
     "dpo": rlhf_core.stages.dpo,
     "kto": rlhf_core.stages.kto,
 }
-LOADERS = {
-    "sft": "sft_documents",
-    "reward_model": "preference_pairs",
-    "dpo": "preference_pairs",
-    "kto": "labelled_answers",
-}
+LOADERS = dict(
+    sft="sft_documents", reward_model="preference_pairs", dpo="preference_pairs", kto="labelled_answers"
+)
 MEMORY = Path(__file__).parents[2] / "support" / "streamed_training.py"
 
 
@@ -140,9 +133,8 @@ def test_a_data_set_is_tokenised_once_for_all_ranks_and_resumes(
         rank.join()
     assert len(passes) == 1 and found[0].items == found[1].items and len(found[0].items) == 20
     again = sft_documents(data, renderer, 96, 0, tmp_path)
-    assert len(passes) == 1 and again == found[0] and again.report.survey is not None, (
-        "the resumed run has the survey too"
-    )
+    # the resumed run has the survey too
+    assert len(passes) == 1 and again == found[0] and again.report.survey is not None
     sft_documents(data, renderer, 64, 0, tmp_path)
     assert len(passes) == 2, "another limit is another data set"
 

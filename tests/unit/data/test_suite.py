@@ -54,12 +54,10 @@ def test_an_evaluation_reads_a_suite_as_questions(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "How?"}]
     add_to_suite(suite, [question(answer="because"), question("q2", chat, category="creative_writing")])
     one, other = load_questions(Source(path=str(suite)), None, 0)
-    assert (one.uid, one.prompt, one.known_answer("answer"), one.row["reason"]) == (
-        "q1",
-        "Why?",
-        "because",
-        "lost",
-    )
+    assert one.uid == "q1"
+    assert one.prompt == "Why?"
+    assert one.known_answer("answer") == "because"
+    assert one.row["reason"] == "lost"
     assert other.messages == tuple(chat) and other.category == "creative_writing"
 
 

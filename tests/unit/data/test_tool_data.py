@@ -17,17 +17,13 @@ from tests.support.templates import TEMPLATES, WITHOUT_TOOLS, save_tokenizer
 
 TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {
-        "name": "look",
-        "description": "d",
-        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
-    },
+    "function": dict(
+        name="look", description="d", parameters={"type": "object", "properties": {"at": {"type": "string"}}}
+    ),
 }
-CALL = {
-    "id": "call00000",
-    "type": "function",
-    "function": {"name": "look", "arguments": json.dumps({"at": "sky"})},
-}
+CALL = dict(
+    id="call00000", type="function", function={"name": "look", "arguments": json.dumps({"at": "sky"})}
+)
 ASKED = [{"role": "user", "content": "Where?"}]
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "call00000", "content": "a bird"}

@@ -23,36 +23,24 @@ from tests.support.launch_scripts import (
     migrated,
     told,
 )
+from tests.support.text_rows import rows_of_text
 
 
 def test_a_reward_model(tmp_path: Path) -> None:
     raw, found = migrated(tmp_path, REWARD_MODEL)
     stage = raw["stages"]["reward_model"]
-    source = {
-        "path": "acme/pairs",
-        "format": "columns",
-        "margin_key": "margin",
-        "chosen_key": "better",
-        "rejected_key": "worse",
-    }
+    source = dict(
+        path="acme/pairs", format="columns", margin_key="margin", chosen_key="better", rejected_key="worse"
+    )
     assert stage["data"]["sources"] == [source] and "template" not in stage["data"]
-    assert (
-        stage["model"],
-        stage["ranks"]["num_ranks_per_node"],
-        stage["train_batch_size"],
-        stage["micro_train_batch_size"],
-    ) == (
-        "base",
-        4,
-        256,
-        1,
-    )
-    assert (stage["max_len"], stage["learning_rate"], stage["zero_stage"], stage["save_steps"]) == (
-        8192,
-        9e-6,
-        3,
-        0,
-    )
+    assert stage["model"] == "base"
+    assert stage["ranks"]["num_ranks_per_node"] == 4
+    assert stage["train_batch_size"] == 256
+    assert stage["micro_train_batch_size"] == 1
+    assert stage["max_len"] == 8192
+    assert stage["learning_rate"] == 9e-6
+    assert stage["zero_stage"] == 3
+    assert stage["save_steps"] == 0
     assert "one function" in told(found, "dropped")["--loss sigmoid"]
     assert "always does this" in told(found, "dropped")["--load_checkpoint"]
 
@@ -67,12 +55,10 @@ def test_sft(tmp_path: Path) -> None:
     assert stage["eval_data"]["sources"][0]["path"] == "data/held.jsonl" and stage["eval_steps"] == 50
     assert stage["ranks"] == {"num_nodes": 2, "num_ranks_per_node": 4, "gpus": 1.0}
     assert stage["lora"] == {"rank": 64, "alpha": 32, "targets": ["q_proj", "v_proj"]}
-    assert (stage["learning_rate"], stage["weight_decay"], stage["warmup_ratio"], stage["max_epochs"]) == (
-        5e-6,
-        0.01,
-        0.05,
-        2,
-    )
+    assert stage["learning_rate"] == 5e-6
+    assert stage["weight_decay"] == 0.01
+    assert stage["warmup_ratio"] == 0.05
+    assert stage["max_epochs"] == 2
 
 
 def test_sft_on_conversations(tmp_path: Path) -> None:
@@ -90,32 +76,21 @@ def test_sft_on_conversations(tmp_path: Path) -> None:
 def test_dpo_and_kto(tmp_path: Path) -> None:
     raw, found = migrated(tmp_path, DPO)
     stage = raw["stages"]["dpo"]
-    assert (
-        stage["beta"],
-        stage["label_smoothing"],
-        stage["nll_coef"],
-        stage["learning_rate"],
-        stage["zero_stage"],
-    ) == (
-        0.2,
-        0.1,
-        0.05,
-        1e-5,
-        2,
-    )
+    assert stage["beta"] == 0.2
+    assert stage["label_smoothing"] == 0.1
+    assert stage["nll_coef"] == 0.05
+    assert stage["learning_rate"] == 1e-5
+    assert stage["zero_stage"] == 2
     assert stage["ranks"]["num_ranks_per_node"] == 8 and "reference" not in stage
-    assert stage["data"]["template"] == "Human: {}\nAssistant: " and "(no --apply_chat_template)" in told(
-        found, "approximated"
-    )
+    assert stage["data"]["template"] == "Human: {}\nAssistant: "
+    assert "(no --apply_chat_template)" in told(found, "approximated")
 
     raw, found = migrated(tmp_path, KTO)
     stage = raw["stages"]["kto"]
-    assert (stage["w_desirable"], stage["w_undesirable"], stage["beta"], stage["train_batch_size"]) == (
-        1.5,
-        1,
-        0.01,
-        64,
-    )
+    assert stage["w_desirable"] == 1.5
+    assert stage["w_undesirable"] == 1
+    assert stage["beta"] == 0.01
+    assert stage["train_batch_size"] == 64
     keys = {"prompt_key": "instruction", "response_key": "response", "label_key": "score"}
     assert stage["data"] == {
         "sources": [{"path": "acme/labelled", "format": "columns", **keys}],
@@ -128,16 +103,12 @@ def test_several_commands_are_chained_by_their_outputs(tmp_path: Path) -> None:
     stages = raw["stages"]
     assert raw["base_model"] == "acme/base" and list(stages) == ["sft", "reward_model", "ppo", "dpo", "dpo-2"]
     assert (stages["sft"]["model"], stages["reward_model"]["model"]) == ("base", "sft")
-    assert (stages["ppo"]["actor"], stages["ppo"]["reward"], "critic" in stages["ppo"]) == (
-        "sft",
-        "reward_model",
-        False,
-    )
-    assert (stages["dpo"]["policy"], stages["dpo"]["reference"], stages["dpo"]["loss"]) == (
-        "ppo",
-        "sft",
-        "ipo",
-    )
+    assert stages["ppo"]["actor"] == "sft"
+    assert stages["ppo"]["reward"] == "reward_model"
+    assert "critic" not in stages["ppo"]
+    assert stages["dpo"]["policy"] == "ppo"
+    assert stages["dpo"]["reference"] == "sft"
+    assert stages["dpo"]["loss"] == "ipo"
     assert (stages["dpo-2"]["stage"], stages["dpo-2"]["policy"]) == ("dpo", "acme/other")
     assert {note.text for note in found.notes if note.flag == "(all GPUs of the machine)"} == {
         "ranks: 8 GPUs on a machine, from --gpus of alignflow migrate"
@@ -168,9 +139,8 @@ def test_of_a_loop_that_samples_the_training_is_read(tmp_path: Path) -> None:
 
 def test_a_config_map_and_its_job(tmp_path: Path) -> None:
     raw, found = migrated(tmp_path, CONFIG_MAP, "rm.yaml")
-    assert (
-        raw["base_model"] == "acme/base" and raw["stages"]["reward_model"]["ranks"]["num_ranks_per_node"] == 4
-    )
+    assert raw["base_model"] == "acme/base"
+    assert raw["stages"]["reward_model"]["ranks"]["num_ranks_per_node"] == 4
     (line,) = {note.line for note in found.notes}
     assert "openrlhf.cli.train_rm" in CONFIG_MAP.splitlines()[line - 1]
 
@@ -178,40 +148,23 @@ def test_a_config_map_and_its_job(tmp_path: Path) -> None:
 def test_jobs_of_several_kinds(tmp_path: Path) -> None:
     raw, _ = migrated(tmp_path, JOBS, "jobs.yaml")
     assert raw["base_model"] == "acme/base" and set(raw["stages"]) == {"sft", "dpo", "ppo"}
-    assert (
-        raw["stages"]["sft"]["ranks"]["num_ranks_per_node"] == 2 and raw["stages"]["sft"]["model"] == "base"
-    )
+    assert raw["stages"]["sft"]["ranks"]["num_ranks_per_node"] == 2
+    assert raw["stages"]["sft"]["model"] == "base"
 
 
 @pytest.mark.parametrize(
     ("flags", "expected", "what"),
-    [
-        (
-            "--train_batch_size 100 --micro_train_batch_size 8",
-            {"train_batch_size": 104, "micro_train_batch_size": 1},
-            "approximated",
-        ),
-        (
-            "--train_batch_size 128 --micro_train_batch_size 12",
-            {"train_batch_size": 128, "micro_train_batch_size": 8},
-            "approximated",
-        ),
-        ("--zero_stage 0", {"zero_stage": 1}, "approximated"),
-        ("--learning_rate $UNSET", {"learning_rate": 1e-5}, "dropped"),
-        ("--max_len many", {"max_len": 512}, "dropped"),
-        ("--train_batch_size 0 --max_epochs -1", {"train_batch_size": 128, "max_epochs": 1}, "dropped"),
-        (
-            "--gamma 0.9 --lora_rank 4 --lora_alpha x",
-            {"gamma": 1.0, "lora": {"rank": 4, "alpha": 16.0}},
-            "dropped",
-        ),
-        ("--learning_rate $((1 + 1))", {"learning_rate": 1e-5}, "dropped"),
-        (
-            "--load_in_4bit --lora_rank 8 --zero_stage 3",
-            {"zero_stage": 2, "lora": {"rank": 8, "alpha": 16.0, "quantize": "nf4"}},
-            "approximated",
-        ),
-    ],
+    rows_of_text("""
+    --train_batch_size 100 --micro_train_batch_size 8 | {train_batch_size: 104, micro_train_batch_size: 1} | approximated
+    --train_batch_size 128 --micro_train_batch_size 12 | {train_batch_size: 128, micro_train_batch_size: 8} | approximated
+    --zero_stage 0 | {zero_stage: 1} | approximated
+    --learning_rate $UNSET | {learning_rate: 1.0e-05} | dropped
+    --max_len many | {max_len: 512} | dropped
+    --train_batch_size 0 --max_epochs -1 | {train_batch_size: 128, max_epochs: 1} | dropped
+    --gamma 0.9 --lora_rank 4 --lora_alpha x | {gamma: 1.0, lora: {rank: 4, alpha: 16.0}} | dropped
+    --learning_rate $((1 + 1)) | {learning_rate: 1.0e-05} | dropped
+    --load_in_4bit --lora_rank 8 --zero_stage 3 | {zero_stage: 2, lora: {rank: 8, alpha: 16.0, quantize: nf4}} | approximated
+    """),
 )
 def test_values_that_do_not_fit(tmp_path: Path, flags: str, expected: dict[str, Any], what: str) -> None:
     text = (
@@ -227,38 +180,21 @@ def test_values_that_do_not_fit(tmp_path: Path, flags: str, expected: dict[str, 
 
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
-    [
-        ("a.sh", "echo train_sft.py\nls train_rm.py --pretrain x\n", "there is no training command in it"),
-        ("a.sh", "", "there is no training command in it"),
-        (
-            "a.sh",
-            "kubectl apply -f - <<EOF\napiVersion: v1\nkind: Pod\nEOF\n",
-            "there is no training command in it",
-        ),
-        ("a.sh", "python train_sft.py --dataset x", "line 1 of the script: the command names no model"),
-        (
-            "a.sh",
-            "\n\npython train_sft.py --pretrain x",
-            r"line 3 of the script: the command names no data \(--dataset\)",
-        ),
-        ("a.sh", "python train_ppo_ray.py --pretrain x --prompt_data y", "the command names no reward"),
-        ("a.sh", "python train_sft.py --pretrain 'x", "the quote ' is never closed"),
-        (
-            "a.sh",
-            "python train_dpo.py --pretrain x --dataset y --label_smoothing 0.7",
-            "stages.dpo.label_smoothing: .*less than 0.5",
-        ),
-        (
-            "a.yaml",
-            "apiVersion: v1\nkind: ConfigMap\ndata: {a: {{ .Values.x }}}\n---\n: :",
-            "the manifest is not plain YAML",
-        ),
-        (
-            "a.sh",
-            "python batch_inference.py --eval_task generate_vllm --pretrain a --dataset b",
-            "there is no training command in it",
-        ),
-    ],
+    rows_of_text(
+        r"""
+    a.sh | "echo train_sft.py\nls train_rm.py --pretrain x\n" | there is no training command in it
+    a.sh | "" | there is no training command in it
+    a.sh | "kubectl apply -f - <<EOF\napiVersion: v1\nkind: Pod\nEOF\n" | there is no training command in it
+    a.sh | "python train_sft.py --dataset x" | line 1 of the script: the command names no model
+    a.sh | "\n\npython train_sft.py --pretrain x" | line 3 of the script: the command names no data \(--dataset\)
+    a.sh | "python train_ppo_ray.py --pretrain x --prompt_data y" | the command names no reward
+    a.sh | "python train_sft.py --pretrain 'x" | the quote ' is never closed
+    a.sh | "python train_dpo.py --pretrain x --dataset y --label_smoothing 0.7" | stages.dpo.label_smoothing: .*less than 0.5
+    a.yaml | "apiVersion: v1\nkind: ConfigMap\ndata: {a: {{ .Values.x }}}\n---\n: :" | the manifest is not plain YAML
+    a.sh | "python batch_inference.py --eval_task generate_vllm --pretrain a --dataset b" | there is no training command in it
+    """,
+        yaml_columns=(1,),
+    ),
 )
 def test_a_wrong_script_is_one_sentence(tmp_path: Path, name: str, text: str, sentence: str) -> None:
     (tmp_path / name).write_text(text)
@@ -302,7 +238,5 @@ def test_without_out_the_next_free_name(
         ("dpo.sh", "recipe-3.yaml", 1),
     ):
         assert flows.cli.main(["migrate", script]) == 0
-        assert (
-            f"{named}: {stages} stages" in capsys.readouterr().out
-            and len(load_recipe(named).stages) == stages
-        )
+        assert f"{named}: {stages} stages" in capsys.readouterr().out
+        assert len(load_recipe(named).stages) == stages

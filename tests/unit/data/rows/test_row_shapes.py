@@ -64,9 +64,8 @@ def test_every_shape_of_a_preference_is_the_same_pair(tmp_path: Path, renderer: 
     ]
     items, report = preference_pairs(data(write(tmp_path / "rows.jsonl", rows)), renderer, 100, seed=0)
     assert list(report.counts.values())[:4] == [5, 5, 0, 0]
-    assert items[0].chosen == renderer.answer([user("p")], "c") and items[0].rejected == renderer.answer(
-        [user("p")], "r"
-    )
+    assert items[0].chosen == renderer.answer([user("p")], "c")
+    assert items[0].rejected == renderer.answer([user("p")], "r")
     assert all(item == items[0] for item in items)
     assert report.survey.tokens == 5 * (len(items[0].chosen) + len(items[0].rejected))
 
@@ -77,9 +76,8 @@ def test_answers_that_the_length_limit_cut_when_they_were_sampled_have_no_end(
     row = {"prompt": "x", "chosen": "yes and", "rejected": "no"}
     files = [write(tmp_path / f"{cut}.jsonl", [row | {"chosen_cut": cut}]) for cut in (False, True)]
     whole, cut = (preference_pairs(data(file), renderer, 96, 0).items[0] for file in files)
-    assert (
-        cut.chosen.tokens == whole.chosen.tokens[:-1] and whole.chosen.tokens[-1] in renderer.stop_token_ids
-    )
+    assert cut.chosen.tokens == whole.chosen.tokens[:-1]
+    assert whole.chosen.tokens[-1] in renderer.stop_token_ids
     assert cut.chosen.mask == whole.chosen.mask[:-1] and cut.rejected == whole.rejected
 
 
@@ -105,23 +103,16 @@ def test_long_pairs_keep_the_end_of_the_prompt_and_equal_answers_are_dropped(
     short, long = items
     for pair in items:
         start = pair.chosen.mask.index(True)
-        assert (
-            pair.chosen.tokens[:start] == pair.rejected.tokens[:start]
-            and pair.rejected.mask.index(True) == start
-        )
+        assert pair.chosen.tokens[:start] == pair.rejected.tokens[:start]
+        assert pair.rejected.mask.index(True) == start
         text = renderer.tokenizer.decode(pair.chosen.tokens[:start])
-        assert text.startswith("<|im_start|>user\na") and text.endswith(
-            "aend<|im_end|>\n<|im_start|>assistant\n"
-        )
-    assert (
-        len(short.rejected) == 100
-        and short.rejected.tokens[-1] == short.chosen.tokens[-1] == renderer.end_token_id
-    )
-    assert (
-        len(long.chosen) == 100
-        and long.chosen.tokens[-1] != renderer.end_token_id
-        and long.chosen.mask.index(True) == 50
-    )
+        assert text.startswith("<|im_start|>user\na")
+        assert text.endswith("aend<|im_end|>\n<|im_start|>assistant\n")
+    assert len(short.rejected) == 100
+    assert short.rejected.tokens[-1] == short.chosen.tokens[-1] == renderer.end_token_id
+    assert len(long.chosen) == 100
+    assert long.chosen.tokens[-1] != renderer.end_token_id
+    assert long.chosen.mask.index(True) == 50
     assert long.rejected.tokens[-1] == renderer.end_token_id
 
 

@@ -166,11 +166,7 @@ GOOD: dict[str, dict[str, Any]] = {
         ),
         (
             "preference",
-            {
-                "prompt": "zzz0",
-                "chosen": [user("a0"), assistant("x")],
-                "rejected": [user("a0"), assistant("y")],
-            },
+            dict(prompt="zzz0", chosen=[user("a0"), assistant("x")], rejected=[user("a0"), assistant("y")]),
             (
                 "the prompt says 'zzz0', and the messages before the answers in chosen and rejected say 'a0':"
                 " correct or drop"
@@ -218,7 +214,7 @@ def test_a_wrong_row_far_from_the_first_is_found_before_work(
     short = {"prompt": "x", "chosen": "y"}
     late = write(tmp_path / "late.jsonl", [*[good] * 60, short])
     with pytest.raises(
-        ValueError, match="row 61: column 'rejected' is missing or null: fill it or drop the row"
+        ValueError, match=r"row 61: .* 'rejected' is missing or null: fill it or drop the row"
     ):
         check_columns(data(late), "preference")
     broken = tmp_path / "broken.jsonl"
