@@ -68,9 +68,8 @@ def test_engines_beside_any_number_of_ranks_are_on_one_node_each(
     held = Counter(where[slot.bundle] for group in slots.values() for slot in group)
     assert max(held.values()) <= 8 and sum(held.values()) == actors + engines * over
     names = layout.gpus()
-    assert len({*names["actor"], *names["sampler"]}) == actors + engines * over, (
-        "each process has a GPU of its own"
-    )
+    # each process has a GPU of its own
+    assert len({*names["actor"], *names["sampler"]}) == actors + engines * over
 
 
 def test_an_engine_in_stages_has_a_bundle_for_each_and_its_stages_may_be_on_different_nodes() -> None:
@@ -118,9 +117,8 @@ def test_groups_together_share_gpus_rank_by_rank() -> None:
     assert layout.bundles == [{"CPU": 5, "GPU": 1}] * 2
     for slots in layout.slots.values():
         assert [slot.bundle for slot in slots] == [0, 1]
-    assert (
-        sum(slots[0].gpus for slots in layout.slots.values()) == pytest.approx(1) and len(layout.slots) == 5
-    )
+    assert sum(slots[0].gpus for slots in layout.slots.values()) == pytest.approx(1)
+    assert len(layout.slots) == 5
 
 
 def test_a_gpu_shared_by_three_is_never_reserved_beyond_itself() -> None:
@@ -132,11 +130,9 @@ def test_pairs_share_and_the_others_do_not() -> None:
     config = on_gpus(1, colocate_actor_ref=True, colocate_critic_reward=True)
     layout = arrange(config.placed, config.together)
     at = {name: slots[0].bundle for name, slots in layout.slots.items()}
-    assert (
-        at["actor"] == at["reference"]
-        and at["critic"] == at["reward:reward_model"]
-        and len(layout.bundles) == 3
-    )
+    assert at["actor"] == at["reference"]
+    assert at["critic"] == at["reward:reward_model"]
+    assert len(layout.bundles) == 3
     assert len({at["actor"], at["critic"], at["sampler"]}) == 3
 
 
@@ -183,10 +179,8 @@ def test_all_colocated_with_tensor_parallel_engines() -> None:
 
 def test_offload_names_roles_and_true_means_both() -> None:
     assert on_gpus(2, adam_offload=True).adam_offload == ("actor", "critic")
-    assert (
-        on_gpus(2, adam_offload=["critic"]).adam_offload == ("critic",)
-        and on_gpus(2, adam_offload=False).adam_offload == ()
-    )
+    assert on_gpus(2, adam_offload=["critic"]).adam_offload == ("critic",)
+    assert on_gpus(2, adam_offload=False).adam_offload == ()
 
 
 def test_ranks_are_ordered_by_node() -> None:

@@ -79,14 +79,12 @@ FULL = (
     r"the Hub has no space left to .* of someone/tiny{}: make space or get more, then run this again, nothing"
     r" is lost or doubled"
 )
-REFUSED = {
-    "full": FULL.format(r" \(.*storage limit reached.*\)"),
-    "disk": FULL.format(".*"),
-    "expired": (
-        r"the Hub does not accept the token in HF_TOKEN: set it to a valid token with write access to"
-        r" someone/tiny"
-    ),
-}
+REFUSED = dict(
+    full=FULL.format(r" \(.*storage limit reached.*\)"),
+    disk=FULL.format(".*"),
+    expired=r"the Hub does not accept the token in HF_TOKEN: set it to a valid token with write access to"
+    r" someone/tiny",
+)
 
 
 @pytest.mark.parametrize("how", REFUSED)
@@ -102,12 +100,10 @@ def test_a_full_quota_or_a_dead_token_is_one_sentence_and_the_next_run_ends_in_t
                 send(server, thing, THREE)
             said = str(caught.value)
             assert re.fullmatch(REFUSED[how], said) and TOKEN not in said and "SignedAddress" not in said
-            assert raised_by_us(caught.value) and caught.value.__suppress_context__, (
-                "exit code 2 and no traceback"
-            )
-            assert len(server.requests) <= request + 2, (
-                "what cannot succeed is not tried again; the client asks whether the repository is there"
-            )
+            # exit code 2 and no traceback
+            assert raised_by_us(caught.value) and caught.value.__suppress_context__
+            # what cannot succeed is not tried again; the client asks whether the repository is there
+            assert len(server.requests) <= request + 2
             server.heal()
             assert send(server, thing, ONCE) == expected
             check_published(server, thing.folder, name=thing.repository)

@@ -125,9 +125,8 @@ def test_the_commit_is_kept_until_it_is_forgotten_after_a_finished_run(server: H
     for unfinished in (("done", "failed"), ("skipped", "not run")):
         run(*unfinished)
         refresh_hub_revisions(first.recipe)
-        assert planned(f"{REPO}@main").pins[0].commit != later, (
-            "a run that was cut off goes on with its commits"
-        )
+        # a run that was cut off goes on with its commits
+        assert planned(f"{REPO}@main").pins[0].commit != later
     run("done", "skipped")
     refresh_hub_revisions(first.recipe)
     second = planned(f"{REPO}@main")
@@ -142,9 +141,8 @@ def test_models_rewards_and_data_are_pinned_wherever_a_hub_id_may_stand(
     commit = head(server)
     rows = server.repositories["datasets/someone/rows"].branches["main"]
     found = planned(data="someone/rows@main", model=f"{REPO}@v1", reward=f"{REPO}@main")
-    assert found["reward_model"].models == {f"{REPO}@v1": f"{REPO}@{commit}"} and found["ppo"].models == {
-        f"{REPO}@main": f"{REPO}@{commit}"
-    }
+    assert found["reward_model"].models == {f"{REPO}@v1": f"{REPO}@{commit}"}
+    assert found["ppo"].models == {f"{REPO}@main": f"{REPO}@{commit}"}
     assert found["sft"].config.data.sources[0].path == f"someone/rows@{rows}"  # type: ignore[union-attr]
     assert dict(found.pins) == {"someone/rows@main": rows, f"{REPO}@v1": commit, f"{REPO}@main": commit}
     server.repositories["datasets/someone/rows"].commit("main", "more rows", {})
@@ -285,10 +283,8 @@ def test_validate_says_which_commit_it_is(
 ) -> None:
     folder = planned(f"{REPO}@main").folder
     assert flows.cli.main(["validate", "recipe.yaml"]) == 0
-    assert (
-        f"{REPO}@main is commit {head(server)}, kept in {folder / PINS}"
-        in capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
-    )
+    told = capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
+    assert f"{REPO}@main is commit {head(server)}, kept in {folder / PINS}" in told
     assert flows.cli.main(["validate", "recipe.yaml", f"base_model={REPO}@gone"]) == 2
     assert capsys.readouterr().err == f"{REPO} has no revision gone: name a branch, a tag or a commit of it\n"
 

@@ -46,16 +46,13 @@ def plain_varlen(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`torch.nn.attention.varlen.varlen_attn`: rows (T, heads, D), documents between the bounds."""
-    assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0, (
-        "sizes that the kernel takes"
-    )
+    # sizes that the kernel takes
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
     assert int(cu_seq_q.diff().max()) == max_q and int(cu_seq_k.diff().max()) == max_k
-    assert (
-        int(cu_seq_q[-1]) == len(query)
-        and int(cu_seq_k[-1]) == len(key) == len(value)
-        and window_size[1] == 0
-    )
+    assert int(cu_seq_q[-1]) == len(query)
+    assert int(cu_seq_k[-1]) == len(key) == len(value)
+    assert window_size[1] == 0
     assert enable_gqa or query.shape[1] == key.shape[1]
     out = []
     for (start, end), (first, last) in zip(
@@ -143,9 +140,8 @@ def test_a_window_holds_whatever_flash_attn_was_built_with(
     for ours, theirs in zip(logprobs_by_document(policy, [documents()]), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert calls[0] == (2, 0), "tried once"
-    assert (calls[1:], len(kernel)) == (([(3, 0)] * 2, 0) if built == "with windows" else ([], 3)), (
-        "PyTorch's too was tried"
-    )
+    # PyTorch's too was tried
+    assert (calls[1:], len(kernel)) == (([(3, 0)] * 2, 0) if built == "with windows" else ([], 3))
 
 
 def test_heads_of_other_sizes_are_padded(kernel: list[int]) -> None:

@@ -51,13 +51,11 @@ def flash4(
         calls.append("flash-attn-4")
         assert named["return_lse"], "as for a kernel with gradients"
         left, right = named["window_size"]
-        assert (named["causal"], right) == ((True, None) if left is None else (False, 0)), (
-            "a window to the left alone is causal"
-        )
+        # a window to the left alone is causal
+        assert (named["causal"], right) == ((True, None) if left is None else (False, 0))
         longest = [int(edges.diff().max()) for edges in (cu_seqlens_q, cu_seqlens_k)]
-        assert max_seqlen_q >= max(longest[0], 256) and max_seqlen_k >= max(longest[1], 256), (
-            "kernels of one block are others"
-        )
+        # kernels of one block are others
+        assert max_seqlen_q >= max(longest[0], 256) and max_seqlen_k >= max(longest[1], 256)
         edges = (cu_seqlens_q, cu_seqlens_k, *longest)
         window = (-1 if left is None else left, 0)
         return (
@@ -130,10 +128,7 @@ def test_a_kernel_with_wrong_gradients_is_rejected(
     install(flash2(calls), flash4(calls, WrongGradient.apply))
     attended(-1, False)
     assert calls[-1] == "flash-attn" and calls.count("flash-attn-4") == 1
-    assert (
-        "flash-attn-4's attention for heads of 16 computes something else (off by 1"
-        in capsys.readouterr().out
-    )
+    assert "flash-attn-4's attention for heads of 16 computes something else (off" in capsys.readouterr().out
 
 
 def test_a_kernel_whose_last_bits_depend_on_gradients_is_rejected(
@@ -143,9 +138,7 @@ def test_a_kernel_whose_last_bits_depend_on_gradients_is_rejected(
     install(flash2(calls), flash4(calls, lambda rows: rows * 1.004 if rows.requires_grad else rows))
     attended(-1, False)
     assert calls[-1] == "flash-attn" and calls.count("flash-attn-4") == 3
-    assert (
-        "flash-attn-4's attention for heads of 16 gives other bits with gradients" in capsys.readouterr().out
-    )
+    assert "flash-attn-4's attention for heads of 16 gives other bits with" in capsys.readouterr().out
 
 
 def test_a_kernel_that_fails_is_rejected(
@@ -160,8 +153,8 @@ def test_a_kernel_that_fails_is_rejected(
     attended(3, True)
     assert calls[-1] == "flash-attn"
     assert (
-        "for heads of 16 in windows after shared prompts does not run here (AttributeError: of another"
-        " release" in capsys.readouterr().out
+        "for heads of 16 in windows after shared prompts does not run here (AttributeError: of another release"
+        in capsys.readouterr().out
     )
 
 
@@ -197,9 +190,8 @@ def test_a_self_test_in_a_recomputed_layer_changes_nothing(install: Callable[...
         batch = collate([documents()], pad_token_id=0)
         policy(batch.tokens, batch.positions, batch.documents).logprobs.sum().backward()
         gradients.append([weight.grad for weight in policy.parameters() if weight.grad is not None])
-    assert len(calls) == (1 + 2) + (1 + 4), (
-        "a trial for each of the two stand-ins, two layers, and once more where they are recomputed"
-    )
+    # a trial for each of the two stand-ins, two layers, and once more where they are recomputed
+    assert len(calls) == (1 + 2) + (1 + 4)
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, recomputed)
 
@@ -217,7 +209,5 @@ def test_without_any_kernel_the_error_names_float32(install: Callable[..., None]
     """PyTorch's own does not run on a CPU."""
     install(None, None)
     assert not can_share(HEADS, True, CPU)
-    with pytest.raises(
-        RuntimeError, match=r"no attention kernel here computes heads of 16 in windows .* take dtype float32"
-    ):
+    with pytest.raises(RuntimeError, match=r"no attention kernel here computes heads of 16 .* dtype float32"):
         kernel_for(AttentionKind(HEADS, windowed=True), CPU)

@@ -72,13 +72,9 @@ DELTA = {
         shared_expert_intermediate_size=16,
     ),
 }
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_shared_experts": 1,
-    "num_dense_layers": 1,
-    "moe_intermediate_size": 16,
-}
+EXPERTS = dict(
+    num_experts=4, num_experts_per_tok=2, num_shared_experts=1, num_dense_layers=1, moe_intermediate_size=16
+)
 
 
 def afmoe(**more: object) -> AfmoeForCausalLM:
@@ -133,17 +129,14 @@ def test_a_family_without_a_mask_between_documents_is_found(
     module = (Scorer if hasattr(model, "score") else Policy)(model).train()
     before = torch.get_rng_state()
     detect_document_leak(module, module, CPU, packed=False)
-    assert module.document_leak is None and not capsys.readouterr().out, (
-        "nothing to try where no row holds two documents"
-    )
+    # nothing to try where no row holds two documents
+    assert module.document_leak is None and not capsys.readouterr().out
     detect_document_leak(module, module, CPU, packed=True)
     detect_document_leak(module, module, CPU, packed=True)
     assert module.document_leak and capsys.readouterr().out.count("one document a row") == 1
-    assert (
-        module.training
-        and torch.equal(torch.get_rng_state(), before)
-        and all(p.grad is None for p in module.parameters())
-    )
+    assert module.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in module.parameters())
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
@@ -159,12 +152,10 @@ def test_other_families_stay_packed(
         model = model.to(getattr(torch, form))
     policy = Policy(model.eval())
     detect_document_leak(policy, policy, CPU, packed=form != attention.VARLEN)
-    assert (
-        policy.document_leak is False
-        and policy.training
-        and not policy.model.training
-        and not capsys.readouterr().out
-    )
+    assert policy.document_leak is False
+    assert policy.training
+    assert not policy.model.training
+    assert not capsys.readouterr().out
 
 
 def test_a_new_head_of_zeros_hides_nothing() -> None:
@@ -225,11 +216,7 @@ def test_rows_of_layers_that_carry_state_are_not_concatenated(capsys: pytest.Cap
 def save_leaking(name: str, tokenizer_of: Path, folder: Path) -> Path:
     """A random model of the family with the tokenizer of a checkpoint."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
-    ids = {
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-    }
+    ids = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
     torch.manual_seed(0)
     make = {"afmoe": afmoe, "falcon": falcon, **CARRYING}[name]
     make(

@@ -90,9 +90,8 @@ def test_adapters_start_at_zero_and_only_they_are_trained(material: Path) -> Non
     layers = {name.rpartition(".")[2] for name in lora_layers(adapted.model)}
     assert {"q_proj", "o_proj", "down_proj"} <= layers and "lm_head" not in layers
     again = trained_policy(str(material / "base"), "float32", False, LORA, seed=3)
-    assert all(torch.equal(a, b) for a, b in zip(adapted.parameters(), again.parameters(), strict=True)), (
-        "the seed decides A"
-    )
+    # the seed decides A
+    assert all(torch.equal(a, b) for a, b in zip(adapted.parameters(), again.parameters(), strict=True))
 
 
 def test_a_merged_weight_is_what_the_layer_computes(material: Path) -> None:
@@ -247,9 +246,7 @@ def test_adapters_of_other_layers_are_other_adapters(material: Path) -> None:
 
 def test_four_bits_are_refused_with_a_reason(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lora = Lora(quantize="nf4")
-    with pytest.raises(
-        ValidationError, match=r"cannot be trained with zero_stage=3.*set zero_stage to 2 or less"
-    ):
+    with pytest.raises(ValidationError, match=r"cannot be .* with zero_stage=3.*set zero_stage to 2 or less"):
         config_of("sft", material, lora, zero_stage=3)
     with pytest.raises(ValidationError, match="cannot be trained with zero_stage=3"):
         PPO(prompts=Data(sources="prompts.jsonl"), lora=lora, zero_stage=3)

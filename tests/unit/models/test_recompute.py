@@ -118,13 +118,9 @@ def test_feed_forward_blocks_compute_a_part_of_the_tokens_at_a_time(
 
 
 def test_a_model_without_such_blocks_is_refused() -> None:
-    shape = {
-        "hidden_size": 32,
-        "ffn_dim": 48,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-        "word_embed_proj_dim": 32,
-    }
+    shape = dict(
+        hidden_size=32, ffn_dim=48, num_attention_heads=4, num_hidden_layers=1, word_embed_proj_dim=32
+    )
     with pytest.raises(
         ValueError,
         match=(
@@ -144,13 +140,9 @@ def test_noise_of_families_is_off() -> None:
     model = GPTBigCodeForCausalLM(
         GPTBigCodeConfig(**shape, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
     ).train()
-    shape = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
+    shape = dict(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
     experts = MixtralForCausalLM(
         MixtralConfig(**shape, num_key_value_heads=4, router_jitter_noise=0.5)
     ).train()

@@ -16,13 +16,7 @@ from rlhf_core.models.score_classes import add_score_class
 from tests.support.families import HYBRID
 from tests.unit.models.test_models import SHAPE
 
-EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-}
+EXPERTS = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1)
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -83,9 +77,8 @@ def test_a_language_model_of_the_family_becomes_a_reward_model(family: str, tmp_
         tmp_path / "reward", output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert loaded.config.architectures == [type(loaded).__name__] and type(loaded).__name__.endswith(
-        "ForSequenceClassification"
-    )
+    assert loaded.config.architectures == [type(loaded).__name__]
+    assert type(loaded).__name__.endswith("ForSequenceClassification")
 
 
 def test_a_class_of_transformers_stays() -> None:

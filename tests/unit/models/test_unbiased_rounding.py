@@ -54,17 +54,15 @@ def test_the_whole_update_arrives_on_average(share: float) -> None:
     assert (left - update).mean().abs() < 4 * (left - update).std() / WIDE
     nearest = (weight.float() + update).bfloat16().float() - weight.float()
     if share <= 3e-4:
-        assert (nearest * update).sum() / update.square().sum() < 0.5, (
-            "to the nearest number most of it is lost"
-        )
+        # to the nearest number most of it is lost
+        assert (nearest * update).sum() / update.square().sum() < 0.5
 
 
 def test_each_number_is_one_of_its_neighbours_as_often_as_it_is_near() -> None:
     exact = torch.full((400, 1000), 1 + 2**-7 * 0.3)  # between 1 and the next bf16 number
     rounded = round_unbiased(exact, torch.bfloat16, "a").float()
-    assert set(rounded.unique().tolist()) == {1.0, 1 + 2**-7} and float(
-        (rounded > 1).float().mean()
-    ) == pytest.approx(0.3, abs=0.005)
+    assert set(rounded.unique().tolist()) == {1.0, 1 + 2**-7}
+    assert float((rounded > 1).float().mean()) == pytest.approx(0.3, abs=0.005)
     assert torch.equal(round_unbiased(-exact, torch.bfloat16, "a").float(), -rounded)
 
 
@@ -102,17 +100,14 @@ def test_a_merged_checkpoint_has_what_survives_and_the_adapter_beside_it(
     outcome = trained("merged")
     alone = trained("alone", export="adapter")
     checkpoint = tmp_path / "merged" / "checkpoint"
-    assert (
-        outcome.metrics[SURVIVES] == pytest.approx(1.0, abs=0.15 if dtype == "bfloat16" else 1e-3)
-        and SURVIVES not in alone.metrics
-    )
+    assert outcome.metrics[SURVIVES] == pytest.approx(1.0, abs=0.15 if dtype == "bfloat16" else 1e-3)
+    assert SURVIVES not in alone.metrics
     beside, only = (
         load_file(place / ADAPTER_WEIGHTS)
         for place in (checkpoint / "adapter", tmp_path / "alone" / "checkpoint")
     )
-    assert beside.keys() == only.keys() and all(
-        torch.equal(weight, only[name]) for name, weight in beside.items()
-    )
+    assert beside.keys() == only.keys()
+    assert all(torch.equal(weight, only[name]) for name, weight in beside.items())
     whole = load_policy(str(checkpoint), dtype).model.state_dict()
     for adapter in (checkpoint / "adapter", tmp_path / "alone" / "checkpoint"):
         merged = load_policy(str(adapter), dtype).model.state_dict()
@@ -130,9 +125,8 @@ def test_what_is_sent_to_engines_is_what_is_exported(material: Path) -> None:
         {n: w.clone() for n, w in checkpoint_weights(policy.model, lambda _: nullcontext(), survival)}
         for _ in range(2)
     )
-    assert all(
-        torch.equal(weight, again[name]) for name, weight in one.items()
-    ) and survival.share() == pytest.approx(1.0, abs=0.1)
+    assert all(torch.equal(weight, again[name]) for name, weight in one.items())
+    assert survival.share() == pytest.approx(1.0, abs=0.1)
 
 
 def test_what_is_not_finite_stays_so() -> None:

@@ -54,11 +54,9 @@ def test_other_ranks_read_small_weights_alone_and_a_weight_without_data_is_found
     read: dict[str, Tensor] = {name: file.get_slice(name)[...] for name in WEIGHTS}
     assert torch.equal(read["small"], WEIGHTS["small"]) and torch.equal(read["whole"], WEIGHTS["whole"])
     for name in ("large", "half"):
-        assert (
-            read[name].shape == WEIGHTS[name].shape
-            and read[name].isnan().all()
-            and read[name].untyped_storage().nbytes() <= 4
-        )
+        assert read[name].shape == WEIGHTS[name].shape
+        assert read[name].isnan().all()
+        assert read[name].untyped_storage().nbytes() <= 4
         assert torch.equal(file.get_slice(name)[2:], WEIGHTS[name][2:]), "a part is read"
 
     class Reading:
@@ -67,9 +65,7 @@ def test_other_ranks_read_small_weights_alone_and_a_weight_without_data_is_found
     model = nn.Linear(10, 6)
     require_data(model, Reading())  # type: ignore[arg-type]
     model.weight.data = read["large"]
-    with pytest.raises(
-        RuntimeError, match=r"^weight was not cut over the ranks, so this rank has no data of it"
-    ):
+    with pytest.raises(RuntimeError, match=r"^weight was not cut over the .* so this rank has no data of it"):
         require_data(model, Reading())  # type: ignore[arg-type]
     require_data(model, None)
 

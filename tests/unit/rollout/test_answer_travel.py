@@ -72,7 +72,5 @@ def test_a_document_means_the_same_where_it_arrives(of: Any) -> None:
         warnings.simplefilter("error")  # PyTorch warns of arrays that cannot be written to
         here, there = (collate([[d, e]], 0) for d, e in ((plain, other), (found, second)))
     for name in ("tokens", "positions", "documents", "mask"):
-        assert (
-            getattr(here, name).equal(getattr(there, name))
-            and getattr(here, name).dtype == getattr(there, name).dtype
-        )
+        assert getattr(here, name).equal(getattr(there, name))
+        assert getattr(here, name).dtype == getattr(there, name).dtype

@@ -49,9 +49,8 @@ def test_graphs_are_recorded_for_batches_that_can_be_unless_the_recipe_says_whic
     assert graphs({}) == {}, "a CPU has none"
     monkeypatch.setattr("rlhf_core.rollout.vllm.environment.num_gpus", lambda: 1)
     assert graphs({}) == {"cudagraph_capture_sizes": [*GRAPHS]} and GRAPHS[-1] == 512 and len(GRAPHS) < 25
-    assert all(b - a <= max(16, a // 4) for a, b in itertools.pairwise((8, *GRAPHS[4:]))), (
-        "a batch is padded by a quarter at most"
-    )
+    # a batch is padded by a quarter at most
+    assert all(b - a <= max(16, a // 4) for a, b in itertools.pairwise((8, *GRAPHS[4:])))
     assert graphs({"max_num_seqs": 20})["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 32]
     assert graphs({"max_num_seqs": None}) == graphs({})
     for given in (
@@ -63,12 +62,7 @@ def test_graphs_are_recorded_for_batches_that_can_be_unless_the_recipe_says_whic
 
 
 def test_pipeline_stages_are_for_engines_that_ray_places_and_draft_nothing() -> None:
-    judged = {
-        "models": ["a"],
-        "baseline": "b",
-        "questions": {"path": "q.jsonl"},
-        "judges": [{"kind": "rule"}],
-    }
+    judged = dict(models=["a"], baseline="b", questions={"path": "q.jsonl"}, judges=[{"kind": "rule"}])
     for kind, fields in ((Evaluation, judged), (VllmJudge, {"kind": "vllm", "model": "m"})):
         kind.model_validate(fields)
         with pytest.raises(
@@ -134,12 +128,9 @@ def test_flags_of_a_server() -> None:
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     read = vars(parser.parse_args(flags))
     assert read.pop("sizes") == [1, 2]
-    assert read == {
-        "max_num_seqs": "4",
-        "enable_prefix_caching": False,
-        "kv_cache_dtype": "fp8",
-        "compilation_config": '{"mode": 0}',
-    }
+    assert read == dict(
+        max_num_seqs="4", enable_prefix_caching=False, kv_cache_dtype="fp8", compilation_config='{"mode": 0}'
+    )
 
 
 def test_options_that_vllm_does_not_have_are_told() -> None:

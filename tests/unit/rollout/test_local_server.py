@@ -113,24 +113,18 @@ def test_a_server_is_there_inside_the_block_and_nothing_of_it_after(stub: Callab
         assert len(below) == 3  # the reaper, the server, its worker
         assert server.url.startswith("http://127.0.0.1:") and server.max_model_len == 64
         status, said = get(server, "/v1/models", server.key)
-        assert (
-            status == 200
-            and get(server, "/v1/models", None)[0] == get(server, "/v1/models", "wrong")[0] == 401
-        )
+        assert status == 200
+        assert get(server, "/v1/models", None)[0] == get(server, "/v1/models", "wrong")[0] == 401
         arguments = list(map(str, said["arguments"]))  # type: ignore[call-overload]
     assert not any(map(alive, below))
     sent = " ".join(arguments)
-    assert (
-        "--host 127.0.0.1" in sent
-        and "--max-model-len 64" in sent
-        and "--seed 3" in sent
-        and "--dtype float32" in sent
-    )
-    assert (
-        "trust-remote-code" not in sent
-        and server.key not in sent
-        and server.key not in server.log.read_text()
-    )
+    assert "--host 127.0.0.1" in sent
+    assert "--max-model-len 64" in sent
+    assert "--seed 3" in sent
+    assert "--dtype float32" in sent
+    assert "trust-remote-code" not in sent
+    assert server.key not in sent
+    assert server.key not in server.log.read_text()
     assert "loading good for some-model" in server.log.read_text()
 
 
@@ -243,11 +237,9 @@ def test_on_a_gpu_host_the_model_is_split_and_takes_its_share(
     monkeypatch.setattr("rlhf_core.rollout.vllm.vllm_server.num_gpus", lambda: 8)
     with stub("good", tensor_parallel_size=split, gpu_memory_utilization=0.6) as server:  # type: ignore[attr-defined]
         sent = " ".join(map(str, get(server, "/v1/models", server.key)[1]["arguments"]))  # type: ignore[call-overload]
-    assert (
-        f"--tensor-parallel-size {split} " in sent
-        and "--gpu-memory-utilization 0.6" in sent
-        and "--enforce-eager" not in sent
-    )
+    assert f"--tensor-parallel-size {split} " in sent
+    assert "--gpu-memory-utilization 0.6" in sent
+    assert "--enforce-eager" not in sent
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,8 @@ def test_what_is_packed_comes_out_the_same(shapes: list[tuple[int, ...]], space:
     weights = some(shapes)
     got: list[tuple[str, Tensor]] = []
     for entries, data in to_buckets(iter(weights), CPU, space):
-        assert len(data) <= space or len(entries) == 1, (
-            "only a weight that is larger than a bucket may be one"
-        )
+        # only a weight that is larger than a bucket may be one
+        assert len(data) <= space or len(entries) == 1
         # the buffer is used again
         got += [(name, weight.clone()) for name, weight in from_bucket(entries, data)]
     assert_same(got, weights)

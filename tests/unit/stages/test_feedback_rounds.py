@@ -51,13 +51,7 @@ def test_each_round_learns_what_is_new_from_the_round_before(
     material: Path, tmp_path: Path, method: str
 ) -> None:
     inbox = Inbox(tmp_path / "chat.inbox")
-    size = {
-        "train_batch_size": 8,
-        "micro_train_batch_size": 8,
-        "max_len": 96,
-        "learning_rate": 1e-3,
-        "max_epochs": 3,
-    }
+    size = dict(train_batch_size=8, micro_train_batch_size=8, max_len=96, learning_rate=1e-3, max_epochs=3)
     loop = {
         "stage": "iterative_feedback",
         "method": method,

@@ -140,9 +140,8 @@ def test_sources_are_standardised_weighed_and_summed(run: Any, server: str) -> N
 
 def test_one_plain_reward_model_keeps_its_own_units(run: Any) -> None:
     outcome, rows = run("rm")
-    assert [row["reward"] for row in rows] == [2.0, 3.0, 4.0, 5.0] * 2 and outcome.metrics[
-        "reward/mean"
-    ] == 3.5
+    assert [row["reward"] for row in rows] == [2.0, 3.0, 4.0, 5.0] * 2
+    assert outcome.metrics["reward/mean"] == 3.5
 
 
 def test_answers_that_a_source_failed_on_are_left_out_and_counted(run: Any) -> None:
@@ -157,9 +156,7 @@ def test_answers_that_a_source_failed_on_are_left_out_and_counted(run: Any) -> N
 
 
 def test_above_the_limit_the_stage_stops_and_names_the_source(run: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        RewardsFailed, match=r"no_threes left 2 of 8 answers without a reward.*max_failed_rewards"
-    ):
+    with pytest.raises(RewardsFailed, match=r"no_threes left 2 of 8 .* without a reward.*max_failed_rewards"):
         run(["rm", {"function": "code.py:no_threes", "max_attempts": 1}], max_failed_rewards=0.24)
     assert not list((tmp_path / "run").glob("*.jsonl"))
 
@@ -177,9 +174,7 @@ def test_missing_statistics_stop_the_stage_before_sampling(
 ) -> None:
     (tmp_path / "rm" / STATISTICS).unlink()
     monkeypatch.setattr(ScriptedSampler, "stream", None)
-    with pytest.raises(
-        ValueError, match=r"has no score_statistics.json: set `normalize` of this reward to running or none"
-    ):
+    with pytest.raises(ValueError, match=r"has no score_statistics.json: set `normalize` .* running or none"):
         run([{"model": "rm", "normalize": "stored"}])
 
 
@@ -192,9 +187,7 @@ def test_a_bug_in_a_reward_function_is_told_before_an_engine_starts(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rlhf_core.stages.preferences.preferences_stage, "answers_of_round", pytest.fail)
-    with pytest.raises(
-        ValueError, match=r"misspelt: a call with a made-up answer raised NameError: .*code\.py, line 3"
-    ):
+    with pytest.raises(ValueError, match=r"misspelt: a call with a made-up .* NameError: .*code\.py, line 3"):
         run(["rm", "code.py:misspelt"])
 
 

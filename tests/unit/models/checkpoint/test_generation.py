@@ -18,13 +18,9 @@ from rlhf_core.models.checkpoint.save import save_model
 from rlhf_core.models.load_model import load_policy
 from tests.support.families import make_family
 
-KEPT = {
-    "eos_token_id": [1, 2],
-    "bos_token_id": 5,
-    "max_new_tokens": 7,
-    "repetition_penalty": 1.3,
-    "of_another_tool": {"a": 1},
-}
+KEPT = dict(
+    eos_token_id=[1, 2], bos_token_id=5, max_new_tokens=7, repetition_penalty=1.3, of_another_tool={"a": 1}
+)
 
 
 @pytest.mark.parametrize(

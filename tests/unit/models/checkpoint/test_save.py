@@ -109,9 +109,7 @@ def test_fp8_is_refused_with_a_release_of_transformers_that_was_not_read(
     base = make("deepseek-v3")
     change_config(base, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     monkeypatch.setattr("transformers.__version__", "6.0.0")
-    with pytest.raises(
-        ValueError, match=r"in FP8, which transformers 6\.0\.0 may scale wrongly: name its checkpoint"
-    ):
+    with pytest.raises(ValueError, match=r"in FP8, which .* 6\.0\.0 may scale wrongly: name its checkpoint"):
         load_policy(str(base))
 
 
@@ -143,12 +141,9 @@ def test_weights_in_fp8_are_trained_and_exported_under_their_names(make: Make, t
     save_file(stored, file, metadata={"format": "pt"})
     change_config(
         base,
-        quantization_config={
-            "quant_method": "fp8",
-            "weight_block_size": [128, 128],
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-        },
+        quantization_config=dict(
+            quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic", fmt="e4m3"
+        ),
     )
     policy = trained_policy(str(base), "float32", False, None, 0)
     out = load_file(exported(policy.model, base, tmp_path / "out") / "model.safetensors")

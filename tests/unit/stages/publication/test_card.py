@@ -63,9 +63,8 @@ def test_a_report_is_published_without_places_addresses_and_system_prompts() -> 
     text = report.model_dump_json()
     assert not any(word in text for word in ("alice", "mnt", "10.0.0.5", "be ours", "extra"))
     assert names["/home/alice/ck"] == "ck" and report.right == {"ck": 0.5} and report.judge == "rm"
-    assert {rate.model for rate in report.win_rates} == {"ck"} and report.answering["gpt"].settings == {
-        "temperature": 1.0
-    }
+    assert {rate.model for rate in report.win_rates} == {"ck"}
+    assert report.answering["gpt"].settings == {"temperature": 1.0}
     assert [rate.win_rate for rate in report.win_rates] == [rate.win_rate for rate in REPORT.win_rates]
 
 
@@ -135,12 +134,9 @@ def test_lineage_survives_broken_and_unknown_records(tmp_path: Path) -> None:
     (run / "checkpoint").mkdir(parents=True)
     (run / "config.json").write_text("{ not json")
     assert lineage(run / "checkpoint").kind == "folder"
-    record = {
-        "name": "x",
-        "digest": "1",
-        "config": {"stage": "of_the_future"},
-        "inputs": {"itself": str(run / "checkpoint")},
-    }
+    record = dict(
+        name="x", digest="1", config={"stage": "of_the_future"}, inputs={"itself": str(run / "checkpoint")}
+    )
     (run / "config.json").write_text(json.dumps(record))
     model = lineage(run / "checkpoint")
     assert (model.name, model.kind) == ("x", "of_the_future")
@@ -188,11 +184,9 @@ def test_card_tells_lineage_data_and_configuration(chain: Chain) -> None:
     assert "| ppo | prompts | prompts.jsonl | train | 100 |" in text
     block = text.split("<details><summary>ppo")[1].split("```yaml\n")[1].split("```")[0]
     config = yaml.safe_load(block)
-    assert (
-        config["actor_learning_rate"] == 1e-6
-        and config["seed"] == 7
-        and config["metrics"] == {"loss": 0.123457}
-    )
+    assert config["actor_learning_rate"] == 1e-6
+    assert config["seed"] == 7
+    assert config["metrics"] == {"loss": 0.123457}
     assert config["prompts"]["sources"][0]["path"] == "prompts.jsonl"
 
 

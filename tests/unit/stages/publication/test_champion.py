@@ -99,11 +99,9 @@ def test_a_promotion_moves_branch_link_and_record(folder: Path, hub: Hub) -> Non
     promote(folder, second, "better", "ann")
     assert (on_hub(hub), here(folder)) == ("2", "2")
     record = champions_of(folder)
-    assert (
-        record.moving is None
-        and record.now is not None
-        and [reign.run for reign in record.reigns] == [first.name, second.name]
-    )
+    assert record.moving is None
+    assert record.now is not None
+    assert [reign.run for reign in record.reigns] == [first.name, second.name]
     assert record.now.commit == hub.repositories[REPO].branches["main"]
 
 
@@ -304,9 +302,8 @@ def test_a_champion_that_came_meanwhile_stays_and_the_one_before_is_not_taken_ag
     monkeypatch.setattr(task, "get_run_logger", Logger)
     monkeypatch.setattr(task, "notify_champion", lambda recipe, model, run, why: told.append(run))
     task.roll_back(publishing(folder, 2), failed("files", "publication"))
-    assert rollback(folder, "again", store=store, expected=runs[1].name).run == runs[2].name and told == [
-        runs[2].name
-    ]
+    assert rollback(folder, "again", store=store, expected=runs[1].name).run == runs[2].name
+    assert told == [runs[2].name]
     first, second, third = (reign.ended for reign in champions_of(folder).reigns)
     assert here(folder) == "3" and not first and "files is 0" in second and not third
     assert module.Champions.model_validate_json(
@@ -329,6 +326,5 @@ def test_gc_keeps_the_champion_and_those_to_go_back_to(folder: Path) -> None:
     for run in runs[:2]:
         promote(folder, run, "better")
     used, garbage = survey(folder.parent)
-    assert {item.path.name for item in used} == {run.name for run in runs[:2]} and [
-        item.path.name for item in garbage
-    ] == [runs[2].name]
+    assert {item.path.name for item in used} == {run.name for run in runs[:2]}
+    assert [item.path.name for item in garbage] == [runs[2].name]

@@ -83,9 +83,8 @@ def test_weights_are_hashed_once_and_linked(tmp_path: Path, hashed: Counter[int]
         == result.files["published/model.safetensors"].sha256
         == digest
     )
-    assert not (link.parent / "config.json").samefile(sft / "checkpoint" / "config.json"), (
-        "its paths are removed from the copy"
-    )
+    # its paths are removed from the copy
+    assert not (link.parent / "config.json").samefile(sft / "checkpoint" / "config.json")
 
 
 def test_a_folder_of_the_users_gets_copies(tmp_path: Path) -> None:
@@ -101,9 +100,8 @@ def test_weights_that_are_newer_than_their_record_are_hashed_again(tmp_path: Pat
     content[-1] ^= 1
     weights.write_bytes(content)
     marker = read_marker(publish(sft, tmp_path) / "published")
-    assert (
-        marker is not None and marker.files["model.safetensors"].sha256 == hashlib.sha256(content).hexdigest()
-    )
+    assert marker is not None
+    assert marker.files["model.safetensors"].sha256 == hashlib.sha256(content).hexdigest()
 
 
 def test_a_base_model_named_by_two_stages_is_hashed_once(tmp_path: Path, hashed: Counter[int]) -> None:

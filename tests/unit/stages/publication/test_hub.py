@@ -181,9 +181,7 @@ def test_a_wrong_token_is_one_sentence(server: Hub, folder: Path) -> None:
 
 def test_no_write_access_is_one_sentence(folder: Path) -> None:
     with serve(may_write=False) as server:
-        with pytest.raises(
-            ValueError, match=r"does not let this token create the repository of someone/tiny .*rights"
-        ):
+        with pytest.raises(ValueError, match=r"does not let this .* the repository of someone/tiny .*rights"):
             upload(api(server), folder, REPO, True, TAG, THREE)
 
 
@@ -226,9 +224,8 @@ def test_the_stage_publishes_to_the_hub_and_no_file_or_line_holds_the_token(
     server.break_at(weights, "refuse", times=2)
     run = stage(chain, tmp_path / "run", repo_id=REPO)
     result = run_stage(run.path, hub.run)
-    assert server.requests[weights].startswith("PUT /storage/"), (
-        "the address with a signature is the one that failed"
-    )
+    # the address with a signature is the one that failed
+    assert server.requests[weights].startswith("PUT /storage/")
     check_published(server, run / "published")
     receipt = json.loads((run / result.outputs["hub"]).read_text())
     assert receipt["commit"] == server.repositories[REPO].tags[receipt["tag"]]

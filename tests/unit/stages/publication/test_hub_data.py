@@ -67,11 +67,9 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     (chain.report / "judgments" / "rule.jsonl").write_text(judgment_lines(VERDICTS))
     (chain.report / "answers").mkdir()
     for model in ("sft", "dpo-1"):
-        answer = {
-            "uid": "q0",
-            "model": model,
-            "messages": [*ASKED, {"role": "assistant", "content": {"answer": "123"}}],
-        }
+        answer = dict(
+            uid="q0", model=model, messages=[*ASKED, {"role": "assistant", "content": {"answer": "123"}}]
+        )
         (chain.report / "answers" / f"{model}.jsonl").write_text(
             json.dumps(answer | {"metadata": {"token_len": 1}}) + "\n"
         )
@@ -117,11 +115,9 @@ def test_pairs_become_a_private_data_set_that_datasets_reads(
 ) -> None:
     run = publish(chain.stages["pairs-1"] / "pairs.jsonl", tmp_path / "run")
     repository = server.repositories[f"datasets/{REPO}"]
-    assert (
-        repository.private
-        and repository.tags == {TAG: repository.branches["main"]}
-        and len(repository.history()) == 2
-    )
+    assert repository.private
+    assert repository.tags == {TAG: repository.branches["main"]}
+    assert len(repository.history()) == 2
     assert json.loads((run / "hub.json").read_text())["url"] == f"{server.url}/datasets/{REPO}/tree/{TAG}"
     folder = download(server, tmp_path)
     assert {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()} >= {
@@ -153,10 +149,8 @@ def test_labelled_answers_are_another_data_set_and_what_was_there_goes(
     publish(chain.stages["pairs-1"] / "answers.jsonl", tmp_path / "second")
     folder = download(server, tmp_path)
     assert rows(folder, tmp_path) == [row.model_dump(mode="json") for row in ANSWERS]
-    assert (
-        not (folder / "data" / "pairs.jsonl").exists()
-        and (folder / "notes" / "mine.txt").read_text() == "mine"
-    )
+    assert not (folder / "data" / "pairs.jsonl").exists()
+    assert (folder / "notes" / "mine.txt").read_text() == "mine"
 
 
 def test_judgments_and_answers_interchange_after_publication(
@@ -182,13 +176,11 @@ def test_models_and_judges_are_not_published_by_their_place_on_the_machine(
         )
     folder = publish(report, tmp_path / "run", repo_id=None).path / "published"
     published = {file: file.read_text() for file in folder.rglob("*") if file.is_file()}
-    assert len(published) > 3 and not [
-        file for file, text in published.items() if str(tmp_path) in text or "alice" in text
-    ]
+    assert len(published) > 3
+    assert not [file for file, text in published.items() if str(tmp_path) in text or "alice" in text]
     judgments = read_judgments(folder / "judgments")
-    assert {(row.model, row.judge) for row in judgments} == {("ck", "rm")} and [
-        row.games for row in judgments
-    ] == [row.games for row in VERDICTS]
+    assert {(row.model, row.judge) for row in judgments} == {("ck", "rm")}
+    assert [row.games for row in judgments] == [row.games for row in VERDICTS]
 
 
 @pytest.mark.parametrize("how", ["refuse", "cut", "lost"])
@@ -211,9 +203,8 @@ def test_a_data_set_cut_off_at_each_request_is_completed_by_the_next_run(
         server.heal()
         upload(api, folder, repo_id, True, TAG, once, "dataset")
         repository = server.repositories[f"datasets/{repo_id}"]
-        assert repository.history() == [f"Publish {TAG}", "initial commit"] and repository.tags == {
-            TAG: repository.branches["main"]
-        }
+        assert repository.history() == [f"Publish {TAG}", "initial commit"]
+        assert repository.tags == {TAG: repository.branches["main"]}
 
 
 def test_no_file_line_or_blob_holds_the_token(
@@ -244,7 +235,7 @@ def test_a_report_without_judgments_and_a_publication_of_two_things_are_refused(
 ) -> None:
     (tmp_path / "report").mkdir()
     with pytest.raises(
-        ValueError, match="has no judgments: name a finished preferences stage or an evaluation"
+        ValueError, match=r"has no judgments: name a finished preferences .* or an evaluation"
     ):
         publish(tmp_path / "report", tmp_path / "run")
     for wrong in ({}, {"model": "dpo-1", "dataset": "pairs-1"}):
@@ -285,17 +276,13 @@ def test_a_dry_run_shows_exactly_what_the_run_sends_and_asks_the_hub_nothing(
     monkeypatch.delenv("HF_TOKEN")
     run = publish(output, tmp_path / "dry", dry_run=True, folder=str(tmp_path / "elsewhere"), **config)
     said = capfd.readouterr().out
-    assert (
-        not server.requests
-        and not server.repositories
-        and not (tmp_path / "elsewhere").exists()
-        and not (run / "hub.json").exists()
-    )
+    assert not server.requests
+    assert not server.repositories
+    assert not (tmp_path / "elsewhere").exists()
+    assert not (run / "hub.json").exists()
     assert read_marker(run / "published") is not None
-    assert (
-        f"repository: {REPO} ({what}, private)" in said
-        and f"one commit on the branch main: Publish {TAG}\ntag: {TAG}\n" in said
-    )
+    assert f"repository: {REPO} ({what}, private)" in said
+    assert f"one commit on the branch main: Publish {TAG}\ntag: {TAG}\n" in said
 
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     publish(output, tmp_path / "real", **config)
@@ -329,9 +316,8 @@ def test_a_recipe_publishes_the_data_of_its_own_stages_only(tmp_path: Path) -> N
         )
 
     planned = nodes("pairs")
-    assert planned["rows"].parents == ("pairs",) and planned.inputs(planned["rows"])["pairs"].endswith(
-        "/pairs.jsonl"
-    )
+    assert planned["rows"].parents == ("pairs",)
+    assert planned.inputs(planned["rows"])["pairs"].endswith("/pairs.jsonl")
     assert tokenizer_of(planned, planned["rows"]) == "stand-in/base-1m"
     with pytest.raises(
         ValueError,

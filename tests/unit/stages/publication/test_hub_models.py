@@ -205,10 +205,8 @@ def test_the_adapter_of_a_reward_model_travels_with_its_head(
     publish(tmp_path / "rm" / "checkpoint", tmp_path / "publication", base_repo="someone/base")
     folder = download(server, tmp_path / "cache")
     assert header(folder)["pipeline_tag"] == "text-classification"
-    assert (
-        'AutoModelForSequenceClassification.from_pretrained("someone/base", num_labels=1)'
-        in (folder / "README.md").read_text()
-    )
+    told = (folder / "README.md").read_text()
+    assert ('AutoModelForSequenceClassification.from_pretrained("someone/base", num_labels=1)') in told
     tokenizer = AutoTokenizer.from_pretrained(folder)
     plain = AutoModelForSequenceClassification.from_pretrained(
         material / "base", num_labels=1, pad_token_id=tokenizer.pad_token_id

@@ -83,9 +83,7 @@ def test_licences_of_a_chain_come_from_cards_and_from_the_recipe(chain: Chain, t
     assert upstream_licenses(cards, {}) == {}
     named = {str(chain.root / "data" / "sloppy.jsonl"): "mit", BASE: "llama3.1"}
     assert upstream_licenses(cards, named) == {"sloppy.jsonl": "mit", BASE: "llama3.1"}
-    with pytest.raises(
-        ValueError, match=r"licenses names other\.jsonl, which was not used: name one of stand-in/base-1m, "
-    ):
+    with pytest.raises(ValueError, match=r"licenses names other\.jsonl, which was not .* stand-in/base-1m, "):
         upstream_licenses(cards, {"other.jsonl": "mit"})
     save_model(tmp_path / "base")
     (tmp_path / "base" / "README.md").write_text("---\nlicense: gemma\n---\n")

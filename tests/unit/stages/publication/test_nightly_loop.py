@@ -71,13 +71,9 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> I
 def night(material: Path, place: Path, max_loss: float = 99.0) -> Plan:
     """What `alignflow run recipe.yaml --latest` does."""
     data = {"sources": str(material / "sft.jsonl"), "max_samples": 8}
-    sft: dict[str, Any] = {
-        "model": "base",
-        "data": data,
-        "train_batch_size": 4,
-        "micro_train_batch_size": 4,
-        "max_len": 96,
-    }
+    sft: dict[str, Any] = dict(
+        model="base", data=data, train_batch_size=4, micro_train_batch_size=4, max_len=96
+    )
     sft |= {"gates": [{"metric": "loss", "max": max_loss}]}
     stages = {"sft": sft, "publication": {"model": "sft", "repo_id": REPO}}
     recipe = Recipe(name="nightly", base_model=f"{REPO}@main", artifacts=str(place), stages=stages)

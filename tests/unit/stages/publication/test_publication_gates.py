@@ -17,6 +17,7 @@ from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.publication.dataset import data_card
 from tests.support.chain import Chain, build
+from tests.support.text_rows import rows_of_text
 from tests.unit.stages.publication.test_card import the_card
 
 TEXT = """
@@ -81,27 +82,12 @@ def publish(planned: Plan, alone: bool) -> None:
 @pytest.mark.parametrize("on_fail", ["stop", "branch"])
 @pytest.mark.parametrize(
     ("gated", "metric", "sentence"),
-    [
-        (
-            "sft",
-            "loss",
-            (
-                r"^stage sft: loss is 1\.5, and the gate requires at most 0\.3: what depends on it was not"
-                r" started\."
-            ),
-        ),
-        ("reward_model", "loss", r"^stage reward_model: loss is 1\.5"),
-        (
-            "ppo",
-            "reward/mean",
-            r"^stage ppo: its result has no metric reward/mean, and the gate requires at most 0\.3",
-        ),
-        (
-            "evaluation",
-            "ci_low/ppo",
-            r"^stage evaluation: ci_low/ppo is 0\.35, and the gate requires at most 0\.3",
-        ),
-    ],
+    rows_of_text(r"""
+    sft | loss | ^stage sft: loss is 1\.5, and the gate requires at most 0\.3: what depends on it was not started\.
+    reward_model | loss | ^stage reward_model: loss is 1\.5
+    ppo | reward/mean | ^stage ppo: its result has no metric reward/mean, and the gate requires at most 0\.3
+    evaluation | ci_low/ppo | ^stage evaluation: ci_low/ppo is 0\.35, and the gate requires at most 0\.3
+    """),
 )
 def test_a_gate_added_after_its_stage_was_done_holds_the_publication_back(
     planned: Planned,

@@ -23,6 +23,7 @@ from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import Chain, build, save_model
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository, serve
 from tests.support.publishing import ONCE, THREE, quiet
+from tests.support.text_rows import rows_of_text
 
 REPO = "someone/tiny"
 ROUNDS = (
@@ -107,31 +108,16 @@ def test_more_rounds_publish_no_round_again(planned: Callable[..., Plan]) -> Non
 
 @pytest.mark.parametrize(
     ("override", "sentence"),
-    [
-        (
-            "publication.model=sft",
-            r"^stages\.publication\.round_branch: sft has no rounds: name loop as model$",
-        ),
-        (
-            "publication.round_branch=rounds",
-            r"stages\.publication: round_branch is for the model of a loop and holds \{\} once",
-        ),
-        ("publication.round_branch='{}-{}'", r"round_branch is for the model of a loop and holds \{\} once"),
-        (
-            "publication.repo_id=null",
-            r"stages\.publication: round_branch publishes several models to branches: set repo_id, and leave",
-        ),
-        ("publication.folder=out", "round_branch publishes several models to branches"),
-        (
-            "publication.branch=round-7",
-            r"stages\.publication: branch round-7 is also the branch of a round: name another one",
-        ),
-        (
-            "publication.branch=a/b",
-            r"stages\.publication\.branch: 'a/b' is no name of a branch: use letters, digits",
-        ),
-        ("publication.round_branch='../{}'", r"'\.\./\{\}' is no name of a branch"),
-    ],
+    rows_of_text(r"""
+    publication.model=sft | ^stages\.publication\.round_branch: sft has no rounds: name loop as model$
+    publication.round_branch=rounds | stages\.publication: round_branch is for the model of a loop and holds \{\} once
+    publication.round_branch='{}-{}' | round_branch is for the model of a loop and holds \{\} once
+    publication.repo_id=null | stages\.publication: round_branch publishes several models to branches: set repo_id, and leave
+    publication.folder=out | round_branch publishes several models to branches
+    publication.branch=round-7 | stages\.publication: branch round-7 is also the branch of a round: name another one
+    publication.branch=a/b | stages\.publication\.branch: 'a/b' is no name of a branch: use letters, digits
+    publication.round_branch='../{}' | '\.\./\{\}' is no name of a branch
+    """),
 )
 def test_wrong_branches_are_one_sentence(planned: Callable[..., Plan], override: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as refused:
@@ -264,11 +250,9 @@ def test_a_commit_by_someone_else_on_the_branch_is_detected(
         with pytest.raises(ValueError, match=f"^someone else changed {REPO} while this was being published"):
             upload(client, folders["round-1"], REPO, True, "tag-1", THREE, "model", "round-1")
         repository = server.repositories[REPO]
-        assert (
-            repository.history("round-1")[0] == "theirs"
-            and not repository.tags
-            and repository.history() == ["initial commit"]
-        )
+        assert repository.history("round-1")[0] == "theirs"
+        assert not repository.tags
+        assert repository.history() == ["initial commit"]
 
 
 def test_the_next_night_goes_on_from_what_is_there_and_tags_of_both_stay(folders: dict[str, Path]) -> None:
@@ -283,10 +267,8 @@ def test_the_next_night_goes_on_from_what_is_there_and_tags_of_both_stay(folders
             "Publish publication.round1-aa",
             "initial commit",
         ]
-        assert (
-            len(repository.tags) == 4
-            and repository.tags["publication.round1-dd"] == repository.branches["round-1"]
-        )
+        assert len(repository.tags) == 4
+        assert repository.tags["publication.round1-dd"] == repository.branches["round-1"]
 
 
 def test_the_stage_publishes_to_its_branch_and_the_card_says_how_to_load_it(
@@ -307,9 +289,8 @@ def test_the_stage_publishes_to_its_branch_and_the_card_says_how_to_load_it(
         )
         run_stage(run.path, hub.run)
         repository = server.repositories[REPO]
-        assert repository.history() == ["initial commit"] and list(repository.tags) == [
-            "publication.round1-aa"
-        ]
+        assert repository.history() == ["initial commit"]
+        assert list(repository.tags) == ["publication.round1-aa"]
         card = repository.commits[repository.branches["round-1"]].files["README.md"].content.decode()
     assert f'AutoModelForCausalLM.from_pretrained("{REPO}", revision="round-1")' in card
     assert "The published model is **dpo-1**" in card, "named as the evaluation names it"

@@ -82,9 +82,7 @@ def test_publishing_again_replaces_the_folder(chain: Chain, tmp_path: Path) -> N
 def test_a_foreign_folder_is_refused_and_untouched(chain: Chain, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(
-        ValueError, match="mine holds files that were not published by alignflow: name another folder"
-    ):
+    with pytest.raises(ValueError, match=r"mine holds files that were not .* alignflow: name another folder"):
         run_stage(stage(chain, tmp_path / "run", folder=str(tmp_path / "mine")).path, hub.run)
     assert texts(tmp_path / "mine") == "years of work"
     with pytest.raises(ValueError, match="not published by alignflow"):
@@ -138,9 +136,7 @@ def test_damaged_weights_and_a_lying_index_are_refused(chain: Chain, tmp_path: P
         check_loads(model)
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[:-8])
-    with pytest.raises(
-        ValueError, match=r"the weights of the model to publish are damaged \(model\.safetensors has"
-    ):
+    with pytest.raises(ValueError, match=r"the weights of the model .* are damaged \(model\.safetensors has"):
         check_loads(model)
 
 

@@ -93,9 +93,8 @@ def test_readers_ask_before_there_is_anything_to_read(chain: Chain, server: Hub,
 def test_an_open_base_leaves_access_alone(chain: Chain, server: Hub, tmp_path: Path) -> None:
     with_base(server, False, {"license": "apache-2.0"})
     assert published(chain, tmp_path / "run")["license"] == "apache-2.0"
-    assert server.repositories[REPO].gated is False and not any(
-        "/settings" in request for request in server.requests
-    )
+    assert server.repositories[REPO].gated is False
+    assert not any("/settings" in request for request in server.requests)
 
 
 @pytest.mark.parametrize(("wanted", "found"), [("no", False), ("auto", "auto"), ("manual", "manual")])
@@ -111,10 +110,8 @@ def test_a_base_that_this_token_cannot_read(
     chain: Chain, server: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert published(chain, tmp_path / "run")["license"] == "unknown"
-    assert (
-        server.repositories[REPO].gated is False
-        and f"the base model {BASE} cannot be read with this token" in capsys.readouterr().out
-    )
+    assert server.repositories[REPO].gated is False
+    assert f"the base model {BASE} cannot be read with this token" in capsys.readouterr().out
     with pytest.raises(
         ValueError,
         match="so it is not known whether its readers must ask for access: set gated to no, auto or manual",
