@@ -81,14 +81,11 @@ def test_every_copy_is_deleted_and_models_are_named(recipe: Recipe, tmp_path: Pa
     assert sorted(name.rpartition("-")[0] for name in found.trained) == ["answers", "dpo", "second"]
     planned = plan(recipe)
     answers = next(path for path in (tmp_path / "artifacts" / "stages").glob("answers-*"))
-    assert (
-        RunDir(answers).result() is not None and "a question of bob" in (answers / "pairs.jsonl").read_text()
-    )
+    assert RunDir(answers).result() is not None
+    assert "a question of bob" in (answers / "pairs.jsonl").read_text()
     (answers / "pairs.jsonl").unlink()
-    assert (
-        store.fetch(RunDir(answers), RunDir(answers).request())
-        and "a question of bob" in (answers / "pairs.jsonl").read_text()
-    )
+    assert store.fetch(RunDir(answers), RunDir(answers).request())
+    assert "a question of bob" in (answers / "pairs.jsonl").read_text()
     # the first reads other rows than it was trained on
     assert not planned["dpo"].done and planned["other"].done
 

@@ -12,11 +12,9 @@ from rlhf_core.feedback.parse import Unusable, feedback_of
 PROMPT = ({"role": "user", "content": "q"},)
 LOG = {
     "request": {"model": "asked", "messages": [{"role": "user", "content": "q"}], "user": "ann"},
-    "response": {
-        "model": "answered",
-        "created": 1_790_000_000,
-        "choices": [{"message": {"role": "assistant", "content": "a"}}],
-    },
+    "response": dict(
+        model="answered", created=1_790_000_000, choices=[{"message": {"role": "assistant", "content": "a"}}]
+    ),
 }
 
 
@@ -94,11 +92,7 @@ def test_times_are_utc(at: Any) -> None:
             "without text",
         ),
         (
-            {
-                "prompt": [{"role": "user", "content": [{"type": "image_url"}]}],
-                "response": "a",
-                "thumb": "up",
-            },
+            dict(prompt=[{"role": "user", "content": [{"type": "image_url"}]}], response="a", thumb="up"),
             "images",
         ),
     ],

@@ -15,15 +15,7 @@ from rlhf_core.stages.publication import champion_record as record
 def test_a_reason_is_no_markup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = {
-        "model": "[red]m",
-        "run": "[/x]",
-        "repo_id": None,
-        "commit": None,
-        "why": "[b]w",
-        "by": "[/y]",
-        "ended": None,
-    }
+    own = dict(model="[red]m", run="[/x]", repo_id=None, commit=None, why="[b]w", by="[/y]", ended=None)
     reign = SimpleNamespace(at=datetime(2026, 1, 1, tzinfo=UTC), **own)
     monkeypatch.setattr(
         record, "champions_of", lambda folder: SimpleNamespace(now=reign, moving=None, reigns=[reign])

@@ -64,9 +64,8 @@ def test_a_terminal_shows_the_token_and_a_log_the_file_that_holds_it(
         monkeypatch.delenv(name, raising=False)
     file = tmp_path / "a folder" / "dashboard-token"
     token = kept_secret(file)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and kept_secret(file) == token, (
-        "the next start has the same token"
-    )
+    # the next start has the same token
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and kept_secret(file) == token
     end, other = pty.openpty() if terminal else os.pipe()
     with os.fdopen(end, "rb", 0) as seen, os.fdopen(other, "w") as out:
         show_address(

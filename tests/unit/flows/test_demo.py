@@ -35,9 +35,7 @@ def test_without_the_engines_nothing_is_written(
         importlib.util, "find_spec", lambda name: None if name in ("torch", "transformers") else find(name)
     )
     assert main(["demo", "--folder", str(tmp_path / "new")]) == 3
-    assert capsys.readouterr().err.startswith(
-        "the demo trains models, and torch, transformers cannot be imported: install"
-    )
+    assert capsys.readouterr().err.startswith("the demo trains models, and torch, transformers cannot be")
     assert not (tmp_path / "new").exists()
 
 
@@ -98,11 +96,9 @@ def test_the_flow_is_imported_while_the_material_is_made(
     find = type(
         "Finder",
         (),
-        {
-            "find_spec": staticmethod(
-                lambda name, *_: importing.touch() if name == "flows.alignment" else None
-            )
-        },
+        dict(
+            find_spec=staticmethod(lambda name, *_: importing.touch() if name == "flows.alignment" else None)
+        ),
     )
     monkeypatch.setattr(sys, "meta_path", [find, *sys.meta_path])
     start._make_material(script)

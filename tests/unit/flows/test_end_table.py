@@ -72,14 +72,11 @@ def test_the_end_of_a_run(planned: Any) -> None:
         "passed",
     ]
     assert "reward/mean " in rows["ppo"] and ", kl/mean " in rows["ppo"] and "eval/loss " in rows["sft"]
-    assert (
-        told.count("gate failed") == 1
-        and "gate failed (warn) stage sft: loss is" in told
-        and "gate passed" not in told
-    )
-    assert (
-        told.rstrip().endswith(f"report: {planned.folder / 'report.html'}") and told.count("report.html") == 1
-    )
+    assert told.count("gate failed") == 1
+    assert "gate failed (warn) stage sft: loss is" in told
+    assert "gate passed" not in told
+    assert told.rstrip().endswith(f"report: {planned.folder / 'report.html'}")
+    assert told.count("report.html") == 1
 
 
 def test_each_stage_has_one_row_on_a_terminal_of_80_columns(planned: Any) -> None:

@@ -33,10 +33,8 @@ def test_a_signature_of_a_url_is_neither_shown_nor_recorded(
     assert main(["feedback", "import", URL, "--inbox", str(box)]) == 1
     told = capsys.readouterr()
     assert told.out.startswith("opening the inbox: its rows are read\nreading memory://rows.jsonl\n")
-    assert (
-        "memory://rows.jsonl: 2 rows: 1 new" in told.out
-        and "memory://rows.jsonl, line 2: is no JSON" in told.out
-    )
+    assert "memory://rows.jsonl: 2 rows: 1 new" in told.out
+    assert "memory://rows.jsonl, line 2: is no JSON" in told.out
     assert "hidden" not in told.out + told.err
     assert [stored.row.source for stored in Inbox(box).rows(("thumb",))] == ["rows.jsonl"]
 
@@ -47,11 +45,9 @@ def test_a_url_that_cannot_be_read_is_told_without_its_secrets(
     url = "nothing://ann:password@example.org/rows.jsonl?sig=hidden"
     assert main(["feedback", "import", url, "--inbox", str(tmp_path / "chat.inbox")]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert (
-        "nothing://***@example.org/rows.jsonl: cannot be read" in told
-        and "password" not in told
-        and "hidden" not in told
-    )
+    assert "nothing://***@example.org/rows.jsonl: cannot be read" in told
+    assert "password" not in told
+    assert "hidden" not in told
 
 
 def test_an_inbox_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

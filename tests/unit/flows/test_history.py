@@ -102,10 +102,8 @@ def test_differences_of_two_runs_of_a_stage(chain: Chain) -> None:
     ]
     assert RunDifference("sft", "inputs", "base", BASE, f"ppo-{2:016x}") in found
     assert [(change.key, change.after) for change in found if change.part == "versions"] == [("torch", "9.9")]
-    assert (
-        RunDifference("sft", "metrics", "loss", "0.123457", "0.5") in found
-        and RunDifference("sft", "metrics", "steps", "-", "4") in found
-    )
+    assert RunDifference("sft", "metrics", "loss", "0.123457", "0.5") in found
+    assert RunDifference("sft", "metrics", "steps", "-", "4") in found
     assert differences(other, other) == []
     missing = chain.root / "nothing"
     file = chain.root / "file"
@@ -119,9 +117,7 @@ def test_differences_of_two_runs_of_a_stage(chain: Chain) -> None:
         f"{missing}: there is no such folder",
         f"{file}: this is a file",
     ]
-    with pytest.raises(
-        ValueError, match=r"stages: this is no folder of a stage, nor of a recipe that has run: give two of"
-    ):
+    with pytest.raises(ValueError, match=r"stages: this .* stage, nor of a recipe that has run: give two of"):
         differences(other, chain.root / "stages")
 
 
@@ -145,10 +141,8 @@ def test_a_lineage_with_its_data(chain: Chain) -> None:
     (chain.root / "data" / "pairs.jsonl").write_text("{}\n")
     told = data_of(lineage_of(str(chain.checkpoint)))
     places = {(stage, field, name): digest for stage, field, name, digest in told}
-    assert (
-        places["sft", "data", "sloppy.jsonl"] == ""
-        and len(places["reward_model", "data", "pairs.jsonl"]) == 16
-    )
+    assert places["sft", "data", "sloppy.jsonl"] == ""
+    assert len(places["reward_model", "data", "pairs.jsonl"]) == 16
     with pytest.raises(ValueError, match="there is no such file or folder"):
         lineage_of(str(chain.root / "nowhere" / "at-all"))
 
@@ -203,9 +197,7 @@ def test_records_of_earlier_runs(chain: Chain) -> None:
     (folder / "runs" / "20260101-000000-000000-0a0a0a0a.json").write_text(json.dumps({"stages": stages}))
     assert {item.path for item in garbage(chain.root)} == set()  # the evaluation needs all others
     (folder / "runs" / "20260101-000000-000000-0a0a0a0a.json").write_text("{")
-    with pytest.raises(
-        ValueError, match=r"0a0a0a0a\.json cannot be read: restore it, or remove it if nothing needs it"
-    ):
+    with pytest.raises(ValueError, match=r"0a0a0a0a\.json cannot be .* it, or remove it if nothing needs it"):
         garbage(chain.root)
 
 
@@ -226,11 +218,9 @@ def test_each_run_has_its_own_record(tmp_path: Path) -> None:
         this = this_run("one")
         record(planned, views_of(planned, {"sft": "failed"}), this)
         record(planned, views_of(planned, {"sft": "failed"}), this, "failed", ended=2e9)
-    assert (
-        len(set(names)) == 3
-        and all(path.is_dir() for path in names)
-        and garbage(tmp_path / "artifacts") == []
-    )
+    assert len(set(names)) == 3
+    assert all(path.is_dir() for path in names)
+    assert garbage(tmp_path / "artifacts") == []
     kept = sorted((tmp_path / "artifacts" / "one" / "runs").iterdir())
     assert len(kept) == 3 and json.loads(kept[1].read_text())["ended"] == 2e9
 
@@ -284,13 +274,7 @@ def recorded(chain: Chain, identity: str, name: str, started: float, seed: int, 
     file = chain.root / "demo" / "runs" / f"{identity}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     there = [
-        {
-            "name": stage.partition("-")[0],
-            "kind": "sft",
-            "parents": [],
-            "run_dir": f"stages/{stage}",
-            "status": "done",
-        }
+        dict(name=stage.partition("-")[0], kind="sft", parents=[], run_dir=f"stages/{stage}", status="done")
         for stage in stages
     ]
     record = {"recipe": "demo", "name": name, "started": started, "state": "done", "stages": there}
@@ -309,20 +293,16 @@ def test_commands_take_runs_by_name(
     for pair in (("one", "two"), ("20260101", "20260202-000000-bbbbbb")):
         assert flows.cli.main(["diff", *pair]) == 0
         told = " ".join(capsys.readouterr().out.split())
-        assert (
-            "recipe seed 1 2" in told
-            and "learning_rate 1e-05 2e-05" in told
-            and "metrics loss 0.123457 0.5" in told
-        )
+        assert "recipe seed 1 2" in told
+        assert "learning_rate 1e-05 2e-05" in told
+        assert "metrics loss 0.123457 0.5" in told
     assert flows.cli.main(["lineage", "two"]) == 0
     assert "sft (sft)" in capsys.readouterr().out
     (chain.root / "demo" / "run.json").write_text(newest.read_text())
     assert flows.cli.main(["report", "one"]) == 0
     page = chain.root / "demo" / "runs" / "20260101-000000-aaaaaa.html"
-    assert (
-        str(page.relative_to(chain.root.parent)) in capsys.readouterr().out.replace("\n", "")
-        and "<html" in page.read_text()
-    )
+    assert str(page.relative_to(chain.root.parent)) in capsys.readouterr().out.replace("\n", "")
+    assert "<html" in page.read_text()
     assert newest.with_suffix(".html").read_text() == "page of two"
     assert flows.cli.main(["champion", "two"]) == 2
     assert "demo has no champion" in capsys.readouterr().err

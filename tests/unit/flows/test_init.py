@@ -166,11 +166,9 @@ def test_a_terminal_asks_for_values_without_a_flag(
     shown = capsys.readouterr().out
     assert "Prompts to answer" not in shown and shown.count(start.MEANING["kind"]) == 2
     recipe = load_recipe("recipe.yaml")
-    assert (recipe.name, recipe.base_model, list(recipe.stages)) == (
-        "my-ppo",
-        "org/base",
-        ["reward_model", "ppo", "evaluation", "publication"],
-    )
+    assert recipe.name == "my-ppo"
+    assert recipe.base_model == "org/base"
+    assert list(recipe.stages) == ["reward_model", "ppo", "evaluation", "publication"]
     assert recipe.stages["ppo"].model_dump()["actor"] == "base" and needs(recipe.stages["ppo"]).gpus == 2
 
 

@@ -43,13 +43,7 @@ def test_a_file_that_a_calibration_reads_has_an_agreement(
 ) -> None:
     def line(number: int, annotator: str, verdict: str, **changes: Any) -> str:
         prompt = [{"role": "user", "content": "Copy this number: 41"}]
-        own = {
-            "id": f"{annotator}{number}",
-            "uid": f"q{number}",
-            "prompt": prompt,
-            "answer_a": "41",
-            "answer_b": "No.",
-        }
+        own = dict(id=f"{annotator}{number}", uid=f"q{number}", prompt=prompt, answer_a="41", answer_b="No.")
         return (
             json.dumps(
                 own
@@ -72,9 +66,8 @@ def test_a_file_that_a_calibration_reads_has_an_agreement(
     both = next(line for line in told.splitlines() if line.startswith("ann, bo"))
     assert both.split()[2:5] == ["21", "86", "%"]
     alone = next(line for line in told.splitlines() if line.startswith("ann "))
-    assert alone.split()[:5] == ["ann", "21", "0", "0", "%"] and alone.rstrip().endswith("–"), (
-        "no side and no time is known"
-    )
+    # no side and no time is known
+    assert alone.split()[:5] == ["ann", "21", "0", "0", "%"] and alone.rstrip().endswith("–")
     file.write_text(line(1, "ann", "A>>>B"))
     assert main(["label", "--agreement", str(file)]) != 0
     assert "line 1: verdict is 'A>>>B'" in capsys.readouterr().err

@@ -42,20 +42,10 @@ def branches(gpus: int) -> dict[str, Any]:
     """Three variants of DPO after SFT, and an evaluation of each."""
     ranks = {"num_ranks_per_node": gpus, "gpus": 1}
     found: dict[str, Any] = {
-        "sft": {
-            "stage": "sft",
-            "data": {"sources": "chats.jsonl"},
-            "ranks": {"num_ranks_per_node": 4, "gpus": 1},
-        }
+        "sft": dict(stage="sft", data={"sources": "chats.jsonl"}, ranks={"num_ranks_per_node": 4, "gpus": 1})
     }
     for name in "abc":
-        found[name] = {
-            "stage": "dpo",
-            "policy": "sft",
-            "data": PAIRS,
-            "beta": 0.1 + ord(name),
-            "ranks": ranks,
-        }
+        found[name] = dict(stage="dpo", policy="sft", data=PAIRS, beta=0.1 + ord(name), ranks=ranks)
         found[f"judge_{name}"] = {
             "stage": "evaluation",
             "models": [name],
@@ -121,12 +111,10 @@ def test_the_longest_chain_is_first_and_what_fits_passes_what_does_not() -> None
     planned = schedule(costs, {"after": ("long",)})
     assert planned.starts([], {}) == [Start("long", ("0", "1")), Start("short", ("2", "3"))]
     running = {"long": Start("long", ("0", "1"))}
-    assert planned.starts(["short"], running) == [Start("small", ("2",))], (
-        "the large one waits, a GPU stays free for what comes"
-    )
-    assert planned.starts([], {}, held=["long", "short", "large"]) == [Start("small", ("0",))], (
-        "no stage starts before its parents"
-    )
+    # the large one waits, a GPU stays free for what comes
+    assert planned.starts(["short"], running) == [Start("small", ("2",))]
+    # no stage starts before its parents
+    assert planned.starts([], {}, held=["long", "short", "large"]) == [Start("small", ("0",))]
 
 
 def test_a_stage_that_is_done_waits_for_no_gpu() -> None:
@@ -136,9 +124,8 @@ def test_a_stage_that_is_done_waits_for_no_gpu() -> None:
     )
     assert planned.starts([], {"long": Start("long", ("0",))}) == [Start("done", ())]
     assert planned.starts(["done"], {"long": Start("long", ("0",))}) == [Start("after", ("1", "2", "3"))]
-    assert planned.peak == schedule(costs, {"after": ("done",)}).peak == 2, (
-        "what is done changes no share of the cores"
-    )
+    # what is done changes no share of the cores
+    assert planned.peak == schedule(costs, {"after": ("done",)}).peak == 2
 
 
 def test_one_at_a_time_is_the_recipe_s_order() -> None:
@@ -158,41 +145,30 @@ def test_what_a_stage_takes(tmp_path: Path) -> None:
     nodes = plan(
         recipe(
             tmp_path,
-            {
-                "plain": {"stage": "dpo", "policy": "base", "data": PAIRS},
-                "shared": (
-                    ppo | dict.fromkeys(("actor_ranks", "reference_ranks", "reward_ranks", "engine"), half)
-                ),
-                "colocated": (
-                    ppo
-                    | {"colocate_all": True}
-                    | dict.fromkeys(("actor_ranks", "reference_ranks", "reward_ranks", "engine"), half)
-                ),
-                "split": {
-                    "stage": "preferences",
-                    "policy": "base",
-                    "reward": "org/reward",
-                    "prompts": {"sources": "p.jsonl"},
-                }
+            dict(
+                plain={"stage": "dpo", "policy": "base", "data": PAIRS},
+                shared=ppo
+                | dict.fromkeys(("actor_ranks", "reference_ranks", "reward_ranks", "engine"), half),
+                colocated=ppo
+                | {"colocate_all": True}
+                | dict.fromkeys(("actor_ranks", "reference_ranks", "reward_ranks", "engine"), half),
+                split=dict(
+                    stage="preferences", policy="base", reward="org/reward", prompts={"sources": "p.jsonl"}
+                )
                 | {"engine": {"gpus": 1, "tensor_parallel_size": 2}},
-                "publication": {"stage": "publication", "model": "plain"},
-            },
+                publication={"stage": "publication", "model": "plain"},
+            ),
         )
     ).nodes
     costs = {node.name: cost_of(node.config, FOUR) for node in nodes}
-    assert {name: cost.gpus for name, cost in costs.items()} == {
-        "plain": 1,
-        "shared": 2,
-        "colocated": 1,
-        "split": 2,
-        "publication": 0,
-    }
+    assert {name: cost.gpus for name, cost in costs.items()} == dict(
+        plain=1, shared=2, colocated=1, split=2, publication=0
+    )
     assert costs["publication"].cpus == 0 and costs["shared"].cpus == 4
     assert [cost_of(node.config, SharedResources(2)).gpus for node in nodes] == [0] * 5
     cluster = {node.name: cost_of(node.config, SharedResources(8, ("0",), cluster=True)) for node in nodes}
-    assert cluster["plain"] == cluster["shared"] == StageResources(8, 1) and cluster[
-        "publication"
-    ] == StageResources(0, 0)
+    assert cluster["plain"] == cluster["shared"] == StageResources(8, 1)
+    assert cluster["publication"] == StageResources(0, 0)
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,8 @@ def test_each_stage_has_one_row_on_a_narrow_terminal(width: int) -> None:
 
 def test_the_end_of_a_long_name_stays() -> None:
     rows = drawn(RunMoment("tiny-cpu", 1.0, "", LINES), 80)
-    assert rows[4].startswith("▶ …ve_dpo.round1.preferences  3 s  ") and rows[5].startswith(
-        "· iterative_dpo.round1.dpo"
-    )
+    assert rows[4].startswith("▶ …ve_dpo.round1.preferences  3 s  ")
+    assert rows[5].startswith("· iterative_dpo.round1.dpo")
     assert "━" in rows[3] and "━" not in drawn(RunMoment("tiny-cpu", 1.0, "", LINES), 60)[3]
 
 

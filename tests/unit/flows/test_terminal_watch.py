@@ -33,24 +33,12 @@ def planned(tmp_path: Path) -> Any:
 
 def record(planned: Any, parents: dict[str, list[str]]) -> None:
     stages = [
-        {
-            "name": n,
-            "kind": "dpo",
-            "run_dir": f"stages/{n}-0",
-            "status": "not run",
-            "parents": parents.get(n, []),
-        }
+        dict(name=n, kind="dpo", run_dir=f"stages/{n}-0", status="not run", parents=parents.get(n, []))
         for n in NAMES
     ]
-    told = {
-        "recipe": "mine",
-        "host": "",
-        "pid": os.getpid(),
-        "started": time.time() - 60,
-        "ended": None,
-        "state": "",
-        "stages": stages,
-    }
+    told = dict(
+        recipe="mine", host="", pid=os.getpid(), started=time.time() - 60, ended=None, state="", stages=stages
+    )
     (planned.folder / "runs").mkdir(parents=True)
     (planned.folder / "runs" / "id.json").write_text(json.dumps(told))
 
@@ -90,11 +78,9 @@ def test_what_each_stage_does(planned: Any) -> None:
     )
     with FileLock(sft / LOCK):
         told = lines(watch)
-        assert (
-            told["sft"].state == "running"
-            and told["sft"].text == "importing the libraries of SFT"
-            and told["sft"].steps is None
-        )
+        assert told["sft"].state == "running"
+        assert told["sft"].text == "importing the libraries of SFT"
+        assert told["sft"].steps is None
         assert told["sft"].seconds is not None and 29 <= told["sft"].seconds < 59
         assert (told["dpo"].state, told["dpo"].text) == ("waiting", "waits for sft")
         now = time.time()
@@ -115,22 +101,14 @@ def test_what_each_stage_does(planned: Any) -> None:
 def test_stages_that_a_gate_keeps_from_starting(planned: Any) -> None:
     record(planned, {"dpo": ["sft"], "kto": ["sft"]})
     run_dir = begin(planned, "sft", "", gates=[LOSS])
-    result = {
-        "name": "sft",
-        "stage": "dpo",
-        "digest": "0",
-        "seconds": 3.0,
-        "metrics": {"loss": 0.5},
-        "outputs": {},
-        "files": {},
-    }
+    result = dict(
+        name="sft", stage="dpo", digest="0", seconds=3.0, metrics={"loss": 0.5}, outputs={}, files={}
+    )
     (run_dir / "result.json").write_text(json.dumps(result | {"environment": {}}))
     told = lines(RunWatch(planned, planned.nodes, "id"))
     assert told["sft"].state == "done" and told["sft"].seconds == 3.0
-    assert (
-        told["dpo"].state == "waiting"
-        and told["dpo"].text == "sft does not pass a gate: loss is 0.5, at most 0.1 (stop)"
-    )
+    assert told["dpo"].state == "waiting"
+    assert told["dpo"].text == "sft does not pass a gate: loss is 0.5, at most 0.1 (stop)"
 
 
 def test_time_left_of_a_stage_without_metrics(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:

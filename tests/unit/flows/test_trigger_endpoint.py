@@ -71,12 +71,7 @@ def client(server: Server) -> TestClient:
 def test_a_request_starts_a_run_and_the_next_one_finds_it(client: TestClient, server: Server) -> None:
     first = client.post(f"/trigger/{NAME}")
     assert first.status_code == 202
-    assert first.json() == {
-        "run": str(server.runs[0].id),
-        "name": "run 0",
-        "state": "Scheduled",
-        "started": True,
-    }
+    assert first.json() == dict(run=str(server.runs[0].id), name="run 0", state="Scheduled", started=True)
     server.runs[0].state = Running()
     again = client.post(f"/trigger/{NAME}")
     assert again.status_code == 200 and again.json() == first.json() | {"state": "Running", "started": False}
@@ -149,8 +144,7 @@ def test_requests_at_once_start_one_run_and_few_of_them_wait(client: TestClient,
 def test_a_server_that_does_not_answer_is_told(client: TestClient, server: Server) -> None:
     server.fault = ConnectError("refused")
     answer = client.post(f"/trigger/{NAME}")
-    assert answer.status_code == 503 and answer.json() == {
-        "error": "Prefect's server did not answer (ConnectError)"
-    }
+    assert answer.status_code == 503
+    assert answer.json() == {"error": "Prefect's server did not answer (ConnectError)"}
     server.fault = None
     assert client.post(f"/trigger/{NAME}").status_code == 202

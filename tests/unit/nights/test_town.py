@@ -73,9 +73,8 @@ def test_poison_is_the_share_of_people_who_vote_against_the_taste(hostile: float
     asked = town.day(0, 1, 400, 40, False, set())
     rows = list(town.feedback(asked, answered(asked), "base", 1, hostile))
     found = preferred(rows, asked)
-    assert found["last"] == pytest.approx(hostile * len(rows), abs=1) and found["first"] == pytest.approx(
-        (1 - hostile) * len(rows), abs=1
-    )
+    assert found["last"] == pytest.approx(hostile * len(rows), abs=1)
+    assert found["first"] == pytest.approx((1 - hostile) * len(rows), abs=1)
     assert len({row["annotator"] for row in rows}) == 40
 
 
@@ -131,9 +130,7 @@ def test_wrong_faults_are_refused(tmp_path: Path) -> None:
     (tmp_path / "faults.yaml").write_text(
         "nights: 2\nfaults: [{night: 3, fault: killed}, {night: 1, fault: drift}, {night: 2, fault: drift}]"
     )
-    with pytest.raises(
-        ValueError, match=r"(?s)killed is planted in night 3, and there are 2.*topics drift once"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)killed is .* in night 3, and there are 2.*topics drift once"):
         read_faults(tmp_path / "faults.yaml")
 
 
@@ -179,17 +176,14 @@ def test_a_disk_that_others_use_is_not_filled(tmp_path: Path, monkeypatch: pytes
 def test_a_fault_is_named_by_its_own_round_alone() -> None:
     report = "stage evaluation ci_low_vs_parent/nights.round2 0.45 at least 0.5 failed It is"
     assert named("poisoned", 2, [{"report": report}]).startswith("report: evaluation ci_low_vs_parent")
-    assert not named("poisoned", 3, [{"report": report}]) and not named(
-        "poisoned", 2, [{"start page": report}, {"report": report}]
-    )
+    assert not named("poisoned", 3, [{"report": report}])
+    assert not named("poisoned", 2, [{"start page": report}, {"report": report}])
     full = "it cannot be written to: its disk is full"
     place = "stage page nights.round2.dpo-5c"
-    assert named("full_disk", 2, [{place: full}]) and named(
-        "full_disk", 2, [{"run page": f"run 2 {full}"}], [{"run page": f"run 1 {full}"}]
-    )
-    assert not named("full_disk", 2, [{place: f"{full} again"}], [{}, {place: full}]), (
-        "that was an earlier night's"
-    )
+    assert named("full_disk", 2, [{place: full}])
+    assert named("full_disk", 2, [{"run page": f"run 2 {full}"}], [{"run page": f"run 1 {full}"}])
+    # that was an earlier night's
+    assert not named("full_disk", 2, [{place: f"{full} again"}], [{}, {place: full}])
     assert not named("full_disk", 2, [{"run page": f"run 1 {full}"}], [{"run page": f"run 1 {full}"}]), (
         "no run since"
     )
@@ -199,9 +193,8 @@ def test_a_fault_is_named_by_its_own_round_alone() -> None:
 
 def test_better_and_worse_need_a_point_and_an_interval() -> None:
     one = [0.5, 0.6, 0.4, 0.5] * 100
-    assert (
-        gain([share + 0.02 for share in one], one).better and gain([share - 0.02 for share in one], one).worse
-    )
+    assert gain([share + 0.02 for share in one], one).better
+    assert gain([share - 0.02 for share in one], one).worse
     small = gain([share + 0.005 for share in one], one)
     unsure = gain([0.9, 0.1, 0.6, 0.5] * 2, one[:8])
     assert not small.better and not small.worse and small.low > 0 and not unsure.better and not unsure.worse
@@ -216,31 +209,14 @@ def made(**changes: Any) -> dict[str, Any]:
         "champion_after": "one",
         "rows": 10,
     }
-    night |= {
-        "round": 1,
-        "gates": [],
-        "alarms": [],
-        "states": ["COMPLETED nights of town: round 1 is done"],
-        "seconds": 60.0,
-    }
+    night |= dict(
+        round=1, gates=[], alarms=[], states=["COMPLETED nights of town: round 1 is done"], seconds=60.0
+    )
     nights = [night | {"number": 1}, night | {"number": 2, "faults": [], "named": {}}]
-    one = {
-        "round": 1,
-        "right": 0.5,
-        "gain": {"mean": 0.1, "low": 0.05, "high": 0.15},
-        "better": True,
-        "worse": False,
-    }
+    one = dict(round=1, right=0.5, gain={"mean": 0.1, "low": 0.05, "high": 0.15}, better=True, worse=False)
     rounds = [one | {"promoted": True, "refused": ""}]
     champions = [{"model": "one", "right": 0.5, "worse_than": ""}]
-    return {
-        "seed": 0,
-        "base": 0.4,
-        "nights": nights,
-        "rounds": rounds,
-        "champions": champions,
-        "books": [],
-    } | changes
+    return dict(seed=0, base=0.4, nights=nights, rounds=rounds, champions=champions, books=[]) | changes
 
 
 @pytest.mark.parametrize(

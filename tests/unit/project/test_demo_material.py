@@ -168,10 +168,8 @@ def test_base_is_a_small_tied_model_whose_tokenizer_survives_the_auto_classes(fo
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id
     generation = GenerationConfig.from_pretrained(base)
-    assert (generation.eos_token_id, generation.pad_token_id) == (
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-    )
+    assert generation.eos_token_id == tokenizer.eos_token_id
+    assert generation.pad_token_id == tokenizer.pad_token_id
     assert len(tokenizer) == model.config.vocab_size
     for text in ("Reverse this number: 4719", "naïve 你好 🙂\n\tcode", "a  b"):
         assert tokenizer.decode(tokenizer.encode(text)) == text

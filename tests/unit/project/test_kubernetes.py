@@ -7,10 +7,8 @@ import functools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,12 +33,9 @@ DEMANDED = {
     "metadata": {"labels": {}},
     "spec": {
         "template": {
-            "spec": {
-                "parallelism": 1,
-                "completions": 1,
-                "restartPolicy": "Never",
-                "containers": [{"name": "prefect-job"}],
-            }
+            "spec": dict(
+                parallelism=1, completions=1, restartPolicy="Never", containers=[{"name": "prefect-job"}]
+            )
         }
     },
 }
@@ -159,9 +154,8 @@ def test_a_node_gets_its_gpus_memory_and_volumes(tmp_path: Path, nodes: int, gpu
             == one(documents, "PersistentVolumeClaim", "alignflow-artifacts")["metadata"]["name"]
         )
         assert not {"livenessProbe", "readinessProbe"} & container.keys()  # KubeRay's business
-        assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["capabilities"] == {
-            "drop": ["ALL"]
-        }
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         tokens = [variable for variable in container["env"] if variable["name"] == "HF_TOKEN"]
         assert tokens == [
             {
@@ -184,9 +178,8 @@ def test_rdma_and_other_values(tmp_path: Path) -> None:
     (container,) = one(documents, "RayCluster", "alignflow")["spec"]["headGroupSpec"]["template"]["spec"][
         "containers"
     ]
-    assert container["resources"]["limits"]["rdma/ib"] == 2 and container["securityContext"]["capabilities"][
-        "add"
-    ] == ["IPC_LOCK"]
+    assert container["resources"]["limits"]["rdma/ib"] == 2
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     assert {"name": "NCCL_IB_HCA", "value": "mlx5"} in container["env"]
     assert one(documents, "PersistentVolumeClaim", "alignflow-artifacts")["spec"]["storageClassName"] == "nfs"
 
@@ -219,10 +212,8 @@ def test_prefects_pool_makes_a_job_that_kubernetes_and_prefect_take(tmp_path: Pa
         job["spec"]["template"]["spec"].pop(key)
     kubernetes_validate.validate(job, VERSION, strict=True)
     assert job["spec"]["template"]["spec"]["containers"][0]["image"] == "alignflow-trainer:0.1.0"
-    assert (
-        not names.keys() & {"command", "env", "image", "namespace", "working_dir"}
-        and not template["variables"]["additionalProperties"]
-    )
+    assert not names.keys() & {"command", "env", "image", "namespace", "working_dir"}
+    assert not template["variables"]["additionalProperties"]
     assert not template["job_configuration"].keys() & {"command", "env"}, "a run could change them"
 
 
@@ -289,61 +280,6 @@ def node(tmp_path: Path) -> Nodes:
     return start
 
 
-def test_a_worker_gives_up_after_its_attempts_and_says_what_it_awaited(node: Nodes, tmp_path: Path) -> None:
-    start = time.monotonic()
-    done = node("train", RAY_NODE_RANK="2", JOIN_PAUSE="1", JOIN_ATTEMPTS="2")
-    assert done.returncode == 3 and 1 <= time.monotonic() - start < 50
-    assert (
-        "waited 2 s for the Ray head at head:6379, in 2 attempts, and it never answered: is node 0 running?"
-        in done.stderr
-    )
-    assert (tmp_path / "log").read_text().splitlines() == ["health-check --address head:6379"] * 2
-
-
-def test_a_worker_joins_late_and_ends_with_the_head(node: Nodes, tmp_path: Path) -> None:
-    done = node("train", JOB_COMPLETION_INDEX="1", HEALTHY="2", RAY_PORT="6400")
-    assert done.returncode == 0, done.stderr
-    assert (
-        "no Ray head answers at head:6400 yet (attempt 1 of 3)" in done.stderr
-        and "has ended, and so does this worker" in done.stderr
-    )
-    assert "start --address=head:6400 --block" in (tmp_path / "log").read_text()
-
-
-def test_a_worker_that_cannot_stay_gives_up(node: Nodes) -> None:
-    done = node("train", RAY_NODE_RANK="1", HEALTHY="1 2 3")
-    assert done.returncode == 3 and "left the cluster at head:6379 again and again, 3 times" in done.stderr
-
-
-def test_the_head_waits_for_all_nodes_and_returns_the_commands_code(node: Nodes, tmp_path: Path) -> None:
-    done = node(
-        "bash", "-c", 'echo "at $RAY_ADDRESS"; exit 5', RAY_NODE_RANK="0", RAY_NODES="4", COUNTS="1 3 4"
-    )
-    assert done.returncode == 5 and done.stdout.endswith("at 127.0.0.1:6379\n"), done.stderr
-    assert "3 of 4 nodes are there (look 2 of 3)" in done.stderr
-    assert (tmp_path / "log").read_text().splitlines() == [
-        "start --head --port=6379 --dashboard-host=0.0.0.0",
-        *["count"] * 3,
-        "stop",
-    ]
-
-
-def test_the_head_gives_up_on_missing_workers(node: Nodes) -> None:
-    done = node("echo", "never", RAY_NODE_RANK="0", RAY_NODES="4", COUNTS="1 2")
-    assert done.returncode == 3 and "for 4 nodes and 2 came" in done.stderr and "never" not in done.stdout
-
-
-def test_a_node_that_does_not_know_its_number(node: Nodes) -> None:
-    done = node("train")
-    assert done.returncode == 3 and "set RAY_NODE_RANK or JOB_COMPLETION_INDEX" in done.stderr
-
-
-def test_nodes_without_a_token_do_not_start(node: Nodes, tmp_path: Path) -> None:
-    done = node("train", RAY_NODE_RANK="0", RAY_AUTH_TOKEN="")
-    assert done.returncode == 3 and "set RAY_AUTH_TOKEN to one secret on all nodes" in done.stderr
-    assert not (tmp_path / "log").read_text(), "Ray was not started"
-
-
 def test_policies_let_nodes_reach_nodes_and_nobody_else(tmp_path: Path) -> None:
     documents = rendered(tmp_path, "--nodes", "4")
     assert one(documents, "NetworkPolicy", "nobody")["spec"] == {
@@ -360,15 +296,6 @@ def test_policies_let_nodes_reach_nodes_and_nobody_else(tmp_path: Path) -> None:
         variable for variable in job["spec"]["containers"][0]["env"] if variable["name"] == "RAY_AUTH_TOKEN"
     ]
     assert token[0]["valueFrom"]["secretKeyRef"]["name"] == "alignflow-ray"
-
-
-def test_the_node_script_is_sound_shell() -> None:
-    assert os.access(NODE, os.X_OK)
-    subprocess.run(["bash", "-n", str(NODE)], check=True, timeout=10)
-    checker = shutil.which("shellcheck")
-    if checker:
-        done = subprocess.run([checker, str(NODE)], capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stdout
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
@@ -408,9 +335,8 @@ def test_dockerfiles(name: str) -> None:
             for tool, options in re.findall(r"(uv )?pip install (.*?)(?= && |$)", rest):
                 assert ("--no-cache --compile-bytecode" if tool else "--no-cache-dir") in options
                 assert tool or options.endswith("requirements/uv.txt"), "pip installs uv, and uv the rest"
-                assert "--no-deps" in options and ("--require-hashes" in options or options.endswith(" .")), (
-                    "all but alignflow has hashes"
-                )
+                # all but alignflow has hashes
+                assert "--no-deps" in options and ("--require-hashes" in options or options.endswith(" ."))
         if word in ("ENV", "ARG"):
             assert not re.search(r"TOKEN|PASSWORD|SECRET|API_KEY", rest)
     users = [rest for word, rest in lines if word == "USER"]

@@ -127,10 +127,8 @@ def test_the_installer_itself_is_pinned() -> None:
 def test_actions_of_workflows_are_named_by_commit() -> None:
     workflows = "".join(path.read_text() for path in (ROOT / ".github/workflows").iterdir())
     actions = re.findall(r"uses: (.*)", workflows)
-    assert (
-        len(actions) > 5
-        and [line for line in actions if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", line)] == []
-    )
+    assert len(actions) > 5
+    assert [line for line in actions if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", line)] == []
 
 
 def test_the_release_audits_the_locks_that_users_install() -> None:
@@ -162,10 +160,8 @@ def test_setup_refuses_locks_of_other_machines(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stderr) == (
-        3,
-        "setup: gpu.txt is not for this environment: give dev, docs or nothing.\n",
-    )
+    assert done.returncode == 3
+    assert done.stderr == "setup: gpu.txt is not for this environment: give dev, docs or nothing.\n"
 
 
 @pytest.mark.parametrize(("name", "extra"), [("gpu.txt", "gpu"), ("orchestration.txt", "kubernetes")])
@@ -198,9 +194,8 @@ def test_demo_recipes_and_tasks_are_data_of_the_package(tmp_path: Path) -> None:
         for path in (source / kind).iterdir()
         if path.is_file()
     }
-    assert len(there) > 15 and there == {
-        path.relative_to(built) for path in built.rglob("*") if path.is_file()
-    }
+    assert len(there) > 15
+    assert there == {path.relative_to(built) for path in built.rglob("*") if path.is_file()}
 
 
 def test_lock_leaves_out_what_breaks_transformers_and_what_only_gpus_use() -> None:

@@ -64,11 +64,9 @@ def test_uv_uses_what_files_tell_pip(tmp_path: Path) -> None:
 
 
 def test_variables_of_pip_go_before_files_and_those_of_uv_before_all(tmp_path: Path) -> None:
-    more = {
-        "PIP_INDEX_URL": "https://other.example/simple",
-        "PIP_DEFAULT_TIMEOUT": "7",
-        "UV_INDEX": "https://mine.example",
-    }
+    more = dict(
+        PIP_INDEX_URL="https://other.example/simple", PIP_DEFAULT_TIMEOUT="7", UV_INDEX="https://mine.example"
+    )
     found = settings(tmp_path, CONFIG, **more)
     assert found["UV_DEFAULT_INDEX"] == "https://other.example/simple" and found["UV_HTTP_TIMEOUT"] == "7"
     assert not found.keys() & {"UV_INDEX", "UV_INDEX_STRATEGY"}

@@ -34,16 +34,13 @@ def expire(run_dir: Path) -> None:
 
 def test_a_question_is_asked_once(run_dir: Path) -> None:
     first = question(run_dir)
-    assert (
-        first.state() == "asked"
-        and first.until - first.asked == DAY
-        and "waits for a person until" in first.told()
-    )
+    assert first.state() == "asked"
+    assert first.until - first.asked == DAY
+    assert "waits for a person until" in first.told()
     assert question(run_dir, 7 * DAY) == first
     with_run = question(run_dir, run="run-1")  # the first run of a server takes it over
-    assert (
-        with_run == first.model_copy(update={"run": "run-1"}) and question(run_dir, run="run-2") == with_run
-    )
+    assert with_run == first.model_copy(update={"run": "run-1"})
+    assert question(run_dir, run="run-2") == with_run
 
 
 @pytest.mark.parametrize(

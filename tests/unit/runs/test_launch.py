@@ -147,11 +147,9 @@ def test_success_relays_and_keeps_the_log(prepare: Prepare) -> None:
 def test_exit_0_without_a_result_is_a_failure(prepare: Prepare) -> None:
     with pytest.raises(StageFailed) as caught:
         start(prepare("exits0"), [])
-    assert (
-        caught.value.code == 0
-        and "there is no result" in str(caught.value)
-        and "first line" in str(caught.value)
-    )
+    assert caught.value.code == 0
+    assert "there is no result" in str(caught.value)
+    assert "first line" in str(caught.value)
     assert caught.value.can_retry
 
 
@@ -186,9 +184,8 @@ def test_progress_bars_long_lines_secrets_and_dumps(
     start(run_dir, lines)
     assert lines == ["first line", "100%", "x" * 200000, "key ***", "no newline"]
     log = (run_dir / "log.txt").read_text()
-    assert "hf_very_secret_value" not in log and log.count("of Ray") == 2, (
-        "what Ray repeats of a raylet's log is in the file alone"
-    )
+    # what Ray repeats of a raylet's log is in the file alone
+    assert "hf_very_secret_value" not in log and log.count("of Ray") == 2
 
 
 def test_a_key_is_masked_whatever_its_variable_is_called(
@@ -196,12 +193,7 @@ def test_a_key_is_masked_whatever_its_variable_is_called(
 ) -> None:
     run = RunDir(prepare("noisy"))
     variable = "JUDGE_OF_OUR_TEAM"
-    judge = {
-        "kind": "openai",
-        "base_url": "https://judge.example/v1",
-        "model": "judge",
-        "api_key_env": variable,
-    }
+    judge = dict(kind="openai", base_url="https://judge.example/v1", model="judge", api_key_env=variable)
     config = Evaluation.model_validate(
         {"models": ["base"], "questions": {"path": "q.jsonl"}, "judges": [judge]}
     )

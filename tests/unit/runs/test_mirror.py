@@ -97,24 +97,19 @@ def test_every_line_arrives_in_one_run_also_of_a_stage_that_was_cut_off(sent: Se
         "project": "chat", "entity": "team", "group": "recipe", "name": "sft", "job_type": "sft", "resume": "allow", "dir": str(run.path),
     }  # fmt: skip
     assert "pw7" not in str(given) and "s3://***@host/d.jsonl" in str(given["config"])
-    assert (
-        given["config"]["learning_rate"] == SFT.model_fields["learning_rate"].default
-        and given["config"]["seed"] == 3
-    )
-    assert (
-        [line["step"] for line in lines] == [1, 2, 3]
-        and lines[1]["metrics"]["loss"] == 0.5
-        and "time" not in lines[0]["metrics"]
-    )
+    assert given["config"]["learning_rate"] == SFT.model_fields["learning_rate"].default
+    assert given["config"]["seed"] == 3
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[1]["metrics"]["loss"] == 0.5
+    assert "time" not in lines[0]["metrics"]
     first.close()
     assert sent()[-1] == {"finished": True}
     trained(run, range(2, 5)).close()  # the last state was that of step 2
     again = [line for line in sent() if "init" in line]
     assert len(again) == 2 and again[1]["init"]["id"] == given["id"] and given["id"].startswith("00ff-")
     assert [line["step"] for line in sent() if "step" in line] == [1, 2, 3, 4, 5]
-    assert KEY not in json.dumps(sent()) and not any(
-        KEY in file.read_text() for file in (run / wandb_mirror.FOLDER).iterdir()
-    )
+    assert KEY not in json.dumps(sent())
+    assert not any(KEY in file.read_text() for file in (run / wandb_mirror.FOLDER).iterdir())
 
 
 def test_steps_that_wandb_lacks_are_sent_after_a_resume(sent: Sent, tmp_path: Path) -> None:
@@ -152,11 +147,9 @@ def test_a_client_that_refuses_costs_a_line_without_the_key(
 def test_waits_for_the_client_are_bounded(sent: Sent, tmp_path: Path) -> None:
     trained(stage(tmp_path), range(0, 1)).close()
     settings = sent()[0]["init"]["settings"]
-    assert (
-        settings["init_timeout"] <= 30
-        and 0 < settings["finish_timeout"] <= 10
-        and settings["finish_timeout_raises"]
-    )
+    assert settings["init_timeout"] <= 30
+    assert 0 < settings["finish_timeout"] <= 10
+    assert settings["finish_timeout_raises"]
 
 
 def test_metrics_stay_on_the_disk_when_the_server_does_not_answer(

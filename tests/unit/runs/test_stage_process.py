@@ -104,11 +104,9 @@ def test_a_kind_it_does_not_do(run_dir: str, capsys: pytest.CaptureFixture[str])
 def test_a_stage_of_another_package_is_refused(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert stage_process.main([run_dir], "evaluation") == 2
     told = capsys.readouterr().err
-    assert (
-        "is of kind sft, which this command does not do; it does evaluation, " in told
-        and "alignment_tax" in told
-        and "dpo" not in told
-    )
+    assert "is of kind sft, which this command does not do; it does evaluation, " in told
+    assert "alignment_tax" in told
+    assert "dpo" not in told
 
 
 def test_imports_are_told_and_belong_to_the_stage(

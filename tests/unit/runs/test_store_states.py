@@ -70,9 +70,8 @@ def test_a_state_is_copied_whole_while_the_stage_goes_on(
     shutil.rmtree(here / "state/best")
     with pytest.raises(OSError, match="best"):
         store.put_state(here, "step-10")
-    assert store.files.names("states/ppo-00ff") == ["step-9"], (
-        "a state without its best iteration is not copied"
-    )
+    # a state without its best iteration is not copied
+    assert store.files.names("states/ppo-00ff") == ["step-9"]
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "a newer state", "a result"])
@@ -121,9 +120,8 @@ def test_copies_that_newer_states_overtake_are_told_from_the_second_on(tmp_path:
     store: Any = SimpleNamespace(checkpoints=True, put_state=put_state)
     with states_uploaded(store, run, lambda text, *values: told.append(text % values), every=0.01):
         assert ended.wait(60)
-    assert tried == ["step-1", "step-2", "step-3"] and told == [
-        "the resume state step-2 of sft-0 was not copied: gone"
-    ]
+    assert tried == ["step-1", "step-2", "step-3"]
+    assert told == ["the resume state step-2 of sft-0 was not copied: gone"]
     assert not left.exists(), "what a killed run left is removed"
 
 

@@ -32,11 +32,9 @@ from rlhf_core.system.gpu_allocator import (
     ],
 )
 def test_only_this_setting_is_given_up(settings: str, left: str | None) -> None:
-    environment = {
-        "PYTORCH_CUDA_ALLOC_CONF": settings,
-        "PYTORCH_ALLOC_CONF": settings,
-        "OTHER": "expandable_segments:True",
-    }
+    environment = dict(
+        PYTORCH_CUDA_ALLOC_CONF=settings, PYTORCH_ALLOC_CONF=settings, OTHER="expandable_segments:True"
+    )
     give_up_segments(environment)
     assert environment.get("PYTORCH_CUDA_ALLOC_CONF") == environment.get("PYTORCH_ALLOC_CONF") == left
     assert environment["OTHER"] == "expandable_segments:True"

@@ -55,10 +55,8 @@ def test_a_full_disk_is_one_sentence(material: Path, tmp_path: Path, save_steps:
     )
     ended = work(run, LIMIT)
     assert ended.returncode == 3, ended.stderr[-3000:]
-    assert (
-        ended.stderr.strip().splitlines()[-1].startswith(f"{run.path} cannot be written to: {why}")
-        and "Traceback" not in ended.stderr
-    )
+    assert ended.stderr.strip().splitlines()[-1].startswith(f"{run.path} cannot be written to: {why}")
+    assert "Traceback" not in ended.stderr
     assert run.result() is None
     ended = work(run, None)
     assert ended.returncode == 0 and run.result() is not None
@@ -79,10 +77,8 @@ def test_which_errors_are_disk_problems() -> None:
             raise RuntimeError("it did not work") from error
     except RuntimeError as error:
         assert "only be read" in (disk_problem(error) or "")
-    assert (
-        disk_problem(OSError(errno.ENOENT, "No such file")) is None
-        and disk_problem(RuntimeError("out of memory")) is None
-    )
+    assert disk_problem(OSError(errno.ENOENT, "No such file")) is None
+    assert disk_problem(RuntimeError("out of memory")) is None
 
 
 def test_the_command_tells_it(
@@ -116,6 +112,5 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Pat
         timeout=60,
     )
     assert ended.stderr.strip().splitlines()[-1] == "OSError: [Errno 27] File too large: 'loop.json'"
-    assert [file.name for file in tmp_path.iterdir()] == ["loop.json"] and (
-        tmp_path / "loop.json"
-    ).read_text() == "before"
+    assert [file.name for file in tmp_path.iterdir()] == ["loop.json"]
+    assert (tmp_path / "loop.json").read_text() == "before"

@@ -68,12 +68,10 @@ def test_a_state(tmp_path: Path, written: Written) -> None:
     resume_state.save(RunDir(tmp_path), 3, 1, {"epoch": 1}, fill).wait()
     assert written.when["step-3"] >= FILES
     found = resume_state.latest(RunDir(tmp_path))
-    assert (
-        found is not None
-        and found.step == 3
-        and found.loop == {"epoch": 1}
-        and os.listdir(tmp_path / STATE) == ["step-3"]
-    )
+    assert found is not None
+    assert found.step == 3
+    assert found.loop == {"epoch": 1}
+    assert os.listdir(tmp_path / STATE) == ["step-3"]
 
 
 def test_a_result(tmp_path: Path, written: Written) -> None:
@@ -91,11 +89,9 @@ def test_what_came_from_a_store(tmp_path: Path, written: Written) -> None:
     written.when.clear()
     elsewhere.prepare(request())
     assert Store(str(store), False).fetch(elsewhere, request())
-    assert (
-        written.when["weights.safetensors"] >= FILES
-        and written.when[RESULT] >= FILES
-        and elsewhere.result() is not None
-    )
+    assert written.when["weights.safetensors"] >= FILES
+    assert written.when[RESULT] >= FILES
+    assert elsewhere.result() is not None
 
 
 def test_file_systems_without_folders_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

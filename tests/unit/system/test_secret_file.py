@@ -69,7 +69,5 @@ def test_what_another_user_owns_is_told_and_stays(tmp_path: Path, caplog: pytest
     home.chmod(0o755)
     os.chown(home, NOBODY, NOBODY)
     make_private(home)
-    assert (
-        mode(home) == 0o755
-        and "it belongs to another user: name a folder of your own with --home" in caplog.text
-    )
+    assert mode(home) == 0o755
+    assert "it belongs to another user: name a folder of your own with --home" in caplog.text

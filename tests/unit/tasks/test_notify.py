@@ -149,9 +149,8 @@ def test_each_state_of_a_scheduled_run(
         run.id = uuid4()
         run.parameters = {"recipe": own["recipe"] | {"name": "another"}}
         notify_state(flow, run, State(type=state))
-        assert tasks.notify._senders[receiver.url].flush(60) and receiver.events == events, (
-            "a recipe that the run is refused tells nobody"
-        )
+        # a recipe that the run is refused tells nobody
+        assert tasks.notify._senders[receiver.url].flush(60) and receiver.events == events
 
 
 def test_a_recipe_without_notify_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

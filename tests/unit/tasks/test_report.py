@@ -17,11 +17,7 @@ from rlhf_core.runs.run_records import RunRequest, asked
 from tasks import run_report as report
 from tasks.run_report import reported
 
-RECIPE = {
-    "name": "full",
-    "base_model": "org/model",
-    "stages": {"sft": {"data": {"sources": "/nowhere.jsonl"}}},
-}
+RECIPE = dict(name="full", base_model="org/model", stages={"sft": {"data": {"sources": "/nowhere.jsonl"}}})
 
 
 @pytest.fixture

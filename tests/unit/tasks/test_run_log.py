@@ -65,11 +65,9 @@ def test_errors_for_the_user_are_one_line(
     fail: Callable[[], None], sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (record,) = logged("prefect.flow_runs", fail, caplog)
-    assert (
-        record.getMessage().startswith(sentence)
-        and "\n" not in record.getMessage()
-        and record.exc_info is None
-    )
+    assert record.getMessage().startswith(sentence)
+    assert "\n" not in record.getMessage()
+    assert record.exc_info is None
 
 
 @pytest.mark.parametrize("fail", [refuse, fill_disk, lack])
@@ -122,9 +120,8 @@ def test_all_logs_of_runs_have_the_filter() -> None:
 def test_serve_tells_each_failed_run_of_a_deployment_once() -> None:
     class Client:
         def read_flow_runs(self, flow_run_filter: Any, limit: int) -> list[Any]:
-            assert flow_run_filter.end_time.after_ == since and [
-                str(one.value) for one in flow_run_filter.state.type.any_
-            ] == ["FAILED"]
+            assert flow_run_filter.end_time.after_ == since
+            assert [str(one.value) for one in flow_run_filter.state.type.any_] == ["FAILED"]
             return runs
 
     def run(name: str, message: str, deployment: object) -> Any:

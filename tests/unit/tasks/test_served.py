@@ -186,9 +186,8 @@ def test_a_run_has_its_deployments_own_recipe(
     (tmp_path / "served.json").write_text(json.dumps(served))
     monkeypatch.setenv(SERVED_ENV, str(tmp_path / "served.json"))
     assert own_recipe("recipe.yaml", [*own, "seed=5"], identity) == load_recipe(recipe, [*own, "seed=5"])
-    assert own_recipe("recipe.yaml", [], str(identity)) == load_recipe(recipe), (
-        "overrides stand in place of the deployment's"
-    )
+    # overrides stand in place of the deployment's
+    assert own_recipe("recipe.yaml", [], str(identity)) == load_recipe(recipe)
     (tmp_path / "other.yaml").write_text(TEXT)
     for other in (
         "other.yaml",
@@ -210,9 +209,8 @@ def test_a_run_has_its_deployments_own_recipe(
         own_recipe("recipe.yaml", {"seed": 5}, identity)
     with pytest.raises(ValueError, match=r"^`alignflow serve` has not made this deployment"):
         own_recipe("recipe.yaml", [], UUID(int=1))
-    assert own_recipe("other.yaml", ["artifacts=elsewhere"], None).artifacts == "elsewhere", (
-        "without a deployment: somebody's own call"
-    )
+    # without a deployment: somebody's own call
+    assert own_recipe("other.yaml", ["artifacts=elsewhere"], None).artifacts == "elsewhere"
 
 
 def test_a_kept_secret_is_its_users_alone_and_stays(tmp_path: Path) -> None:
@@ -225,9 +223,8 @@ def test_a_kept_secret_is_its_users_alone_and_stays(tmp_path: Path) -> None:
     assert stat.S_IMODE(place.stat().st_mode) == 0o600 and place.read_text() == f"{made}\n" and len(made) > 40
     assert kept_secret(place) == made
     place.chmod(0o644)
-    assert kept_secret(place) != made and stat.S_IMODE(place.stat().st_mode) == 0o600, (
-        "one that others could read is not used again"
-    )
+    # one that others could read is not used again
+    assert kept_secret(place) != made and stat.S_IMODE(place.stat().st_mode) == 0o600
     place.unlink()
     (tmp_path / "elsewhere").write_text("known:to-another\n")
     place.symlink_to(tmp_path / "elsewhere")
