@@ -33,12 +33,9 @@ GEMMA = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
 }
 QUARTER = [1.0 + 0.1 * i for i in range(16)]
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": ORIGINAL,
-    "long_factor": QUARTER,
-}
+LONG = dict(
+    rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=ORIGINAL, long_factor=QUARTER
+)
 # The family, and its positions.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("qwen3", YARN),

@@ -143,12 +143,9 @@ def test_alignflow_run_says_it_and_finishes_when_it_is_run_again(
 
     def run(cpus: float) -> int:
         stage = config_of(tmp_path, material, cpus).model_dump(mode="json", exclude_defaults=True)
-        recipe = {
-            "name": "nodes",
-            "base_model": str(material / "base"),
-            "artifacts": "artifacts",
-            "stages": {"ppo": stage},
-        }
+        recipe = dict(
+            name="nodes", base_model=str(material / "base"), artifacts="artifacts", stages={"ppo": stage}
+        )
         (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))  # which is YAML too
         command = (sys.executable, "-P", "-m", "flows.cli", "run", "recipe.yaml")
         given = {

@@ -104,11 +104,9 @@ def test_ppo_as_a_job_of_a_cluster_that_exists_uses_both_hosts(
     told = two.hosts[1].run(
         ray, "job", "submit", "--address", f"http://{two.head.address}:8265", "--", *COMMAND, str(folder)
     )
-    assert (
-        "succeeded" in told
-        and "on 2 node(s)" in told
-        and "the reward function odd runs here and on 10.83.0." in told
-    )
+    assert "succeeded" in told
+    assert "on 2 node(s)" in told
+    assert "the reward function odd runs here and on 10.83.0." in told
     assert RunDir(folder).result() is not None and len(read_metrics(folder)) == 4
     assert len(list((folder / "namespaces").iterdir())) == 2
 

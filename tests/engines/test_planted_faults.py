@@ -23,11 +23,7 @@ from rlhf_core.recipe.load_recipe import load_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
-QUESTIONS = {
-    "sft": r"Is my SFT bad\?",
-    "reward_model": r"Is my reward model bad\?",
-    "ppo": r"Is my PPO bad\?",
-}
+QUESTIONS = dict(sft=r"Is my SFT bad\?", reward_model=r"Is my reward model bad\?", ppo=r"Is my PPO bad\?")
 TEXT = """
 name: planted
 base_model: material/base

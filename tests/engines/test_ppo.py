@@ -291,19 +291,16 @@ def test_the_kl_coefficient_adapts(runs: Runs) -> None:
     assert frozen == [coefficients[0]] * len(frozen)
     # 16 answers over a horizon of 100, by 0.2 either way at the most.
     growth = coefficients[FROZEN + 2] / coefficients[0]
-    assert (
-        growth != 1
-        and (1 - 0.2 / 100) ** 16 <= growth * (1 + 1e-9)
-        and growth <= (1 + 0.2 / 100) ** 16 * (1 + 1e-9)
-    )
+    assert growth != 1
+    assert (1 - 0.2 / 100) ** 16 <= growth * (1 + 1e-9)
+    assert growth <= (1 + 0.2 / 100) ** 16 * (1 + 1e-9)
 
 
 def test_phases_stand_beside_their_floors_and_work_beside_waiting(runs: Runs) -> None:
     for line in read_metrics(runs.whole):
         for phase in ("generate", "score", "train"):
-            assert 0 < line[f"floor/{phase}"] < 10 * line[f"phase/{phase}"], (
-                "a processor's ceilings are rough, not made up"
-            )
+            # a processor's ceilings are rough, not made up
+            assert 0 < line[f"floor/{phase}"] < 10 * line[f"phase/{phase}"]
         for role in ("actor", "critic", "reference", "reward:reward_model", "sampler"):
             assert 0 <= line[f"wait/{role}"] <= 1
         assert 0 < line["work/sampler/generate"] <= line["phase/generate"] + 0.1
@@ -328,9 +325,8 @@ def test_so_does_one_with_dynamic_filtering(material: Path, tmp_path: Path) -> N
     finish(whole)
     lines = read_metrics(whole)
     assert len(lines) == ITERATIONS and all(line["filter/groups"] == 8 for line in lines)
-    assert any(line["filter/accepted"] < 1 for line in lines[:SAVED]), (
-        "groups are to be dropped before the checkpoint"
-    )
+    # groups are to be dropped before the checkpoint
+    assert any(line["filter/accepted"] < 1 for line in lines[:SAVED])
     kill_and_finish(killed)
     assert_same_end(whole, killed)
 
@@ -349,9 +345,8 @@ def test_one_actor_rank_trains_as_two_do(runs: Runs, material: Path, tmp_path: P
             {name: a[name] for name in names}, rel=2e-3, abs=1e-5
         )
     assert "policy/grad_norm" in one[-1]
-    assert "work/critic/release_memory" in one[-1] and "work/critic/release_memory" not in two[-1], (
-        "one rank shares its place: in turn"
-    )
+    # one rank shares its place: in turn
+    assert "work/critic/release_memory" in one[-1] and "work/critic/release_memory" not in two[-1]
 
 
 def test_the_actor_is_exported_on_its_way_and_the_run_goes_on_as_before(runs: Runs) -> None:
@@ -362,9 +357,8 @@ def test_the_actor_is_exported_on_its_way_and_the_run_goes_on_as_before(runs: Ru
             for step in (SAVED, ITERATIONS)
         )
         assert all(torch.equal(late[name], weight) for name, weight in end.items())
-        assert early.keys() == end.keys() and any(
-            not torch.equal(early[name], weight) for name, weight in end.items()
-        )
+        assert early.keys() == end.keys()
+        assert any(not torch.equal(early[name], weight) for name, weight in end.items())
     whole, killed = (
         load_file(folder / "exports" / f"iteration{SAVED}" / "model.safetensors")
         for folder in (runs.whole, runs.killed)

@@ -61,18 +61,10 @@ def ppo(material: Path, function: Path) -> PPO:
         "max_epochs": 1,
         "min_lr_ratio": 1,
     }
-    sizes = {
-        "rollout_batch_size": 8,
-        "n_samples_per_prompt": 4,
-        "train_batch_size": 16,
-        "micro_train_batch_size": 8,
-    }
-    how = {
-        "advantage_estimator": "grpo",
-        "reward": f"{function}:early",
-        "actor_ranks": Ranks(cpus=SHARE),
-        "max_staleness": 1,
-    }
+    sizes = dict(rollout_batch_size=8, n_samples_per_prompt=4, train_batch_size=16, micro_train_batch_size=8)
+    how = dict(
+        advantage_estimator="grpo", reward=f"{function}:early", actor_ranks=Ranks(cpus=SHARE), max_staleness=1
+    )
     plain = {"zero_stage": 0}  # plain torch, which is cut off and resumed here, DeepSpeed in test_ppo.py
     return PPO(**{**common(material), **here, **sizes, **how, **plain})
 

@@ -76,12 +76,9 @@ def prepare(
         "path": str(folder / "world.py:World"),
         "options": {"seen": str(folder / f"{name}.jsonl"), "median": median},
     }
-    sizes = {
-        "rollout_batch_size": BATCH,
-        "n_samples_per_prompt": N,
-        "train_batch_size": 16,
-        "micro_train_batch_size": 8,
-    }
+    sizes = dict(
+        rollout_batch_size=BATCH, n_samples_per_prompt=N, train_batch_size=16, micro_train_batch_size=8
+    )
     here = {
         "prompts": Data(sources=str(folder / "prompts.jsonl")),
         "max_steps": ITERATIONS,
@@ -175,14 +172,10 @@ def test_every_staleness_learns_the_same(
 
 def test_no_answer_is_too_old_and_engine_and_trainer_agree(asynchronous: Path) -> None:
     lines = read_metrics(asynchronous)
-    assert (
-        max(line["rollout/age_max"] for line in lines) <= 4
-        and max(line["rollout/age"] for line in lines) > 0.5
-    )
-    assert (
-        lines[0]["rollout/age_max"] == 0
-        and lines[0]["sampler/ratio_gap"] < 1e-3 < lines[-1]["sampler/ratio_gap"]
-    )
+    assert max(line["rollout/age_max"] for line in lines) <= 4
+    assert max(line["rollout/age"] for line in lines) > 0.5
+    assert lines[0]["rollout/age_max"] == 0
+    assert lines[0]["sampler/ratio_gap"] < 1e-3 < lines[-1]["sampler/ratio_gap"]
     assert all(line["sync/probe_gap"] < 1e-3 and line["policy/first_ratio_gap"] < 1e-5 for line in lines)
 
 
@@ -255,9 +248,8 @@ def test_a_dead_engine_is_started_again(folder: Path, material: Path) -> None:
     os.kill(int(pid.partition("process ")[2].partition(",")[0]), signal.SIGKILL)
     assert process.wait(timeout=900) == 0, log.read_text()[-3000:]
     text = log.read_text()
-    assert "starting the engines [0] anew" in text, (
-        "if it had requests then, they were asked again (test_dispatch.py)"
-    )
+    # if it had requests then, they were asked again (test_dispatch.py)
+    assert "starting the engines [0] anew" in text
     lines = read_metrics(run)
     assert len(lines) == 12 and all(line["sync/probe_gap"] < 1e-3 for line in lines)
 
@@ -267,12 +259,7 @@ def test_a_killed_run_trains_on_each_prompt_once(folder: Path, material: Path, k
     """What is asked again after a kill was not trained on before. A file of rollouts has all of an
     iteration's eight episodes."""
     iterations = 9
-    small = {
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 2,
-        "train_batch_size": 8,
-        "micro_train_batch_size": 4,
-    }
+    small = dict(rollout_batch_size=4, n_samples_per_prompt=2, train_batch_size=8, micro_train_batch_size=4)
     run = prepare(
         folder,
         material,
@@ -299,6 +286,5 @@ def test_a_killed_run_trains_on_each_prompt_once(folder: Path, material: Path, k
         json.loads(line)["messages"][0]["content"] for file in files for line in file.read_text().splitlines()
     )
     asked = Counter(prompt.messages[0]["content"] for prompt, _ in order_of(run).take(0, iterations * 4))
-    assert trained == {text: 2 * times for text, times in asked.items()}, (
-        "no prompt is lost, none is trained on twice"
-    )
+    # no prompt is lost, none is trained on twice
+    assert trained == {text: 2 * times for text, times in asked.items()}

@@ -67,13 +67,9 @@ def guesser(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": ASKED, "number": i}) + "\n" for i in range(64))
     )
-    sizes = {
-        "max_len": 64,
-        "train_batch_size": 64,
-        "micro_train_batch_size": 16,
-        "learning_rate": 3e-3,
-        "ranks": Ranks(cpus=1),
-    }
+    sizes = dict(
+        max_len=64, train_batch_size=64, micro_train_batch_size=16, learning_rate=3e-3, ranks=Ranks(cpus=1)
+    )
     config = SFT(data=Data(sources=str(folder / "games.jsonl")), model="base", **sizes)
     RunDir(folder / "sft").prepare(
         StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
@@ -83,30 +79,18 @@ def guesser(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ppo(guesser: Path, environment: dict[str, Any], **fields: Any) -> PPO:
-    sizes = {
-        "rollout_batch_size": 32,
-        "n_samples_per_prompt": 8,
-        "train_batch_size": 64,
-        "micro_train_batch_size": 32,
-    }
-    sizes |= {
-        "micro_rollout_batch_size": 32,
-        "prompt_max_len": 48,
-        "generate_max_len": 16,
-        "max_epochs": 1,
-        "num_episodes": 100,
-    }
-    common_fields = common(guesser) | {
-        "prompts": Data(sources=str(guesser / "prompts.jsonl")),
-        "export_at": (),
-        "save_steps": 10,
-    }
-    how = {
-        "advantage_estimator": "rloo",
-        "init_kl_coef": 0.0,
-        "actor_ranks": Ranks(cpus=SHARE),
-        "actor_learning_rate": 1e-3,
-    }
+    sizes = dict(
+        rollout_batch_size=32, n_samples_per_prompt=8, train_batch_size=64, micro_train_batch_size=32
+    )
+    sizes |= dict(
+        micro_rollout_batch_size=32, prompt_max_len=48, generate_max_len=16, max_epochs=1, num_episodes=100
+    )
+    common_fields = common(guesser) | dict(
+        prompts=Data(sources=str(guesser / "prompts.jsonl")), export_at=(), save_steps=10
+    )
+    how = dict(
+        advantage_estimator="rloo", init_kl_coef=0.0, actor_ranks=Ranks(cpus=SHARE), actor_learning_rate=1e-3
+    )
     return PPO(**{**common_fields, **sizes, **how, "environment": environment, **fields})
 
 
@@ -154,19 +138,10 @@ def test_the_secret_changes_and_only_guesses_are_trained_on(game: Path) -> None:
 @pytest.fixture(scope="module")
 def faulty(guesser: Path) -> Path:
     (guesser / "faulty.py").write_text(FAULTY)
-    environment = {
-        "path": str(guesser / "faulty.py:Faulty"),
-        "max_attempts": 12,
-        "timeout": 1.0,
-        "processes": 2,
-        "max_turns": 3,
-    }
-    sizes = {
-        "rollout_batch_size": 16,
-        "n_samples_per_prompt": 2,
-        "train_batch_size": 32,
-        "generate_max_len": 40,
-    }
+    environment = dict(
+        path=str(guesser / "faulty.py:Faulty"), max_attempts=12, timeout=1.0, processes=2, max_turns=3
+    )
+    sizes = dict(rollout_batch_size=16, n_samples_per_prompt=2, train_batch_size=32, generate_max_len=40)
     config = ppo(
         guesser, environment, max_steps=4, max_failed_rewards=0.2, advantage_estimator="reinforce_pp", **sizes
     )
@@ -181,9 +156,8 @@ def test_faults_are_counted_and_never_scored(faulty: Path) -> None:
         assert 1 < line["environment/attempts"] < 4
         assert line["reward/mean"] >= 0.5, "a failed episode is no 0"
         assert line["rollout/usable"] == pytest.approx(1 - line["reward/environment/failed"] / 32)
-    assert sum(line["reward/environment/failed"] for line in lines) == 2, (
-        "the two of the prompt that always fails, once in 64 prompts"
-    )
+    # the two of the prompt that always fails, once in 64 prompts
+    assert sum(line["reward/environment/failed"] for line in lines) == 2
 
 
 @pytest.mark.long

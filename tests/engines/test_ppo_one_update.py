@@ -20,13 +20,9 @@ def digits(responses):
     """1 for each digit, at its place."""
     return [[[i + 1, 1.0] for i, letter in enumerate(response) if letter.isdigit()] for response in responses]
 '''
-ONE_UPDATE = {
-    "n_samples_per_prompt": 4,
-    "train_batch_size": 32,
-    "max_epochs": 1,
-    "export_at": (),
-    "actor_ranks": Ranks(cpus=SHARE),
-}
+ONE_UPDATE = dict(
+    n_samples_per_prompt=4, train_batch_size=32, max_epochs=1, export_at=(), actor_ranks=Ranks(cpus=SHARE)
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +31,9 @@ def truncated(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     text, too."""
     folder = tmp_path_factory.mktemp("truncated")
     (folder / "checks.py").write_text(STEPS)
-    how = {
-        "advantage_estimator": "reinforce_pp",
-        "gamma": 0,
-        "init_kl_coef": 0.0,
-        "temperature": 0.9,
-        "top_p": 0.9,
-        "top_k": 40,
-    }
+    how = dict(
+        advantage_estimator="reinforce_pp", gamma=0, init_kl_coef=0.0, temperature=0.9, top_p=0.9, top_k=40
+    )
     ranks = {"actor_ranks": Ranks(num_ranks_per_node=2, cpus=SHARE)}
     fields = {
         **common(material),
@@ -62,14 +53,11 @@ def test_steps_are_learned_from_truncated_distributions(truncated: Path) -> None
     lines = read_metrics(truncated)
     assert len(lines) == 16
     for line in lines:
-        assert line["sampler/gap_p99"] < 1e-3 and line["sampler/gap"] < 1e-4, (
-            "the trainer's distribution is the sampler's"
-        )
-        assert (
-            abs(line["policy/first_ratio"] - 1) < 1e-6
-            and "work/actor/score" not in line
-            and line["work/actor/train"] > 0
-        )
+        # the trainer's distribution is the sampler's
+        assert line["sampler/gap_p99"] < 1e-3 and line["sampler/gap"] < 1e-4
+        assert abs(line["policy/first_ratio"] - 1) < 1e-6
+        assert "work/actor/score" not in line
+        assert line["work/actor/train"] > 0
     before, after = (sum(line["reward/mean"] for line in part) / 4 for part in (lines[:4], lines[-4:]))
     assert after > 1.5 * before
 
@@ -82,9 +70,8 @@ def test_answers_end_at_the_stop_text(truncated: Path, material: Path) -> None:
     ]
     ended = [row["response"] for row in rows if "e" in row["response"]]
     places = [response.index("e") for response in ended]
-    assert len(ended) > 10 and all(
-        place >= len(text) - 8 for place, text in zip(places, ended, strict=True)
-    ), "a token may have more text"
+    # a token may have more text
+    assert len(ended) > 10 and all(place >= len(text) - 8 for place, text in zip(places, ended, strict=True))
     assert all(row["finished"] for row in rows if "e" in row["response"])
     assert AutoTokenizer.from_pretrained(truncated / "checkpoint").eos_token
 
@@ -109,31 +96,20 @@ def test_the_sampler_is_the_old_policy_of_several_steps(material: Path, tmp_path
 
 def test_a_teacher_is_learned_without_a_reward(material: Path, tmp_path: Path) -> None:
     """The teacher is the student after SFT: the KL to it falls by a quarter or more."""
-    sizes = {
-        "max_len": 96,
-        "train_batch_size": 64,
-        "micro_train_batch_size": 16,
-        "learning_rate": 3e-3,
-        "ranks": Ranks(cpus=1),
-    }
+    sizes = dict(
+        max_len=96, train_batch_size=64, micro_train_batch_size=16, learning_rate=3e-3, ranks=Ranks(cpus=1)
+    )
     sft = SFT(model="base", data=Data(sources=str(material / "sft.jsonl"), max_samples=1280), **sizes)
     RunDir(tmp_path / "sft").prepare(
         StageRequest(name="sft", digest="0", config=sft, inputs={"base": str(material / "base")}, seed=3)
     )
     finish(tmp_path / "sft")
-    how = {
-        "advantage_estimator": "reinforce_pp",
-        "gamma": 0,
-        "whiten_advantages": False,
-        "reward": "none",
-        "init_kl_coef": 1.0,
-    }
-    sizes = {
-        "rollout_batch_size": 16,
-        "n_samples_per_prompt": 8,
-        "train_batch_size": 128,
-        "micro_train_batch_size": 32,
-    }
+    how = dict(
+        advantage_estimator="reinforce_pp", gamma=0, whiten_advantages=False, reward="none", init_kl_coef=1.0
+    )
+    sizes = dict(
+        rollout_batch_size=16, n_samples_per_prompt=8, train_batch_size=128, micro_train_batch_size=32
+    )
     fields = {
         **common(material),
         **ONE_UPDATE,

@@ -33,11 +33,9 @@ def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     (root / "checks.py").write_text(ODD)
     runs = Runs(root / "streamed", root / "cut_off", root / "at_once")
     engines = {"engine": EngineConfig(cpus=SHARE, kv_cache_gib=0.5, num_engines=2)}
-    how: dict[str, Any] = {
-        "advantage_estimator": "grpo",
-        "reward": f"{root / 'checks.py'}:odd",
-        "actor_ranks": Ranks(cpus=SHARE),
-    }
+    how: dict[str, Any] = dict(
+        advantage_estimator="grpo", reward=f"{root / 'checks.py'}:odd", actor_ranks=Ranks(cpus=SHARE)
+    )
     streamed = PPO(**{**common(material), **how, **engines, "stream_batch_size": 3})
     at_once = PPO(**{**common(material), **how, "max_steps": 1, "save_steps": 0, "export_at": ()})
     for folder, config in ((runs.streamed, streamed), (runs.at_once, at_once)):

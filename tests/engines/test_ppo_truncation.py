@@ -33,13 +33,7 @@ def test_cut_answers_get_the_critics_value(material: Path, tmp_path: Path) -> No
     values."""
     (tmp_path / "checks.py").write_text(ONES)
     sizes = {"generate_max_len": 4, "max_steps": 2, "save_steps": 10, "export_at": (), "max_epochs": 1}
-    how = {
-        "init_kl_coef": 0.0,
-        "lambd": 1.0,
-        "bootstrap_truncated": True,
-        "truncated_penalty": 0.5,
-        "value_clip": None,
-    }
+    how = dict(init_kl_coef=0.0, lambd=1.0, bootstrap_truncated=True, truncated_penalty=0.5, value_clip=None)
     ranks = {"actor_ranks": Ranks(cpus=SHARE), "critic_ranks": Ranks(num_ranks_per_node=2, cpus=SHARE)}
     fields = {
         **common(material),

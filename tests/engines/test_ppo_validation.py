@@ -29,12 +29,9 @@ VOWELS = """def vowels(responses, rows):
 
 
 def prepare(folder: Path, material: Path, function: Path, held: Path) -> None:
-    fields = common(material) | {
-        "actor_learning_rate": 3e-3,
-        "max_steps": STEPS,
-        "init_kl_coef": 0.0,
-        "export_at": (),
-    }
+    fields = common(material) | dict(
+        actor_learning_rate=3e-3, max_steps=STEPS, init_kl_coef=0.0, export_at=()
+    )
     config = PPO(
         **fields,
         advantage_estimator="grpo",
@@ -133,17 +130,14 @@ def test_without_a_kl_no_reference_is_loaded(run: Path) -> None:
 
 def test_answers_are_kept(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "validation" / "iteration1.jsonl").read_text().splitlines()]
-    assert len(rows) > 10 and all(
-        row["response"] and set(row) == {"prompt", "response", "finished", "rewards"} for row in rows
-    )
+    assert len(rows) > 10
+    assert all(row["response"] and set(row) == {"prompt", "response", "finished", "rewards"} for row in rows)
     line = read_metrics(run)[0]
     assert sum(next(iter(row["rewards"].values())) for row in rows) / len(rows) == pytest.approx(
         line["eval/reward/mean"]
     )
-    assert (
-        line["eval/reward/ci_low"] < line["eval/reward/mean"] < line["eval/reward/ci_high"]
-        and line["phase/validate"] > 0
-    )
+    assert line["eval/reward/ci_low"] < line["eval/reward/mean"] < line["eval/reward/ci_high"]
+    assert line["phase/validate"] > 0
 
 
 @pytest.mark.long

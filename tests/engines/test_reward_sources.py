@@ -119,13 +119,7 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                     "max_attempts": 1,
                     "batch_size": 16,
                 },
-                {
-                    "url": address[0],
-                    "name": "server",
-                    "weight": 0.25,
-                    "batch_size": 4,
-                    "api_key_env": REWARD_KEY,
-                },
+                dict(url=address[0], name="server", weight=0.25, batch_size=4, api_key_env=REWARD_KEY),
                 {"model": "twin", "weight": 0.1},
                 {
                     "judge": {"model": "taste", "base_url": judge.url, "api_key_env": "JUDGE_KEY"},
@@ -177,9 +171,8 @@ def check_its_protection(address: str, place: Path, served: subprocess.Popen[str
     body = {"prompts": ["1 + 1"], "responses": ["2"]}
     own = {"Authorization": f"Bearer {key}"}
     assert httpx.post(address, json=body).status_code == 401
-    assert httpx.post(address, json=body, headers=own | {"Host": "evil.example"}).status_code == 400, (
-        "DNS rebinding"
-    )
+    # DNS rebinding
+    assert httpx.post(address, json=body, headers=own | {"Host": "evil.example"}).status_code == 400
     assert httpx.post(address, json=body, headers=own | {"Origin": "http://evil.example"}).status_code == 403
     assert httpx.post(address, json=body, headers=own).status_code == 200
     assert listening(served.pid) and not beyond_loopback(served.pid)
@@ -224,11 +217,9 @@ def test_a_judge_compares_the_answers_to_each_prompt(run: Path) -> None:
 
 def test_failures_are_counted_and_masked(run: Path) -> None:
     for line in read_metrics(run / "grpo"):
-        assert (
-            line["reward/short/failed"],
-            line["reward/server/failed"],
-            line["reward/reward_model/failed"],
-        ) == (1, 0, 0)
+        assert line["reward/short/failed"] == 1
+        assert line["reward/server/failed"] == 0
+        assert line["reward/reward_model/failed"] == 0
         assert line["rollout/usable"] == 15 / 16
 
 

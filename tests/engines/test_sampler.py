@@ -38,12 +38,10 @@ class Setting:
         self, prompts: list[list[int]] | None = None, first_seed: int = 0, **changed: object
     ) -> list[list[SampledAnswer]]:
         prompts = self.prompts if prompts is None else prompts
-        options = {
-            "temperature": 1.0,
-            "max_new_tokens": 12,
-            "stop_token_ids": self.renderer.stop_token_ids,
-            "n": 2,
-        } | changed
+        options = (
+            dict(temperature=1.0, max_new_tokens=12, stop_token_ids=self.renderer.stop_token_ids, n=2)
+            | changed
+        )
         return self.sampler.generate(
             prompts, [first_seed + 10 * i for i in range(len(prompts))], Sampling(**options)
         )
@@ -111,12 +109,7 @@ def test_a_seed_fixes_the_answer(setting: Setting) -> None:
 
 
 def test_a_stream_gives_each_prompts_answers_once_they_are_all_there(setting: Setting) -> None:
-    how = {
-        "temperature": 1.0,
-        "max_new_tokens": 12,
-        "stop_token_ids": setting.renderer.stop_token_ids,
-        "n": 2,
-    }
+    how = dict(temperature=1.0, max_new_tokens=12, stop_token_ids=setting.renderer.stop_token_ids, n=2)
     seeds = [10 * i for i in range(len(setting.prompts))]
     for _ in range(2):  # the second time over the prefixes of the first
         streamed = list(setting.sampler.stream(setting.prompts, seeds, Sampling(**how)))
@@ -216,10 +209,8 @@ def test_a_stop_text_ends_an_answer_which_keeps_it(setting: Setting) -> None:
     stopped = [answer for group in setting.generate(max_new_tokens=24, stop=[stop]) for answer in group]
     ended = 0
     for answer, whole, text in zip(stopped, plain, texts, strict=True):
-        assert (
-            answer.tokens == whole.tokens[: len(answer.tokens)]
-            and answer.logprobs == whole.logprobs[: len(answer.tokens)]
-        )
+        assert answer.tokens == whole.tokens[: len(answer.tokens)]
+        assert answer.logprobs == whole.logprobs[: len(answer.tokens)]
         if stop in text:
             ended += 1
             assert (

@@ -62,12 +62,9 @@ def test_it_listens_on_loopback_alone(cluster: str) -> None:
 @as_root
 def test_another_user_reads_no_token_and_reaches_no_socket(raylet: psutil.Process) -> None:
     sockets = Path(ray._private.worker._global_node.get_sockets_dir_path())  # type: ignore[attr-defined]
-    assert (
-        as_nobody("open('/proc/self/status')") == "allowed"
-        and as_nobody("open('/nowhere')") == "FileNotFoundError"
-    )
+    assert as_nobody("open('/proc/self/status')") == "allowed"
+    assert as_nobody("open('/nowhere')") == "FileNotFoundError"
     assert as_nobody(f"open('/proc/{raylet.pid}/environ').read()") == "PermissionError"
-    assert (sockets / "raylet").exists() and as_nobody(
-        "import os; os.stat(sys.argv[1])", str(sockets / "raylet")
-    ) == "PermissionError"
+    assert (sockets / "raylet").exists()
+    assert as_nobody("import os; os.stat(sys.argv[1])", str(sockets / "raylet")) == "PermissionError"
     assert as_nobody("open(sys.argv[1], 'w')", str(sockets / "mine")) == "PermissionError"

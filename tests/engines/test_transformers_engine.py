@@ -26,16 +26,7 @@ from tests.support.families import make_family
 pytestmark = pytest.mark.slow
 DOCUMENTS = [[5, 9, 20, 33, 40, 51, 7], [8, 8, 9, 10, 77, 81]]
 # gpt-oss: vLLM drops experts that are sent; qwen3_5: it has no class on CPUs; gpt-oss and mixtral fuse experts
-FAMILIES = [
-    "llama",
-    "gpt-oss",
-    "mixtral",
-    "qwen3_5",
-    "granite-hybrid",
-    "nemotron-h",
-    "gemma2",
-    "gemma4-wrapper",
-]
+FAMILIES = "llama gpt-oss mixtral qwen3_5 granite-hybrid nemotron-h gemma2 gemma4-wrapper".split()
 TRANSFORMERS = EngineConfig(kind="transformers")
 
 

@@ -25,11 +25,7 @@ SHAPE = {
 def test_two_zero3_ranks_multiply_in_fp8_as_one_does(material: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(material / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    ends = {
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-    }
+    ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
     Qwen2ForCausalLM(
         Qwen2Config(vocab_size=len(tokenizer), dtype="bfloat16", **SHAPE, **ends)
     ).save_pretrained(tmp_path / "base")
@@ -59,9 +55,7 @@ def test_two_zero3_ranks_multiply_in_fp8_as_one_does(material: Path, tmp_path: P
     print(f"two ranks differ by {apart:.2g} over the steps, FP8 from bfloat16 by {rounding:.2g}")
     assert apart < rounding / 2, "ranks that multiply in bfloat16 would differ by as much"
     for ours, whole, unrounded in zip(two, one, exact, strict=True):
-        assert ours["loss"] == pytest.approx(whole["loss"], rel=5e-3) and ours["grad_norm"] == pytest.approx(
-            whole["grad_norm"], rel=0.02
-        )
-        assert whole["loss"] != unrounded["loss"] and whole["loss"] == pytest.approx(
-            unrounded["loss"], rel=0.02
-        )
+        assert ours["loss"] == pytest.approx(whole["loss"], rel=5e-3)
+        assert ours["grad_norm"] == pytest.approx(whole["grad_norm"], rel=0.02)
+        assert whole["loss"] != unrounded["loss"]
+        assert whole["loss"] == pytest.approx(unrounded["loss"], rel=0.02)

@@ -84,9 +84,8 @@ def test_two_ranks_score_as_one_does(
     ]
     for role, expected in enumerate(whole):
         scored = {index: values for rank in printed for index, values in rank[role][1]}
-        assert scored.keys() == set(range(7)) and all(max(rank[role][0]) < 0.65 for rank in printed), (
-            "a rank holds about half"
-        )
+        # a rank holds about half
+        assert scored.keys() == set(range(7)) and all(max(rank[role][0]) < 0.65 for rank in printed)
         for index, values in expected:
             np.testing.assert_allclose(scored[index], values, rtol=1e-4, atol=1e-5)
 

@@ -110,9 +110,8 @@ def test_weights_alone_in_host_memory_train_the_same(plain: dict[str, Any], tmp_
 
 def test_second_copies_of_the_weights_train_the_same(plain: dict[str, Any], tmp_path: Path) -> None:
     found = train(tmp_path, hpz_ranks=2)
-    assert found["hpz"] == 2 and found["copy"] == 600 * 64 / 2, (
-        "a half of the largest weight on each rank of a pair"
-    )
+    # a half of the largest weight on each rank of a pair
+    assert found["hpz"] == 2 and found["copy"] == 600 * 64 / 2
     same(found, plain)
 
 
@@ -150,7 +149,5 @@ def test_a_stage_on_one_rank_takes_options_of_deepspeed(
     block = sft("block", deepspeed={"zero_optimization": {"reduce_bucket_size": 100000}})
     assert "zero_stage" not in told and "zero_stage 3: memory cannot be estimated" in capsys.readouterr().out
     assert [line["loss"] for line in block] == pytest.approx([line["loss"] for line in plain], rel=2e-4)
-    with pytest.raises(
-        ValueError, match=r"deepspeed: DeepSpeed .* has no option 'zero_optimization.reduce_bucket'"
-    ):
+    with pytest.raises(ValueError, match=r"deepspeed: DeepSpeed .* option 'zero_optimization.reduce_bucket'"):
         sft("wrong", deepspeed={"zero_optimization": {"reduce_bucket": 100000}})

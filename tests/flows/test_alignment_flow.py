@@ -177,8 +177,7 @@ def test_a_deleted_checkpoint_that_a_later_stage_needs(
     assert flows.cli.main(["stage", "loop", "recipe.yaml", "loop.beta=0.7"]) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert told.startswith(
-        "stage loop.round1.preferences needs reward_model, which is not done: run `alignflow stage"
-        " reward_model RECIPE`"
+        "stage loop.round1.preferences needs reward_model, which is not done: run `alignflow stage reward_model RECIPE`"
     )
     assert attempts() == before
     assert flows.cli.main(["run", "recipe.yaml"]) == 0
@@ -208,9 +207,8 @@ def test_a_key_of_a_prefect_secret_reaches_the_stages(monkeypatch: pytest.Monkey
     Secret(value="hf_OnlyPrefectKnowsThis").save("hf-token")
     try:
         with provided(("HF_TOKEN", "A_KEY_NOBODY_KNOWS")):
-            assert (
-                os.environ["HF_TOKEN"] == "hf_OnlyPrefectKnowsThis" and "A_KEY_NOBODY_KNOWS" not in os.environ
-            )
+            assert os.environ["HF_TOKEN"] == "hf_OnlyPrefectKnowsThis"
+            assert "A_KEY_NOBODY_KNOWS" not in os.environ
         assert "HF_TOKEN" not in os.environ
     finally:
         Secret.delete("hf-token")
@@ -238,9 +236,8 @@ def test_the_command_and_its_exit_codes(
     edited = Path("recipe.yaml").read_text()
     Path("edited.yaml").write_text(edited + "seed: 11\n")
     assert flows.cli.main(["report", "edited.yaml"]) == 0
-    assert Path("artifacts/tiny/run.json").read_text() == recorded, (
-        "what the last run made is no more known as its own"
-    )
+    # what the last run made is no more known as its own
+    assert Path("artifacts/tiny/run.json").read_text() == recorded
     assert flows.cli.main(["stage", "sfft", "recipe.yaml"]) == 2
     assert flows.cli.main(["run", "none.yaml"]) == 2
     assert flows.cli.main(["no-such-command"]) == 2

@@ -64,10 +64,8 @@ def test_a_no_or_no_answer_starts_nothing(
         alignment(recipe(GATE))
     if late:
         expire()
-        assert (
-            approve() == 2
-            and "no stage waits for an approval (reward_model: nobody approved it" in capsys.readouterr().err
-        )
+        assert approve() == 2
+        assert "no stage waits for an approval (reward_model: nobody approved it" in capsys.readouterr().err
     else:
         assert approve("--refuse", "--by", "ann") == 0
     with pytest.raises(GateFailed, match="nobody approved it until" if late else "refused by ann"):
@@ -87,10 +85,8 @@ def test_the_command_ends_with_a_code_of_its_own(
     told = capsys.readouterr()
     assert "alignflow approve" in told.err and "1 waits" in told.out
     assert flows.cli.main(["run", "recipe.yaml", GATE, "--dry-run"]) == 0
-    assert (
-        flows.cli.main(["approve", "artifacts/other"]) == 2
-        and "there is no such folder" in capsys.readouterr().err
-    )
+    assert flows.cli.main(["approve", "artifacts/other"]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
     assert approve("--stage", "sft") == 2
     assert "no approval of sft was asked for; stages with one: reward_model" in capsys.readouterr().err
 

@@ -49,18 +49,14 @@ def test_a_planted_position_bias_keeps_the_evaluation_from_starting(
         ):
             alignment(recipe())
         assert len(endpoint.requests) == 24
-        assert (
-            statuses()["calibration"] == "done"
-            and statuses()["evaluation"] == "not run"
-            and "evaluation" not in attempts()
-        )
+        assert statuses()["calibration"] == "done"
+        assert statuses()["evaluation"] == "not run"
+        assert "evaluation" not in attempts()
         shown = artifacts()["calibration-calibration"]
         assert "| position bias: wins of the answer shown first minus shown second | 1.000 |" in shown
         page = Path("artifacts/tiny/report.html").read_text()
-        assert (
-            "Can the judge be believed?" in page
-            and "failed: the stages that depend on calibration were left out" in page
-        )
+        assert "Can the judge be believed?" in page
+        assert "failed: the stages that depend on calibration were left out" in page
 
         alignment(recipe("calibration.gates=[]"))
         assert len(endpoint.requests) == 24 and attempts()[-1] == "evaluation"

@@ -84,14 +84,6 @@ def test_a_repeated_or_different_stage_is_detected() -> None:
 
 def test_kill_times_are_between_the_first_step_and_the_result() -> None:
     steps = [(10.0, 1, 0), (20.0, 2, 0), (60.0, 3, 1), (70.0, 4, 2), (79.0, 5, 3)]
-    assert moments_of(steps, 80.0) == {
-        "start": Moment(1, 7.0),
-        "middle": Moment(6, 0.0),
-        "end": Moment(6, 8.0),
-    }
+    assert moments_of(steps, 80.0) == dict(start=Moment(1, 7.0), middle=Moment(6, 0.0), end=Moment(6, 8.0))
     none = [(10.0, 1, 0), (20.0, 2, 0), (60.0, 3, 0)]
-    assert moments_of(none, 80.0) == {
-        "start": Moment(1, 7.0),
-        "middle": Moment(2, 25.0),
-        "end": Moment(3, 13.0),
-    }
+    assert moments_of(none, 80.0) == dict(start=Moment(1, 7.0), middle=Moment(2, 25.0), end=Moment(3, 13.0))

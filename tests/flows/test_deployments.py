@@ -6,19 +6,16 @@ import itertools
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
 import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
-from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
@@ -26,9 +23,8 @@ import flows.serving.ended_runs
 import flows.serving.services
 from flows.cli.app import main
 from flows.serving.deployments import deploy, job_template, pause_others, prepare, served
-from flows.serving.ended_runs import sweep
 from flows.serving.schedules import schedule_of
-from flows.serving.services import LOG, POOL, Services
+from flows.serving.services import POOL
 from flows.serving.silent_runs import SILENT
 from flows.triggers.events import NEW
 from rlhf_core.recipe.load_recipe import load_recipe
@@ -39,11 +35,9 @@ FILE = ROOT / "deployments" / "prefect.yaml"
 
 
 def test_all_deployments_are_created(prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = build(tmp_path / "here") | {
-        "PREFECT_API_URL": prefect,
-        "ALIGNFLOW_RECIPE": "recipe.yaml",
-        "PWD": str(tmp_path / "here"),
-    }
+    environment = build(tmp_path / "here") | dict(
+        PREFECT_API_URL=prefect, ALIGNFLOW_RECIPE="recipe.yaml", PWD=str(tmp_path / "here")
+    )
     template = json.loads((FILE.parent / "process-pool.json").read_text())
     assert template == job_template()
     for pool in ("alignflow-process", "alignflow-ray"):
@@ -69,15 +63,11 @@ def test_all_deployments_are_created(prefect: str, tmp_path: Path, monkeypatch: 
     assert found["weekly"]["parameters"]["latest"] is True
     nightly = found["nightly"]
     (schedule,) = nightly["schedules"]
-    assert (
-        schedule["active"]
-        and schedule["schedule"]["cron"] == "0 2 * * *"
-        and schedule["schedule"]["timezone"] == "Europe/Berlin"
-    )
-    assert (
-        nightly["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
-        and nightly["global_concurrency_limit"]["limit"] == 1
-    )
+    assert schedule["active"]
+    assert schedule["schedule"]["cron"] == "0 2 * * *"
+    assert schedule["schedule"]["timezone"] == "Europe/Berlin"
+    assert nightly["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+    assert nightly["global_concurrency_limit"]["limit"] == 1
     assert {
         name: item["job_variables"]
         for name, item in found.items()
@@ -224,7 +214,7 @@ def test_a_run_on_a_teams_server_has_its_deployments_own_recipe(
         (None, any_recipe),
     ):
         with pytest.raises(
-            ValueError, match="parameter recipe: a run of this deployment has the deployment's own recipe"
+            ValueError, match=r"parameter recipe: a run of .* has the deployment's own recipe"
         ):
             own_recipe(given, [], deployment)
 
@@ -255,15 +245,13 @@ def test_wrong_schedules_and_recipes_are_one_sentence(
     monkeypatch.chdir(tmp_path)
     build(tmp_path / "here")
     with pytest.raises(
-        ValueError, match="timezone 'Europe/Berlim' is unknown: give a name such as Europe/Berlin or UTC"
+        ValueError, match=r"timezone 'Europe/Berlim' is unknown: give .* Europe/Berlin or UTC"
     ):
         schedule_of(None, "0 2 * * *", "Europe/Berlim")
     with pytest.raises(ValueError, match="cron '0 25' is no schedule"):
         schedule_of(None, "0 25", "UTC")
     for every in (0.1, float("nan"), float("inf"), 1e300):
-        with pytest.raises(
-            ValueError, match=r"interval of (0\.1|nan|inf|1e\+300) s is no schedule: give 1 to"
-        ):
+        with pytest.raises(ValueError, match=r"interval of (0\.1|nan|inf|1e\+300) .* no schedule: give 1 to"):
             schedule_of(every, "", "UTC")
     assert main(["serve", "here/recipe.yaml", "--port", "99999"]) == 2
     assert main(["serve", "here/recipe.yaml", "--port", "0", "--host", "nonsense.invalid"]) == 3
@@ -294,139 +282,6 @@ def test_a_second_serve_says_where_the_first_one_is(tmp_path: Path) -> None:
     first.kill()
     first.communicate()
     told = " ".join(second.stderr.split())
-    assert (
-        second.returncode == 3
-        and "is running on" in told
-        and "already, at http://127.0.0.1:4321 (process 77)" in told
-    )
-
-
-@pytest.mark.parametrize(
-    ("listed", "now", "told"),
-    [
-        ("RUNNING", "RUNNING", "CRASHED"),
-        ("PENDING", "PENDING", "CRASHED"),
-        ("CANCELLING", "CANCELLING", "CANCELLED"),  # the worker has ended it and not reported it yet
-        ("CANCELLING", "CANCELLED", "CANCELLED"),
-        ("RUNNING", "COMPLETED", "COMPLETED"),  # it completed after the list was read
-    ],
-)
-def test_runs_without_a_process_are_ended(
-    prefect: str, listed: str, now: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flows.serving.ended_runs, "PROCESS_SECONDS", 0.0)
-    identity = ask(prefect, "/flows/", {"name": "gone"})["id"]
-    deployment = ask(prefect, "/deployments/", {"name": f"{listed}-{now}", "flow_id": identity})["id"]
-    run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
-
-    class Client(SyncPrefectClient):
-        def read_flow_runs(self, **given: Any) -> list[FlowRun]:
-            found = [one for one in super().read_flow_runs(**given) if str(one.id) == run]
-            say(now)
-            return found
-
-    def say(state: str) -> None:
-        ask(prefect, f"/flow_runs/{run}/set_state", {"state": {"type": state}, "force": True})
-
-    with Client(api=prefect) as client:
-        say("RUNNING")
-        client.update_flow_run(UUID(run), infrastructure_pid=ended_process())
-        say(listed)
-        assert sweep(client) == (now == listed)
-        assert ask(prefect, f"/flow_runs/{run}")["state_type"] == told
-        say("COMPLETED")
-
-
-def ended_process() -> str:
-    """Returns a process that has ended, as Prefect records it."""
-    command = [sys.executable, "-c", "import os; print(os.getpid())"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    return f"{socket.gethostname()}:{ended.stdout.strip()}"
-
-
-def test_a_run_that_starts_again_is_not_judged_by_its_last_process(prefect: str) -> None:
-    """A worker records a new process only after it has started it."""
-    flow = ask(prefect, "/flows/", {"name": "again"})["id"]
-    deployment = ask(prefect, "/deployments/", {"name": "again", "flow_id": flow})["id"]
-    run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
-    with SyncPrefectClient(api=prefect) as client:
-        client.update_flow_run(UUID(run), infrastructure_pid=ended_process())
-        ask(prefect, f"/flow_runs/{run}/set_state", {"state": {"type": "PENDING"}, "force": True})
-        assert sweep(client) == 0
-        assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "PENDING"
-        assert sweep(client, at_start=True) == 1
-        assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "CRASHED"
-
-
-def test_a_run_whose_process_was_never_started_is_ended_after_ten_minutes(
-    prefect: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would hold the queue of scheduled runs, which starts one at a time."""
-    flow = ask(prefect, "/flows/", {"name": "stuck"})["id"]
-    deployment = ask(prefect, "/deployments/", {"name": "stuck", "flow_id": flow})["id"]
-    run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
-    ask(prefect, f"/flow_runs/{run}/set_state", {"state": {"type": "PENDING"}, "force": True})
-    with SyncPrefectClient(api=prefect) as client:
-        sweep(client)
-        assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "PENDING"
-        monkeypatch.setattr(flows.serving.ended_runs, "STUCK_SECONDS", 0.0)
-        sweep(client)
-        assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "CRASHED"
-
-
-def test_a_process_that_ignores_its_cancellation_is_ended(
-    prefect: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prefect's runner sends the signal once for each run: a retried run that is cancelled again goes on. The
-    engine of its flow marks it as crashed when the signal comes from elsewhere."""
-    flow = ask(prefect, "/flows/", {"name": "stubborn"})["id"]
-    deployment = ask(prefect, "/deployments/", {"name": "stubborn", "flow_id": flow})["id"]
-    run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
-    engine = (
-        "import signal, sys, time, urllib.request\n"
-        "def crash(*_):\n"
-        '    body = b\'{"state": {"type": "CRASHED"}, "force": true}\'\n'
-        "    asked = urllib.request.Request(sys.argv[1], body, {'content-type': 'application/json'})\n"
-        "    urllib.request.urlopen(asked).read()\n"
-        "    sys.exit(1)\n"
-        "signal.signal(signal.SIGTERM, crash)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", engine, f"{prefect}/flow_runs/{run}/set_state"],
-        env=os.environ | {"PREFECT__FLOW_RUN_ID": run},
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-    with SyncPrefectClient(api=prefect) as client:
-        client.update_flow_run(UUID(run), infrastructure_pid=f"{socket.gethostname()}:{process.pid}")
-        ask(prefect, f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}, "force": True})
-        assert sweep(client) == 0 and process.poll() is None
-        monkeypatch.setattr(flows.serving.ended_runs, "IGNORED_SECONDS", 0.0)
-        sweep(client)
-        assert process.poll() is not None
-        assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "CANCELLED"
-
-
-def test_the_log_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flows.serving.services, "LOG_BYTES", 1000)
-    services = Services(tmp_path, "127.0.0.1", 0)
-    log = tmp_path / LOG
-    # appends, as server and worker do
-    command = "import sys\nfor line in sys.stdin: print('x' * 600, line, flush=True)"
-    with (
-        log.open("ab") as out,
-        subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=out) as writer,
-    ):
-        assert writer.stdin is not None
-        for number, (size, copy) in enumerate([(604, False), (0, True), (604, True)]):
-            writer.stdin.write(b"%d\n" % number)
-            writer.stdin.flush()
-            wait_until(lambda text=f" {number}\n": text in log.read_text(), "the line")
-            services.bound_log()
-            assert (log.stat().st_size, (tmp_path / f"{LOG}.1").exists()) == (size, copy)
-        writer.stdin.close()
-    assert (tmp_path / f"{LOG}.1").read_text().split()[1::2] == ["0", "1"] and log.read_text().endswith(
-        " 2\n\n"
-    )
+    assert second.returncode == 3
+    assert "is running on" in told
+    assert "already, at http://127.0.0.1:4321 (process 77)" in told

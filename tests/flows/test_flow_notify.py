@@ -37,12 +37,10 @@ def test_a_webhook_gets_states_stages_and_gates(
         assert receiver.events == ["running", "stage", "gate", *["stage"] * (len(ORDER) - 1), "completed"]
         assert [message["stage"] for message in receiver.got if message["event"] == "stage"] == ORDER
         passed = receiver.got[2]
-        assert (passed["stage"], passed["metric"], passed["value"], passed["passed"]) == (
-            "sft",
-            "loss",
-            1.5,
-            True,
-        )
+        assert passed["stage"] == "sft"
+        assert passed["metric"] == "loss"
+        assert passed["value"] == 1.5
+        assert passed["passed"] is True
         assert len({message["run_id"] for message in receiver.got}) == 1 and receiver.got[0]["run_id"]
 
         receiver.got.clear()

@@ -76,10 +76,8 @@ def test_three_concurrent_runs_train_one_round(here: tuple[Path, dict[str, str]]
 def test_rounds_stop_when_the_win_rate_does_and_parts_run(here: tuple[Path, dict[str, str]]) -> None:
     folder, environment = here
     end = Called(folder, environment, "evaluate", recipe="recipe.yaml").ended()
-    assert (
-        "FAILED" in end
-        and "stage evaluation needs loop.round1.dpo, sft, which are not done: run `alignflow stage" in end
-    )
+    assert "FAILED" in end
+    assert "stage evaluation needs loop.round1.dpo, sft, which are not done: run `alignflow stage" in end
     assert records(folder / "artifacts") == [], "a recipe without a folder gets none"
     (folder / "artifacts" / "micro").mkdir(parents=True)
     Called(folder, environment, "evaluate", recipe="recipe.yaml").ended()
@@ -101,9 +99,8 @@ def test_rounds_stop_when_the_win_rate_does_and_parts_run(here: tuple[Path, dict
         " more than 0"
     )
     rounds = [name for name in micro.begun(folder) if name.endswith(".dpo")]
-    assert (
-        rounds == [f"loop.round{k}.dpo" for k in (1, 2, 3)] and len({made(folder, k) for k in (1, 2, 3)}) == 3
-    )
+    assert rounds == [f"loop.round{k}.dpo" for k in (1, 2, 3)]
+    assert len({made(folder, k) for k in (1, 2, 3)}) == 3
     end = Called(
         folder,
         environment,
@@ -119,9 +116,8 @@ def test_rounds_stop_when_the_win_rate_does_and_parts_run(here: tuple[Path, dict
         capture_output=True,
         text=True,
     )
-    assert "3 rounds are done. Round 4 is next" in status.stdout and "0.600" in status.stdout, (
-        status.stdout + status.stderr
-    )
+    assert "3 rounds are done. Round 4 is next" in status.stdout, status.stdout + status.stderr
+    assert "0.600" in status.stdout, status.stdout + status.stderr
 
 
 def test_wrong_parameters_are_one_sentence(here: tuple[Path, dict[str, str]]) -> None:
@@ -147,9 +143,7 @@ def test_min_gain_without_an_evaluation_of_the_loop_is_refused_before_training(
 ) -> None:
     text = Path("recipe.yaml").read_text()
     Path("recipe.yaml").write_text(text.replace("models: [loop]", "models: [sft], baseline: base"))
-    with pytest.raises(
-        ValueError, match=r"--min-gain .* needs an evaluation that judges loop: add one, or leave it out"
-    ):
+    with pytest.raises(ValueError, match=r"--min-gain .* needs an evaluation that judges .* or leave it out"):
         loop("recipe.yaml", max_rounds=1, min_gain=0.0)
     assert not attempts()
 

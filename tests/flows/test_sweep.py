@@ -38,12 +38,10 @@ def test_variants_and_what_follows(recipe: Callable[..., Recipe], monkeypatch: p
     with pytest.raises(StageFailed, match=r"stage dpo\.beta=0\.1 failed"):
         alignment(load_recipe("recipe.yaml"))
     first = Counter(attempts())
-    assert (
-        first["sft"] == 1
-        and first[VARIANTS[1]] == 2
-        and statuses()[VARIANTS[0]] == "done"
-        and not first["trial"]
-    )
+    assert first["sft"] == 1
+    assert first[VARIANTS[1]] == 2
+    assert statuses()[VARIANTS[0]] == "done"
+    assert not first["trial"]
     alignment(load_recipe("recipe.yaml"))
     left = Counter(
         {VARIANTS[1]: 1, VARIANTS[2]: 1 - first[VARIANTS[2]], "trial": 1, "best": 1, "evaluation": 1}
@@ -57,6 +55,5 @@ def test_variants_and_what_follows(recipe: Callable[..., Recipe], monkeypatch: p
         {"dpo.beta=0.5": 1, "trial": 1, "best": 1, "evaluation": 1}
     )
     stage("recipe.yaml", "dpo", ("dpo.sweep.beta=[0.1, 0.7]",))
-    assert (
-        attempts()[-1] == "dpo.beta=0.7" and "dpo.beta=0.7" in Path("artifacts/tiny/report.html").read_text()
-    )
+    assert attempts()[-1] == "dpo.beta=0.7"
+    assert "dpo.beta=0.7" in Path("artifacts/tiny/report.html").read_text()

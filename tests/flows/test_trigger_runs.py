@@ -111,12 +111,7 @@ def test_an_unknown_deployment(team: Team) -> None:
 
 def test_feedback_starts_a_run_and_another_one_after_a_crash(team: Team, tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "chat.inbox")
-    loop = {
-        "stage": "iterative_feedback",
-        "method": "kto",
-        "feedback": {"sources": str(inbox.folder)},
-        "rounds": 1,
-    }
+    loop = dict(stage="iterative_feedback", method="kto", feedback={"sources": str(inbox.folder)}, rounds=1)
     now = [0.0]
     watch = InboxWatch(
         Recipe(name="n", base_model="org/base", artifacts=str(tmp_path), stages={"loop": loop}),

@@ -123,15 +123,12 @@ def test_a_waiting_run_ended_by_a_signal_and_one_that_takes_over(folder: Path, s
 
     shown = alignflow("runs").splitlines()
     assert shown[0].split() == ["id", "name", "pinned", "state", "started", "recipe", "stages", "win", "rate"]
-    assert (
-        shown[1].split()[1:3] == ["second", "done"]
-        and "4 of 4 done" in shown[1]
-        and "loop.round1 0.5" in shown[1]
-    )
+    assert shown[1].split()[1:3] == ["second", "done"]
+    assert "4 of 4 done" in shown[1]
+    assert "loop.round1 0.5" in shown[1]
     alignflow("runs", "pin", "first")
-    assert shown[4].split()[1:3] == ["first", "killed"] and alignflow("runs").splitlines()[4].split()[
-        1:3
-    ] == ["first", "pinned"]
+    assert shown[4].split()[1:3] == ["first", "killed"]
+    assert alignflow("runs").splitlines()[4].split()[1:3] == ["first", "pinned"]
     kept = alignflow("gc", "--keep-runs", "0", "--delete")
     assert kept.count(f"(run first ({runs[-1].id}), pinned)") == 4 and "4 stages are kept; 0 folders" in kept
 

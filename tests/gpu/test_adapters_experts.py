@@ -105,9 +105,8 @@ def test_4_bit_weights_train(kind: str, zero_stage: int, material: Path, tmp_pat
         load_file(folder / "model.safetensors")
         for folder in (tmp_path / kind / "checkpoint", material / "base")
     )
-    assert stored.keys() == base.keys() and all(
-        weight.shape == base[name].shape for name, weight in stored.items()
-    )
+    assert stored.keys() == base.keys()
+    assert all(weight.shape == base[name].shape for name, weight in stored.items())
 
 
 @needs_bitsandbytes
@@ -132,9 +131,8 @@ def test_vllm_follows_an_actor_of_4_bit_weights_with_adapters(material: Path, tm
     lines = run("ppo", ppo(material, lora=NF4, zero_stage=2), inputs, tmp_path / "ppo")
     for line in lines:
         assert line["policy/first_ratio_gap"] < 0.01
-    assert all(line["sampler/gap"] < 0.05 for line in lines[1:]), (
-        "the first rollout is of the model before it was quantised"
-    )
+    # the first rollout is of the model before it was quantised
+    assert all(line["sampler/gap"] < 0.05 for line in lines[1:])
 
 
 @pytest.mark.parametrize("memory", ["", "expandable_segments:True"])

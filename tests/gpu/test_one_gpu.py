@@ -89,11 +89,9 @@ def test_losses_fall(chain: Path) -> None:
 
 def test_a_round_is_sampled_and_scored_in_the_precision_of_its_checkpoints(chain: Path) -> None:
     (line,) = read_metrics(chain / "preferences")
-    assert (
-        line["prompts"] == 64
-        and line["pairs"] > 16
-        and line["reward/best"] > line["reward/mean"] > line["reward/worst"]
-    )
+    assert line["prompts"] == 64
+    assert line["pairs"] > 16
+    assert line["reward/best"] > line["reward/mean"] > line["reward/worst"]
     assert {dtype_of(str(chain / name / "checkpoint"), "auto") for name in ("sft", "reward_model")} == {
         "bfloat16"
     }

@@ -122,11 +122,9 @@ def test_a_round_is_sampled_and_scored_on_all_gpus(gpus: int, material: Path, tm
     (line,) = run(
         "preferences", config, material / "base", tmp_path / "run", rm=str(tmp_path / "rm" / "checkpoint")
     )
-    assert (
-        line["prompts"] == 64
-        and line["pairs"] > 16
-        and line["reward/best"] > line["reward/mean"] > line["reward/worst"]
-    )
+    assert line["prompts"] == 64
+    assert line["pairs"] > 16
+    assert line["reward/best"] > line["reward/mean"] > line["reward/worst"]
 
 
 def ppo(material: Path, function: Path, placement: str) -> PPO:

@@ -54,14 +54,7 @@ def simulate(
                 {"role": "assistant", "content": {"answer": f"{model} {q}"}},
             ]
             answers.append(
-                {
-                    "uid": f"q{q}",
-                    "ans_id": "x",
-                    "model": model,
-                    "messages": messages,
-                    "tstamp": 1.0,
-                    "metadata": metadata,
-                }
+                dict(uid=f"q{q}", ans_id="x", model=model, messages=messages, tstamp=1.0, metadata=metadata)
             )
     for model, skill in skills.items():
         for q in range(questions):

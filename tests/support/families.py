@@ -57,13 +57,7 @@ LATENT = {  # multi-head latent attention
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
     },
-    **{
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    **dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n_group=1, topk_group=1),
 }
 MAMBA = {
     "layers_block_type": ["mamba", "attention", "mlp"],
@@ -77,11 +71,7 @@ WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_windo
 GEMMA = {**WINDOW, "tie_word_embeddings": True}
 GEMMA4 = {
     **GEMMA,
-    **{
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "global_head_dim": 64,
-    },
+    **dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, global_head_dim=64),
     **{"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "final_logit_softcapping": 30.0},
 }
 # What each has beside SHAPE, by the name that the classes of transformers begin with.
@@ -147,14 +137,9 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-PATCHES = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 16,
-}
+PATCHES = dict(
+    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64, num_position_embeddings=16
+)
 # Multimodal checkpoints: the class, what their language models have beside SHAPE, and what reads images.
 WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3-wrapper": ("Gemma3", {}, VISION),
@@ -188,11 +173,7 @@ def make_family(
     One of `WRAPPERS` is in several files, with a processor's file. `larger`: sizes in place of the small
     ones."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
-    ids = {
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-    }
+    ids = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
     shape = {"vocab_size": len(tokenizer), "initializer_range": 0.2, **SHAPE, **ids}
     torch.manual_seed(0)
     if name in WRAPPERS:

@@ -19,13 +19,9 @@ def question(uid: str = "q1", prompt: str = "What is 2 + 2?", category: str = "s
 
 
 def openai_judge(url: str, folder: Path, **changes: Any) -> LlmJudge:
-    settings: dict[str, Any] = {
-        "max_tokens": 64,
-        "concurrency": 4,
-        "max_failed": 0.0,
-        "timeout": 60.0,
-        "max_attempts": 4,
-    }
+    settings: dict[str, Any] = dict(
+        max_tokens=64, concurrency=4, max_failed=0.0, timeout=60.0, max_attempts=4
+    )
     settings |= {"api_key_env": "JUDGE_KEY", "pause": 0.01, **changes}
     pause = settings.pop("pause")
     config = configs.OpenAIJudge(model="judge", base_url=url, **settings)

@@ -62,22 +62,12 @@ def run(artifacts: Path, identity: str) -> None:
     )
 
     def record(status: str, state: str = "", ended: float | None = None) -> None:
-        stage = {
-            "name": "sft",
-            "kind": "sft",
-            "parents": [],
-            "run_dir": f"stages/sft-{DIGEST}",
-            "status": status,
-            "gates": [],
-        }
-        told = {
-            "name": None,
-            "state": state,
-            "recipe": RECIPE,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "started": started,
-        }
+        stage = dict(
+            name="sft", kind="sft", parents=[], run_dir=f"stages/sft-{DIGEST}", status=status, gates=[]
+        )
+        told = dict(
+            name=None, state=state, recipe=RECIPE, host=socket.gethostname(), pid=os.getpid(), started=started
+        )
         write_text(folder / f"{identity}.json", json.dumps(told | {"ended": ended, "stages": [stage]}))
 
     folder.mkdir(parents=True, exist_ok=True)

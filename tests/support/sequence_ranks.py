@@ -55,14 +55,9 @@ from tests.unit.models.test_models import FAMILIES, SHAPE, SHARED_KEYS
 
 WORLD = 4
 CPU = torch.device("cpu")
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "head_dim": 8,
-}
+LATENT = dict(
+    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, head_dim=8
+)
 SIX = {**SHAPE, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
 MODELS: dict[str, Callable[[], Any]] = {
     **FAMILIES,

@@ -118,12 +118,7 @@ def main(kind: str, model: str, folder: Path, in_memory: bool) -> None:
             for item in (seen[-1][i] for i in order_of_epoch(count, 0, 0))
         )
     stored = size(folder / "large" / STATE)
-    told = {
-        "steps": len(taken),
-        "tokens": tokens,
-        "stored_mib": stored / 2**20,
-        "allowed_mib": ALLOWED[kind] / 2**20,
-    }
+    told = dict(steps=len(taken), tokens=tokens, stored_mib=stored / 2**20, allowed_mib=ALLOWED[kind] / 2**20)
     print(json.dumps(told), flush=True)
 
 

@@ -203,10 +203,8 @@ def test_a_web_page_cannot_start_a_run(api: str, tmp_path: Path, content: str) -
                 browser.wait(30)
         pages.shutdown()
     command += ["--dump-dom", f"http://evil.example:{urlsplit(api).port}/"]
-    assert (
-        "does not answer for that host"
-        in subprocess.run(command, capture_output=True, text=True, timeout=180).stdout
-    )
+    text = subprocess.run(command, capture_output=True, text=True, timeout=180).stdout
+    assert "does not answer for that host" in text
     assert runs(api) == before
 
 
@@ -242,9 +240,8 @@ def test_the_live_page_needs_its_token(serve: Serve, api: str) -> None:
 
     wait_until(lambda: status() == 401, "the live page to start", told=serve.told)
     token = (serve.folder / "home" / "dashboard-token").read_text().strip()
-    assert (
-        status(Authorization=f"Bearer {token}") == 404 and status(Authorization=f"Bearer {AUTH[api]}") == 401
-    )
+    assert status(Authorization=f"Bearer {token}") == 404
+    assert status(Authorization=f"Bearer {AUTH[api]}") == 401
     assert status(Authorization=f"Bearer {token}", Host="evil.example") == 421
 
 
@@ -286,12 +283,9 @@ def test_a_run_cannot_change_command_environment_or_folder(serve: Serve, api: st
             )
         assert refused.value.code == 422
     flow = ask(api, f"/deployments/{identity}")["flow_id"]
-    body = {
-        "flow_id": flow,
-        "deployment_id": identity,
-        "work_pool_name": "alignflow-process",
-        "work_queue_name": "asked",
-    }
+    body = dict(
+        flow_id=flow, deployment_id=identity, work_pool_name="alignflow-process", work_queue_name="asked"
+    )
     body |= {
         "parameters": {"recipe": "recipe.yaml"},
         "state": {"type": "SCHEDULED"},
@@ -324,22 +318,18 @@ def test_a_run_accepts_only_its_deployments_recipe_and_settings(serve: Serve, ap
     asked = [(serve.run(api, "alignment/micro", **parameters), sentence) for parameters, sentence in wanted]
     for run, sentence in asked:
         state = ended(serve, api, run)
-        assert (
-            state["type"] == "FAILED"
-            and sentence in state["message"]
-            and "\n" not in state["message"].strip()
-        ), state
+        assert state["type"] == "FAILED", state
+        assert sentence in state["message"], state
+        assert "\n" not in state["message"].strip(), state
         lines = [line["message"] for line in logged(api, run) if line["level"] >= logging.ERROR]
         (refusal,) = [line for line in lines if sentence in line]
-        assert refusal.startswith(("parameter recipe: ", "override ")) and not [
-            line for line in lines if "\n" in line.strip()
-        ], lines
+        assert refusal.startswith(("parameter recipe: ", "override ")), lines
+        assert not [line for line in lines if "\n" in line.strip()], lines
     identity = deployment(api)
     patch(api, f"/deployments/{identity}", {"parameters": {"recipe": "other.yaml", "overrides": []}})
     try:
-        assert own in ended(serve, api, serve.run(api, "alignment/micro"))["message"], (
-            "it is compared with what `serve` was given"
-        )
+        # it is compared with what `serve` was given
+        assert own in ended(serve, api, serve.run(api, "alignment/micro"))["message"]
     finally:
         patch(api, f"/deployments/{identity}", {"parameters": {"recipe": "recipe.yaml", "overrides": []}})
     console = serve.folder / "serve.txt"
@@ -352,9 +342,8 @@ def test_a_run_accepts_only_its_deployments_recipe_and_settings(serve: Serve, ap
     assert console.read_text().count("override loop.reward: ") == 1 and "Traceback" not in console.read_text()
     assert micro.begun(serve.folder) == before
     allowed = serve.run(api, "loop/micro", overrides=["loop.beta=0.25"], max_rounds=4)
-    assert ended(serve, api, allowed)["type"] == "COMPLETED" and "loop.round1.dpo" in micro.begun(
-        serve.folder
-    )
+    assert ended(serve, api, allowed)["type"] == "COMPLETED"
+    assert "loop.round1.dpo" in micro.begun(serve.folder)
 
 
 def patch(api: str, route: str, body: dict[str, Any]) -> None:

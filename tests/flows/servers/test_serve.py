@@ -61,14 +61,12 @@ def test_scheduled_runs_before_and_after_a_manual_run(tmp_path: Path) -> None:
     requests = [request_of(folder, f"loop.round{number}.dpo") for number in numbers]
     for number, (before, after) in enumerate(pairwise(requests), start=1):
         made = f"loop.round{number}.dpo-{before.digest}/made/checkpoint"
-        assert after.inputs[f"loop.round{number}.dpo"].endswith(made), (
-            "a round starts from the result of the one before it"
-        )
+        # a round starts from the result of the one before it
+        assert after.inputs[f"loop.round{number}.dpo"].endswith(made)
     betas = [request.config.model_dump()["beta"] for request in requests]
     manual = [run["id"] for run in runs].index(asked)
-    assert betas[manual] == 0.3 and betas.count(0.3) == 1, (
-        "the changed parameter is that of the run that was asked for alone"
-    )
+    # the changed parameter is that of the run that was asked for alone
+    assert betas[manual] == 0.3 and betas.count(0.3) == 1
     trained = [name for name in micro.begun(folder) if name.startswith("loop.")]
     assert len(trained) == len(set(trained)), "no stage of a round twice"
 
@@ -99,8 +97,7 @@ def test_a_manual_run_does_not_wait_for_late_ones(tmp_path: Path) -> None:
             if run["state_type"] in ("COMPLETED", "CANCELLED", "FAILED", "CRASHED")
         ]
         assert set(ended) <= {"COMPLETED", "CANCELLED"}
-        assert len([name for name in micro.begun(folder) if name == "loop.round2.dpo"]) == 0, (
-            "missed nights are one round, not ten"
-        )
+        # missed nights are one round, not ten
+        assert len([name for name in micro.begun(folder) if name == "loop.round2.dpo"]) == 0
     finally:
         serve.stop()

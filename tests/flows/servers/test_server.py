@@ -45,9 +45,8 @@ def serving(home: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
                 ask(url, "/health")
                 break
             except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, (home / "log.txt").read_text()[
-                    -2000:
-                ]
+                assert process.poll() is None, (home / "log.txt").read_text()[-2000:]
+                assert time.monotonic() < deadline, (home / "log.txt").read_text()[-2000:]
                 time.sleep(0.5)
         yield url, process
     finally:
@@ -96,12 +95,9 @@ def test_a_run_is_visible_on_the_server(server: str, material: Path, tmp_path: P
 def test_a_dead_server_is_reported_in_one_sentence(material: Path, tmp_path: Path, proxy: str) -> None:
     """Also one that a dead proxy is in front of."""
     stages = {"publication": {"model": "base"}}
-    recipe = {
-        "name": "r",
-        "base_model": str(material / "base"),
-        "artifacts": str(tmp_path / "artifacts"),
-        "stages": stages,
-    }
+    recipe = dict(
+        name="r", base_model=str(material / "base"), artifacts=str(tmp_path / "artifacts"), stages=stages
+    )
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     api = "http://prefect.invalid/api" if proxy else f"http://127.0.0.1:{free_port()}/api"
     environment = os.environ | {"PREFECT_API_URL": api, "PYTHONPATH": str(ROOT), "http_proxy": proxy}
@@ -147,9 +143,7 @@ def test_a_server_that_stops_is_reported_in_one_sentence(tmp_path: Path) -> None
         server.wait()
         (here / "go").touch()
         _, told = run.communicate(timeout=WAIT_SECONDS)
-    assert (
-        run.returncode == 3
-        and f"Prefect's server at {url} stopped answering" in told
-        and "Traceback" not in told
-    ), told
+    assert run.returncode == 3, told
+    assert f"Prefect's server at {url} stopped answering" in told, told
+    assert "Traceback" not in told, told
     assert list((here / "artifacts" / "stages").glob("sft-*/result.json"))
