@@ -8,10 +8,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-import rlhf_core.stages.dpo
-import rlhf_core.stages.kto
-import rlhf_core.stages.reward_model
-import rlhf_core.stages.sft
 from rlhf_core.config import DPO, KTO, PPO, SFT, Data, RewardModel, Source, StageConfig
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
@@ -26,13 +22,8 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo.rewards.credit import estimate
 from tests.agreement import material
 from tests.agreement.material import CLIP_HIGH, CLIP_LOW, MAX_LENGTH
+from tests.support.stage_work import WORK
 
-WORK = {
-    "sft": rlhf_core.stages.sft.run,
-    "reward_model": rlhf_core.stages.reward_model.run,
-    "dpo": rlhf_core.stages.dpo.run,
-    "kto": rlhf_core.stages.kto.run,
-}
 CONFIGS = {"sft": SFT, "reward_model": RewardModel, "dpo": DPO, "kto": KTO}
 Curve = dict[str, Any]
 

@@ -17,13 +17,13 @@ from rlhf_core.config import (
     Evaluation,
     Ranks,
     RewardJudge,
-    RewardModel,
     Source,
     StageConfig,
 )
 from rlhf_core.records import StageResult
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.stage_work import reward_config
 
 QUESTIONS = Path(__file__).parents[3] / "shared" / "data" / "arena-hard" / "v0.1-question.jsonl"
 LIMITS = {"prompt_max_len": 96, "generate_max_len": 12}
@@ -53,16 +53,7 @@ def finish(folder: Path, module: str, config: StageConfig, inputs: dict[str, str
 def test_500_real_prompts_run_through_ppo_and_evaluation(material: Path, tmp_path: Path) -> None:
     base = {"base": str(material / "base")}
     share = Ranks(cpus=0.25)
-    pairs = Data(sources=str(material / "preferences.jsonl"), max_samples=32)
-    reward = RewardModel(
-        model="base",
-        data=pairs,
-        train_batch_size=16,
-        micro_train_batch_size=16,
-        max_len=96,
-        learning_rate=1e-3,
-    )
-    finish(tmp_path / "reward_model", "rlhf_core", reward, base)
+    finish(tmp_path / "reward_model", "rlhf_core", reward_config(material, 32), base)
     inputs = base | {"reward_model": str(tmp_path / "reward_model" / "checkpoint")}
     ppo = PPO(
         actor="base",

@@ -24,12 +24,12 @@ import torch
 from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
-import rlhf_core.stages.reward_model
-from rlhf_core.config import PPO, Data, EngineConfig, Ranks, RewardModel
+from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.micro import wait_until
 from tests.support.sockets import beyond_loopback, listening
+from tests.support.stage_work import train_reward_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ITERATIONS = 4
@@ -240,20 +240,7 @@ def assert_same_end(whole: Path, killed: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("ppo")
-    pairs = Data(sources=str(material / "preferences.jsonl"))
-    config = RewardModel(
-        model="base",
-        data=pairs,
-        train_batch_size=16,
-        micro_train_batch_size=16,
-        max_len=96,
-        learning_rate=1e-3,
-    )
-    (root / "reward_model").mkdir()
-    request = StageRequest(
-        name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7
-    )
-    rlhf_core.stages.reward_model.run(request, RunDir(root / "reward_model"))
+    train_reward_model(material, root / "reward_model")
     runs = Runs(root / "whole", root / "killed", root / "reward_model")
     for folder in (runs.whole, runs.killed):
         prepare(folder, material, runs.reward_model, actor_ranks=2, colocate_critic_reward=True)

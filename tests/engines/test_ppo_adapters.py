@@ -13,33 +13,20 @@ from safetensors.torch import load_file
 
 import rlhf_core.stages.ppo.ppo_stage
 import rlhf_core.stages.reward_model
-from rlhf_core.config import PPO, Data, EngineConfig, Lora, Ranks, RewardModel
+from rlhf_core.config import PPO, Data, EngineConfig, Lora, Ranks
 from rlhf_core.config.metrics.shared_metrics import SURVIVES
 from rlhf_core.models.load_model import load_policy
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.families import make_family
+from tests.support.stage_work import train_reward_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
 def reward_model(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reward_model")
-    pairs = Data(sources=str(material / "preferences.jsonl"))
-    config = RewardModel(
-        model="base",
-        data=pairs,
-        train_batch_size=16,
-        micro_train_batch_size=16,
-        max_len=96,
-        learning_rate=1e-3,
-    )
-    request = StageRequest(
-        name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7
-    )
-    rlhf_core.stages.reward_model.run(request, RunDir(folder))
-    return folder / "checkpoint"
+    return train_reward_model(material, tmp_path_factory.mktemp("reward_model"))
 
 
 @pytest.mark.parametrize(

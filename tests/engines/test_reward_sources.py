@@ -24,9 +24,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import rlhf_core.stages.reward_model
 from flows.cli.artifacts import REWARD_KEY
-from rlhf_core.config import PPO, Data, EngineConfig, Ranks, RewardModel
+from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.rewards.reward_server import AnswerToScore, document
@@ -36,6 +35,7 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.chat_endpoint import SECRET, Reply, completion, serving
 from tests.support.families import make_family
 from tests.support.sockets import beyond_loopback, listening
+from tests.support.stage_work import train_reward_model
 from tests.unit.rewards.test_own_tokens import save_twin
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -63,20 +63,7 @@ def longer(_: int, request: dict[str, Any]) -> Reply:
 @pytest.fixture(scope="module")
 def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sources")
-    pairs = Data(sources=str(material / "preferences.jsonl"), max_samples=64)
-    config = RewardModel(
-        model="base",
-        data=pairs,
-        train_batch_size=16,
-        micro_train_batch_size=16,
-        max_len=96,
-        learning_rate=1e-3,
-    )
-    request = StageRequest(
-        name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7
-    )
-    (root / "rm").mkdir()
-    rlhf_core.stages.reward_model.run(request, RunDir(root / "rm"))
+    train_reward_model(material, root / "rm", 64)
     (root / "checks").mkdir()
     (root / "checks" / "checks.py").write_text(FUNCTION)
     served = subprocess.Popen(

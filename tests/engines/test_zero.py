@@ -11,24 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import rlhf_core.stages.dpo
-import rlhf_core.stages.kto
-import rlhf_core.stages.reward_model
-import rlhf_core.stages.sft
 from rlhf_core.config import DPO, KTO, SFT, Data, Lora, Ranks, RewardModel
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.families import make_family
+from tests.support.stage_work import WORK
 from tests.unit.models.test_document_leak import save_leaking
 
 pytestmark = pytest.mark.slow
 FIELDS = {"train_batch_size": 12, "micro_train_batch_size": 2, "max_len": 64, "learning_rate": 1e-3}
-WORK = {
-    "sft": rlhf_core.stages.sft.run,
-    "reward_model": rlhf_core.stages.reward_model.run,
-    "dpo": rlhf_core.stages.dpo.run,
-    "kto": rlhf_core.stages.kto.run,
-}
 TWO = {"zero_stage": 3, "ranks": Ranks(num_ranks_per_node=2, cpus=0.5)}
 
 

@@ -14,10 +14,6 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import rlhf_core.stages.dpo
-import rlhf_core.stages.kto
-import rlhf_core.stages.reward_model
-import rlhf_core.stages.sft
 from evaluation.answers.local_answers import model_config
 from rlhf_core.config import DPO, KTO, PPO, SFT, Data, Lora, RewardModel, StageConfig
 from rlhf_core.data.documents import Document
@@ -29,13 +25,8 @@ from rlhf_core.objectives.collate import collate
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from tests.support.stage_work import WORK
 
-WORK = {
-    "sft": rlhf_core.stages.sft.run,
-    "reward_model": rlhf_core.stages.reward_model.run,
-    "dpo": rlhf_core.stages.dpo.run,
-    "kto": rlhf_core.stages.kto.run,
-}
 LORA = Lora(rank=4, alpha=8)
 DOCUMENTS = [[5, 9, 20, 33, 40, 51, 7], [8, 8, 9, 10, 77, 81]]
 

@@ -31,14 +31,9 @@ from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.training import train_loop
 from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.train_loop import deal, items_of_step, passes_of_rank, replicas
+from tests.support.stage_work import WORK
 
 COMMON = {"train_batch_size": 8, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-3}
-WORK = {
-    "sft": rlhf_core.stages.sft.run,
-    "reward_model": rlhf_core.stages.reward_model.run,
-    "dpo": rlhf_core.stages.dpo.run,
-    "kto": rlhf_core.stages.kto.run,
-}
 
 
 def config_of(kind: str, material: Path, samples: int = 40, **more: object) -> StageConfig:
