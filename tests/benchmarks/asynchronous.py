@@ -57,11 +57,7 @@ def stage_config(arguments: argparse.Namespace, staleness: int) -> PPO:
         "max_turns": arguments.longest,
         "answer_max_len": arguments.answer_len,
     }
-    engines = {
-        "num_engines": max(1, arguments.engine_gpus),
-        "gpus": float(arguments.engine_gpus > 0),
-        "cpus": 1.0,
-    }
+    engines = dict(num_engines=max(1, arguments.engine_gpus), gpus=float(arguments.engine_gpus > 0), cpus=1.0)
     actor = {
         "num_ranks_per_node": max(1, arguments.actor_gpus),
         "gpus": float(arguments.actor_gpus > 0),

@@ -60,12 +60,7 @@ def write(file: Path, rows: int, questions: list[str], vocabulary: list[str]) ->
             person = f"person{rng.randrange(PEOPLE)}"
             line = (
                 json.dumps(
-                    {
-                        "prompt": prompt,
-                        "response": answer,
-                        "thumb": rng.choice(["up", "down"]),
-                        "annotator": person,
-                    }
+                    dict(prompt=prompt, response=answer, thumb=rng.choice(["up", "down"]), annotator=person)
                 )
                 + "\n"
             )

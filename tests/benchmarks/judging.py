@@ -37,14 +37,7 @@ def serve(latency: float, port: Connection) -> None:
     usage = {"prompt_tokens": 900, "completion_tokens": 12, "total_tokens": 912}
     choice = {"index": 0, "finish_reason": "stop", "message": message}
     body = json.dumps(
-        {
-            "id": "1",
-            "object": "chat.completion",
-            "created": 0,
-            "model": "m",
-            "choices": [choice],
-            "usage": usage,
-        }
+        dict(id="1", object="chat.completion", created=0, model="m", choices=[choice], usage=usage)
     ).encode()
     reply = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (
         len(body),

@@ -70,12 +70,7 @@ ROWS = {
     "actor, reference, critic + reward, engine": Row("split-3", {"colocate_actor_ref": False}, 4),
     "actor, critic, reference and reward halves, engine": Row(
         "split-3",
-        {
-            "colocate_actor_ref": False,
-            "colocate_critic_reward": False,
-            "reference_ranks": HALF,
-            "reward_ranks": HALF,
-        },
+        dict(colocate_actor_ref=False, colocate_critic_reward=False, reference_ranks=HALF, reward_ranks=HALF),
         4,
     ),
 }

@@ -80,13 +80,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "tp-2": {
         **dict.fromkeys(ROLES, cards(2)),
         "colocate_all": True,
-        "engine": {
-            "num_engines": 1,
-            "tensor_parallel_size": 2,
-            "gpus": 1,
-            "gpu_memory_utilization": 0.45,
-            "sleep": True,
-        },
+        "engine": dict(
+            num_engines=1, tensor_parallel_size=2, gpus=1, gpu_memory_utilization=0.45, sleep=True
+        ),
     },
 }
 

@@ -22,34 +22,14 @@ from tests.benchmarks.calibrate import PAGE, placed_in
 
 LLAMA = {"model_type": "llama", "vocab_size": 32000}
 SHAPES: dict[str, dict[str, Any]] = {
-    "7B": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "intermediate_size": 11008,
-    },
-    "13B": {
-        "hidden_size": 5120,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "intermediate_size": 13824,
-    },
+    "7B": dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=11008),
+    "13B": dict(hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, intermediate_size=13824),
     "34B": {
-        **{
-            "hidden_size": 8192,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 64,
-            "intermediate_size": 22016,
-        },
+        **dict(hidden_size=8192, num_hidden_layers=48, num_attention_heads=64, intermediate_size=22016),
         "num_key_value_heads": 8,
     },
     "70B": {
-        **{
-            "hidden_size": 8192,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "intermediate_size": 28672,
-        },
+        **dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=28672),
         "num_key_value_heads": 8,
     },
 }
@@ -87,12 +67,7 @@ def recipe() -> PPO:
                 "dtype": "bfloat16",
                 **{role: {} for role in ROLES},
             },
-            **{
-                "rollout_batch_size": 1024,
-                "train_batch_size": 128,
-                "prompt_max_len": 1024,
-                "generate_max_len": 1024,
-            },
+            **dict(rollout_batch_size=1024, train_batch_size=128, prompt_max_len=1024, generate_max_len=1024),
             **{
                 "micro_train_batch_size": 1,
                 "micro_train_tokens": 8192,

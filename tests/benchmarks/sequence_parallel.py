@@ -261,12 +261,9 @@ def measured(engine: Engine, tokens: int, vocabulary: int) -> dict[str, float]:
         seconds.append(time.monotonic() - start)
     step = min(seconds[1:])
     peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else math.nan
-    return {
-        "seconds": round(step, 3),
-        "rate": round(tokens / step),
-        "peak": round(peak, 2),
-        "loss": float(loss.detach()),
-    }
+    return dict(
+        seconds=round(step, 3), rate=round(tokens / step), peak=round(peak, 2), loss=float(loss.detach())
+    )
 
 
 def table(arguments: argparse.Namespace, found: dict[int, dict[str, Any]]) -> int:

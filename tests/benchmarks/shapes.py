@@ -51,12 +51,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                 "num_attention_heads": 8,
                 "num_key_value_heads": 2,
             },
-            **{
-                "head_dim": 256,
-                "vocab_size": 248320,
-                "max_position_embeddings": 32768,
-                "tie_word_embeddings": True,
-            },
+            **dict(head_dim=256, vocab_size=248320, max_position_embeddings=32768, tie_word_embeddings=True),
             **{
                 "linear_num_value_heads": 16,
                 "linear_num_key_heads": 16,

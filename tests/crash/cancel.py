@@ -289,12 +289,9 @@ def main() -> int:
             for key, value in os.environ.items()
             if key not in ("PREFECT_API_URL", "HF_HUB_OFFLINE")
         }
-        environment = kept | {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "HF_ENDPOINT": hub.url,
-            "HF_TOKEN": TOKEN,
-        }
+        environment = kept | dict(
+            PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN
+        )
         environment |= {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
         environment |= {"HF_HUB_DISABLE_XET": "1"}  # the stand-in has no xet store
         serve = Serve(folder, environment, "--no-schedule", *SMALL)

@@ -78,12 +78,9 @@ def prepare(folder: Path, material: Path, home: Path) -> dict[str, str]:
             closing(sqlite3.connect(folder / "home" / "prefect.db")) as new,
         ):
             made.backup(new)
-    ours = {
-        "PYTHONPATH": str(ROOT),
-        "PREFECT_HOME": str(folder / "home"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+    ours = dict(
+        PYTHONPATH=str(ROOT), PREFECT_HOME=str(folder / "home"), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1"
+    )
     ours |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "HF_HUB_OFFLINE": "1"}
     return {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"} | ours
 

@@ -119,14 +119,9 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 def trained(base: Path, material: Path, folder: Path) -> dict[str, str]:
     """What became of two steps of each stage that trains, with budgets of tokens; packed where the family can
     be."""
-    rows = {
-        "max_len": 96,
-        "train_batch_size": 8,
-        "micro_train_tokens": 200,
-        "max_epochs": 1,
-        "learning_rate": 1e-4,
-        "zero_stage": 0,
-    }
+    rows = dict(
+        max_len=96, train_batch_size=8, micro_train_tokens=200, max_epochs=1, learning_rate=1e-4, zero_stage=0
+    )
     pairs, texts = (
         Data(sources=str(material / f"{name}.jsonl"), max_samples=16) for name in ("preferences", "sft")
     )

@@ -84,12 +84,9 @@ def surprise(policy: Policy, answers: list[SampledAnswer], temperature: float, t
 def test_drafted_tokens_have_the_distribution_and_the_log_probs_of_the_model(
     method: str, model: Path
 ) -> None:
-    drafts: dict[str, Any] = {
-        "method": method,
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    }
+    drafts: dict[str, Any] = dict(
+        method=method, num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
+    )
     vllm = EngineConfig(
         gpus=1, gpu_memory_utilization=0.3, options={"speculative_config": drafts} if method else {}
     )

@@ -31,13 +31,7 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not GPUS, reason="no GPU here")]
-TRAIN = {
-    "dtype": "bfloat16",
-    "train_batch_size": 32,
-    "micro_train_batch_size": 4,
-    "max_len": 96,
-    "learning_rate": 1e-4,
-}
+TRAIN = dict(dtype="bfloat16", train_batch_size=32, micro_train_batch_size=4, max_len=96, learning_rate=1e-4)
 # A third of the letters that a model without training writes are in it.
 EARLY = (
     "def early(responses): return [sum(c in 'abcdefghijklm' for c in text) / max(1, len(text)) for text in"

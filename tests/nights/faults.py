@@ -82,23 +82,19 @@ class Sign(NamedTuple):
     later: bool = False
 
 
-SIGNS: Mapping[Kind, Sign] = {
-    "poisoned": Sign(
-        "report", r"evaluation ci_low(_vs_parent)?/nights\.round{round} \S+ at least 0\.5 failed"
-    ),
-    "length_judge": Sign(
+SIGNS: Mapping[Kind, Sign] = dict(
+    poisoned=Sign("report", r"evaluation ci_low(_vs_parent)?/nights\.round{round} \S+ at least 0\.5 failed"),
+    length_judge=Sign(
         "report", r"calibration (kappa/ci_low|length_bias/ci_high) \S+ at (least|most) \S+ failed"
     ),
-    "drift": Sign("report", r"drift prompts/divergence_p \S+ at least 0\.01 failed"),
-    "full_disk": Sign(
-        ("stage page", "run page"), r"[Nn]o space left on (the )?(device|disk)|disk (is )?full"
-    ),
-    "killed": Sign("run page", r"killed"),
-    "hub_outage": Sign(
+    drift=Sign("report", r"drift prompts/divergence_p \S+ at least 0\.01 failed"),
+    full_disk=Sign(("stage page", "run page"), r"[Nn]o space left on (the )?(device|disk)|disk (is )?full"),
+    killed=Sign("run page", r"killed"),
+    hub_outage=Sign(
         "stage page publication", r"\b503\b|Hub (cannot|could not) be reached|the Hub did not answer"
     ),
-    "silent_approver": Sign("start page", r"refused: stage evaluation: nobody approved it until", later=True),
-}
+    silent_approver=Sign("start page", r"refused: stage evaluation: nobody approved it until", later=True),
+)
 
 
 def named(

@@ -41,13 +41,9 @@ def recorded(life: Life, nights: Sequence[Night], held_out: Sequence[tuple[str, 
         right = _right(folder / "checkpoint", tuple(held_out))
         found = gain(right, best)
         is_champion = name in promoted
-        about = {
-            "round": number,
-            "right": fmean(right),
-            "gain": found._asdict(),
-            "better": found.better,
-            "worse": found.worse,
-        }
+        about = dict(
+            round=number, right=fmean(right), gain=found._asdict(), better=found.better, worse=found.worse
+        )
         rounds.append({**about, "promoted": is_champion, "refused": refused})
         if is_champion:
             worse = [other for other, shares in held if gain(right, shares).worse]

@@ -30,12 +30,9 @@ stages:
   sft: { data: { sources: [material/sft.jsonl] }, max_len: 128, train_batch_size: 32, micro_train_batch_size: 32, learning_rate: 1.2e-3,
          logging_steps: 50 }
 """
-PLAIN = {
-    "HF_HUB_OFFLINE": "0",
-    "HF_HUB_DISABLE_XET": "1",
-    "OMP_NUM_THREADS": "1",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-}
+PLAIN = dict(
+    HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1", OMP_NUM_THREADS="1", PREFECT_SERVER_ANALYTICS_ENABLED="false"
+)
 
 
 def first_model(out: Path, scale: float = 1.0) -> Path:
@@ -107,11 +104,7 @@ def living(
         services = Services(home, "127.0.0.1", free_port("127.0.0.1"))
         stack.callback(services.stop)
         services.start_server()
-        doubles = {
-            "HF_ENDPOINT": hub.url,
-            "HF_TOKEN": hub_server.TOKEN,
-            "TOWN_JUDGE_KEY": chat_endpoint.SECRET,
-        }
+        doubles = dict(HF_ENDPOINT=hub.url, HF_TOKEN=hub_server.TOKEN, TOWN_JUDGE_KEY=chat_endpoint.SECRET)
         caches = {"HF_HOME": str(home / "huggingface")}
         environment = services.environment() | PLAIN | doubles | caches | {"PYTHONPATH": str(ROOT)}
         environment.pop("ALIGNFLOW_LIMIT", None)

@@ -116,13 +116,7 @@ def labels(seed: int, number: int, count: int, taken: set[str]) -> list[dict[str
         better = quality(a, exercise.answer) - quality(b, exercise.answer)
         verdict = "A>B" if better > 0 else "B>A" if better < 0 else "A=B"
         prompt = [{"role": "user", "content": exercise.prompt}]
-        line = {
-            "id": f"d{number}l{i}",
-            "uid": f"d{number}q{i}",
-            "prompt": prompt,
-            "answer_a": a,
-            "answer_b": b,
-        }
+        line = dict(id=f"d{number}l{i}", uid=f"d{number}q{i}", prompt=prompt, answer_a=a, answer_b=b)
         rows.append(
             line | {"verdict": verdict, "annotator": f"careful{i % 3}", "repeat_of": None, "undone": None}
         )
