@@ -93,7 +93,8 @@ def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, flo
     gap: mean |gap|; ratio_gap: mean |exp(gap) - 1|; gap_p99: 99th percentile of |gap|. The other metrics
     describe the loss's weights, one per token or per answer (`sampler_is_level`): capped: share that the
     bounds clamped or set to 0; weight_mean; ess: effective sample size `(sum w)^2 / (n sum w^2)` (Kish 1965),
-    1 if all are equal. weight_max is taken before the bounds apply.
+    1 if all are equal. weight_max is taken before the bounds apply. With `sampler_is: mask` also the shares
+    of all tokens, and of all answers as a whole, that the loss leaves out.
     """
     distances = gaps.abs()
     metrics = {
@@ -108,11 +109,25 @@ def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, flo
     cut = (used != weights) & config.weighs_tokens
     total = used.sum(dtype=torch.float64)
     squares = used.double().square().sum()
+    if config.sampler_is == "mask":
+        metrics |= _left_out(cut, lengths, config.sampler_is_level)
     return metrics | {
         "sampler/capped": float(cut.double().mean()),
         "sampler/weight_mean": float(total / len(used)),
         "sampler/weight_max": float(weights.max()),
         "sampler/ess": float(total.square() / (len(used) * squares)) if squares > 0 else 0.0,
+    }
+
+
+def _left_out(cut: Tensor, lengths: Tensor, level: WeightLevel) -> dict[str, float]:
+    """Returns the shares of tokens and of answers whose weights are all `cut`; one a token, or one an answer
+    that has tokens."""
+    lengths = lengths[lengths > 0]
+    tokens = cut if level == "token" else cut.repeat_interleave(lengths)
+    answers = torch.segment_reduce(tokens.double(), "min", lengths=lengths)
+    return {
+        "sampler/masked_tokens": float(tokens.double().mean()),
+        "sampler/masked_answers": float(answers.mean()),
     }
 
 

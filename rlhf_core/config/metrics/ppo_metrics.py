@@ -330,6 +330,13 @@ SAMPLER = (
         failed=OTHER_POLICY,
     ),
     Metric(
+        "sampler/masked_tokens sampler/masked_answers",
+        "share of the tokens that are left out of the loss, and of the answers that are left out whole",
+        "share",
+        MASKED,
+        failed=OTHER_POLICY,
+    ),
+    Metric(
         "sampler/weight_mean sampler/weight_max",
         "`weight_mean`: mean weight in the loss; `weight_max`: largest weight before the bounds",
         failed=OTHER_POLICY,

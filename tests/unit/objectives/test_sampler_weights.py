@@ -113,6 +113,35 @@ def test_metrics_of_masked_answers_count_answers() -> None:
     assert found["sampler/ess"] == pytest.approx(2.5**2 / (2 * 4.25))
 
 
+@pytest.mark.parametrize(
+    ("level", "clamp", "tokens", "answers"),
+    [
+        ("token", (0.5, 2.0), 0.75, 0.5),
+        ("geometric", (0.8, 1.9), 0.75, 0.5),
+        ("geometric", (0.3, 1.2), 0.0, 0.0),
+        ("geometric", (0.9, 1.0001), 0.75, 0.5),
+        ("sequence", (0.99, 1.01), 0.75, 0.5),
+    ],
+)
+def test_metrics_tell_what_is_left_out(
+    level: str, clamp: tuple[float, float], tokens: float, answers: float
+) -> None:
+    """Three tokens with the weight 0.4, whose answer has that geometric mean; one with 1. The third answer has no
+    tokens."""
+    gaps = torch.tensor([math.log(0.4)] * 3 + [0.0])
+    config = ppo(sampler_is="mask", sampler_is_level=level, sampler_is_clamp=clamp)
+    found = sampler_metrics(gaps, torch.tensor([3, 1, 0]), config)
+    assert (found["sampler/masked_tokens"], found["sampler/masked_answers"]) == (tokens, answers)
+    assert "sampler/masked_tokens" not in sampler_metrics(gaps, torch.tensor([3, 1]), ppo())
+
+
+def test_an_answer_of_which_one_token_is_left_is_not_left_out() -> None:
+    gaps = torch.tensor([math.log(9.0), 0.0])
+    config = ppo(sampler_is="mask", sampler_is_clamp=(0.5, 2.0))
+    found = sampler_metrics(gaps, torch.tensor([2]), config)
+    assert (found["sampler/masked_tokens"], found["sampler/masked_answers"]) == (0.5, 0.0)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_without_weights_or_gaps_nothing_is_capped(level: str) -> None:
     off = sampler_metrics(GAPS, LENGTHS, ppo(sampler_is="off", sampler_is_level=level))
