@@ -61,7 +61,7 @@ def read_async(draft: Draft) -> None:
     if not true(flag.words):
         draft.translate(flag, "max_staleness", 0)
         return
-    conflicts = [name for name in ("colocate_all", "engine.sleep", "dynamic_filtering") if draft.get(name)]
+    conflicts = [name for name in ("colocate_all", "engine.sleep") if draft.get(name)]
     if conflicts:
         draft.note("dropped", flag, f"max_staleness does not go with {' and '.join(conflicts)}")
         return

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -186,21 +187,25 @@ class Engines:
     async def _wait(
         self, call: Pending[list[tuple[int, SampledAnswer]]]
     ) -> list[list[tuple[int, SampledAnswer]]]:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[list[list[tuple[int, SampledAnswer]]]] = loop.create_future()
+        return await in_daemon(partial(call.wait, self._timeout), "engine")
 
-        def settle(set_it: Callable[[Any], None], value: Any) -> None:
-            if not done.done():
-                set_it(value)
 
-        def wait() -> None:
-            try:
-                outcome: tuple[Callable[[Any], None], Any] = done.set_result, call.wait(self._timeout)
-            except Exception as error:
-                outcome = done.set_exception, error
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(settle, *outcome)
+async def in_daemon(work: Callable[[], R], name: str) -> R:
+    """Waits for work in a thread of its own, a daemon: it does not delay the end of this process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[R] = loop.create_future()
 
-        # a daemon: it does not delay the end of this process
-        Thread(target=wait, name="engine", daemon=True).start()
-        return await done
+    def settle(set_it: Callable[[Any], None], value: Any) -> None:
+        if not done.done():
+            set_it(value)
+
+    def run() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], Any] = done.set_result, work()
+        except Exception as error:
+            outcome = done.set_exception, error
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return await done

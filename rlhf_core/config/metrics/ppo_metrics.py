@@ -25,7 +25,8 @@ FILTERED = Condition("with `dynamic_filtering`", lambda config: config.dynamic_f
 EPISODES = Condition("with an environment", lambda config: config.environment is not None)
 STALE = Condition("with `max_staleness`", lambda config: bool(config.max_staleness))
 CONTINUOUS = Condition(
-    "with `max_staleness` of 2 or more", lambda config: bool(config.max_staleness) and config.continuous
+    "with `max_staleness` of 2 or more, or with it and `dynamic_filtering`",
+    lambda config: config.continuous,
 )
 SEVERAL_ANSWERS = Condition("with several answers per prompt", lambda config: config.n_samples_per_prompt > 1)
 SLEEPS = Condition("with `engine.sleep`", lambda config: config.engine.sleep)
@@ -273,11 +274,17 @@ ROLLOUT = (
     ),
     Metric(
         "filter/rounds filter/groups",
-        "rounds of sampling; groups that are trained on",
+        "rounds of sampling (with `max_staleness`: in which as many groups would be looked at); groups"
+        " that are trained on",
         "count",
         FILTERED,
     ),
-    Metric("filter/accepted", "accepted share of the groups", "share", FILTERED),
+    Metric(
+        "filter/accepted",
+        "share of the groups that have a signal; the rewards of the others are all equal, or missing",
+        "share",
+        FILTERED,
+    ),
     Metric(
         "filter/reward_mean filter/reward_std",
         "rewards of the groups that are trained on; `reward/*` are of all groups",

@@ -62,6 +62,16 @@ class PPO(
         return not self.one_update and self.sampler_is != "in_ratio"
 
     @property
+    def continuous(self) -> bool:
+        """Whether engines answer without pause, across weight updates."""
+        return self.max_staleness > 1 or (self.max_staleness == 1 and self.dynamic_filtering)
+
+    @property
+    def one_ahead(self) -> bool:
+        """Whether engines answer the prompts of the next iteration, and stop before the weights change."""
+        return self.max_staleness == 1 and not self.continuous
+
+    @property
     def one_update(self) -> bool:
         """Whether an iteration is one on-policy optimiser step that needs no log-probs beforehand, neither
         for rewards nor for masking tokens. The log-probs then come from the training pass."""
@@ -153,11 +163,17 @@ class PPO(
                     f"{field} {what} while engines generate, so they need GPUs of their own: leave out"
                     f" colocate_all and engine.sleep, or {field}"
                 )
-            if self.dynamic_filtering:
-                yield (
-                    "dynamic_filtering needs the rewards of all answers to know how many are missing, and"
-                    f" with {field} engines and models work on different ones: leave one of them out"
-                )
+        if self.continuous and not self.engine.abilities.interrupts:
+            yield (
+                f"max_staleness {'with dynamic_filtering' if self.dynamic_filtering else 'above 1'} changes"
+                f" weights between two tokens of an answer, and engine.kind is {self.engine.kind}, which"
+                f" finishes its answers first: set max_staleness to {0 if self.dynamic_filtering else 1}"
+            )
+        if self.max_staleness and self.dynamic_filtering and self.colocate_critic_reward:
+            yield (
+                "dynamic_filtering with max_staleness scores answers while the critic trains, so the reward"
+                " model needs GPUs of its own: leave out colocate_critic_reward"
+            )
 
     @check
     def _check_batches(self) -> Iterator[str]:

@@ -28,8 +28,8 @@ class SamplerGap(SamplingFields):
         description=(
             "asynchronous training: iterations between the begin of an answer and its training, at most;"
             " engines have GPUs of their own. 1: they answer the next prompts while this iteration trains. 2"
-            " or more: they answer without pause, weights change between two tokens, long answers go on over"
-            " updates; sampler_is corrects for older weights"
+            " or more, and 1 with dynamic_filtering: they answer without pause, weights change between two"
+            " tokens, long answers go on over updates; sampler_is corrects for older weights"
         ),
     )
     sampler_is: Annotated[Literal["truncate", "clamp", "mask", "in_ratio", "off"], Off] = Field(
@@ -62,11 +62,6 @@ class SamplerGap(SamplingFields):
             " Ma et al. 2025)"
         ),
     )
-
-    @property
-    def continuous(self) -> bool:
-        """Whether engines answer without pause, across weight updates."""
-        return self.max_staleness > 1
 
     @property
     def sampler_is_bounds(self) -> tuple[float, float]:
@@ -112,11 +107,6 @@ class SamplerGap(SamplingFields):
             yield (
                 "with max_staleness answers are there before the weights that score them, so there is nothing"
                 " to stream: leave out stream_batch_size"
-            )
-        if self.continuous and not self.engine.abilities.interrupts:
-            yield (
-                "max_staleness above 1 changes weights between two tokens of an answer, and engine.kind is"
-                f" {self.engine.kind}, which finishes its answers first: set max_staleness to 1"
             )
         if self.max_staleness and self.sampler_is == "off":
             yield (

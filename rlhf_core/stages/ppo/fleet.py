@@ -8,8 +8,9 @@ ranks that make no progress.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class Fleet:
     engines: RolloutGroup
     lengths: Lengths | None = None
     machine: RooflineInputs | None = None  # set by `survey`
+    rewarding: Lock = field(default_factory=Lock)
 
     @property
     def timeout(self) -> float:
@@ -141,11 +143,17 @@ class Fleet:
             values[[not rollout.finished for rollout in rollouts]] = np.concatenate(of_cut)
         return values
 
-    def reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
-        """Returns the rewards of all sources. Raises RewardsFailed when a source leaves more than
-        `allowed_failures` answers without a reward."""
+    def start_reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Callable[[], Rewards]:
+        """Starts all sources of rewards. Returns a function that waits for the rewards and raises
+        RewardsFailed when a source leaves more than `allowed_failures` answers without one."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
-        return self.sources.start(rollouts, documents, allowed_failures, Turns(self.config.colocate_all))()
+        return self.sources.start(rollouts, documents, allowed_failures, Turns(self.config.colocate_all))
+
+    def reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
+        """Returns the rewards of `start_reward`. Threads take turns, so that each source keeps its limit of
+        requests at the same time."""
+        with self.rewarding:
+            return self.start_reward(rollouts, allowed_failures)()
 
     def reward_while_asleep(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
         """Returns the rewards of `reward`. Engines that share GPUs with the models sleep meanwhile, and keep

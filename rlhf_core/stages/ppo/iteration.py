@@ -23,7 +23,8 @@ from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.rollout_records import Rollout, Scores
 from rlhf_core.stages.ppo.sampling.collector import Collector
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
-from rlhf_core.stages.ppo.sampling.sampled_answers import Sampled, Setup, sample, start_sample
+from rlhf_core.stages.ppo.sampling.sample_in_turn import sample
+from rlhf_core.stages.ppo.sampling.sampled_answers import Sampled, Setup, start_sample
 
 
 class IterationSchedule(NamedTuple):
@@ -80,9 +81,7 @@ def ppo_iteration(
     with _phase(phases, "generate"):
         sampled = sampled_of(fleet, setup, carried, collector)
         rollouts = sampled.rollouts
-    pending = (
-        start_sample(engines, setup, sampled.position) if config.max_staleness == 1 and not last else None
-    )
+    pending = start_sample(engines, setup, sampled.position) if config.one_ahead and not last else None
     if fleet.sleeps:
         with _phase(phases, "sleep"):
             engines.sleep(keep_weights="actor" not in schedule.rates)
@@ -111,7 +110,7 @@ def ppo_iteration(
     metrics = credited.metrics | diverged.metrics | sampled.metrics | step_means(steps)
     if config.sampler_is == "in_ratio":
         metrics |= distance_to_sampler(rollouts, logprobs, config)
-    if config.max_staleness == 1:
+    if config.one_ahead:
         metrics["rollout/age"] = float(sampled.age)
     ahead = None
     if pending is not None:  # before the weights change

@@ -24,6 +24,7 @@ from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.ppo_setup import schedule_of
 from rlhf_core.stages.ppo.rollout_records import Rollout, shown
 from rlhf_core.stages.ppo.sampling.collector import Collected, Collector
+from rlhf_core.stages.ppo.sampling.group_filter import GroupFilter
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sampled_answers import Setup
 from rlhf_core.stages.ppo.sampling.stored import read_ahead, read_collected, write_ahead, write_collected
@@ -109,8 +110,11 @@ class IterationLoop:
             _, self.best = validated(fleet, self._held_out, self._run, 0, None)
         if self._config.continuous:
             state = resume.folder if resume else None
+            group_filter = None
+            if self._config.dynamic_filtering:
+                group_filter = GroupFilter(fleet, self._setup, self._carried.statistics)
             self._collector = start_collector(
-                fleet.engines, self._setup, self._iterations, self._first, state
+                fleet.engines, self._setup, self._iterations, self._first, state, group_filter
             )
 
     def run_iterations(self) -> int:
@@ -307,9 +311,15 @@ def adapted(kl: KLController, config: PPO, iteration: int, mean_kl: float) -> KL
 
 
 def start_collector(
-    engines: RolloutGroup, setup: Setup, iterations: int, first: int, state: Path | None
+    engines: RolloutGroup,
+    setup: Setup,
+    iterations: int,
+    first: int,
+    state: Path | None,
+    group_filter: GroupFilter | None = None,
 ) -> Collector:
-    """Starts to collect answers for the iterations from `first` on. `state`: the folder of a resume state."""
+    """Starts to collect answers for the iterations from `first` on. `state`: the folder of a resume state.
+    `group_filter`: with dynamic filtering."""
     assert engines.background is not None and engines.dispatch is not None
     known = read_collected(state, setup.order) if state else Collected()
     updates = updates_before(setup.config, first)
@@ -323,6 +333,7 @@ def start_collector(
         updates,
         known,
         engines.dispatch.died,
+        group_filter,
     )
 
 

@@ -1,7 +1,7 @@
 """Defines the records of the PPO process: Rollout (one sampled answer) -> Scores (from all models) ->
 Experience (to train on).
 
-`stored` and `restored` are for resume states, `shown` is for readers.
+`stored` and `restored`, also of rewards, are for resume states, `shown` is for readers.
 """
 
 from __future__ import annotations
@@ -106,6 +106,26 @@ def restored(row: Mapping[str, Any], prompt: Prompt, experts: np.ndarray | None)
         tuple(row["prompt_messages"]), row["tokens"][: row["prompt"]], prompt.row, row["truncated"]
     )
     return Rollout(prompt, document, logprobs, row["finished"], row["messages"], own, versions)
+
+
+def stored_rewards(rewards: Rewards) -> dict[str, Any]:
+    """Returns rewards as JSON."""
+    sources = {
+        title: [None if value != value else value for value in values.tolist()]
+        for title, values in rewards.by_source.items()
+    }
+    steps = {title: list(by.items()) for title, by in rewards.steps.items()}
+    return {"sources": sources, "errors": rewards.errors, "steps": steps}
+
+
+def restored_rewards(row: Mapping[str, Any]) -> Rewards:
+    """Returns the rewards that `stored_rewards` wrote, bit for bit."""
+    sources = {title: np.array(values, np.float64) for title, values in row["sources"].items()}
+    steps = {
+        title: {index: [(end, reward) for end, reward in found] for index, found in by}
+        for title, by in row["steps"].items()
+    }
+    return Rewards(sources, row["errors"], steps)
 
 
 def shown(

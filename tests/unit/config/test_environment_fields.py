@@ -25,7 +25,6 @@ BASE: dict[str, Any] = dict(
     {reward: environment} | reward names the environment, and there is none
     {one_step_off_policy: true} | one_step_off_policy is called max_staleness
     {max_staleness: 4, sampler_is: 'off'} | max_staleness trains on answers of older weights
-    {max_staleness: 4, dynamic_filtering: true} | dynamic_filtering needs the rewards of all answers
     {policy_loss: cispo, dual_clip: 3.0} | cispo weighs each token's log-prob: leave out dual_clip
     """),
 )

@@ -69,6 +69,7 @@ PPO = [
     Change("freezing_actor_steps", 2, looped),
     Change("max_staleness", 1, iterated),
     Change("max_staleness", 2, looped),
+    Change("max_staleness", 1, looped, FILTERED),
     Change("sampler_is", "off", updated),
     Change("sampler_is", "mask", updated),
     Change("sampler_is", "in_ratio", updated),

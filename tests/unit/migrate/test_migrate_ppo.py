@@ -238,6 +238,8 @@ def test_asynchronous_training(tmp_path: Path) -> None:
         == "max_staleness does not go with colocate_all and engine.sleep"
     )
     assert not read("--async_train False")[0].max_staleness
+    ppo, _ = read("--async_train --dynamic_filtering --n_samples_per_prompt 4")
+    assert (ppo.max_staleness, ppo.dynamic_filtering) == (1, True)
 
 
 AIAK = """ray job submit --address="http://127.0.0.1:8265" --runtime-env-json='{"working_dir": "/workspace/AIAK-RLHF"}' \\

@@ -1,5 +1,5 @@
 """Turns the sum of all sources into the rewards from which advantages are computed: clips it, and adds length
-penalties. `sampled_answers.py` filters groups with the same numbers."""
+penalties. `group_signal.py` filters groups with the same numbers."""
 
 from __future__ import annotations
 

@@ -6,6 +6,11 @@ k + 1) batches are begun by then (Fu et al. 2025, "AReaL", eq. 3), and an iterat
 would become too old. So a long answer may continue over up to k updates, and each of its tokens knows the
 weights that sampled it. With fast engines, fewer batches are begun: answers should not be older than is
 needed to keep the models from waiting.
+
+With a filter, a group without a signal is dropped, and the prompt that is next in the order begins at once.
+The number of groups that are begun and not trained on stays the same, so the replacements keep the limit of
+age. When as many groups were begun since the last iteration as filtering allows, dropped ones are no longer
+replaced, and the iteration gets what there is.
 """
 
 from __future__ import annotations
@@ -17,8 +22,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf_core.data.documents import Prompt
+from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.stages.ppo.rollout_records import Rollout
+from rlhf_core.stages.ppo.sampling.group_filter import FoundGroup, GroupFilter
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
 
 AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
@@ -27,12 +34,18 @@ AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
 class Collected(NamedTuple):
     """The state of a collector between two iterations: the next place in the order to begin, places being
     answered, and by place all answers to the prompts that are `ready`, with the iterations that `begun`
-    them."""
+    them.
+
+    With a filter, by place: answers that were `dropped` since the last iteration, and the `rewards` of all
+    answers here.
+    """
 
     next: int = 0
     open: Sequence[int] = ()
     begun: Mapping[int, int] = {}
     ready: Mapping[int, list[Rollout]] = {}
+    dropped: Mapping[int, list[Rollout]] = {}
+    rewards: Mapping[int, Rewards] = {}
 
 
 class Collector:
@@ -40,7 +53,7 @@ class Collector:
     with its seed.
 
     `updates`: number of the actor's updates so far, the version of the weights. `died`: set while an engine
-    is dead.
+    is dead. `group_filter`: None if every group is trained on.
     """
 
     def __init__(
@@ -54,18 +67,22 @@ class Collector:
         updates: int = 0,
         known: Collected = Collected(),  # noqa: B008 it is a tuple
         died: asyncio.Event | None = None,
+        group_filter: GroupFilter | None = None,
     ):
         self._background = background
         self._answer = answer
         self._order = order
         self._staleness = staleness
-        self._places = iterations * order.batch
+        self._iterations = iterations
         self._iteration = iteration
         self.updates = updates
         self._lead = 1  # batches begun beyond the iteration's own
         self._next = known.next
         self._ready = dict(known.ready)
         self._begun = dict(known.begun)
+        self._filter = group_filter
+        self._dropped = dict(known.dropped)
+        self._rewards = dict(known.rewards)
         self._working = set[asyncio.Task[None]]()
         self._failed: BaseException | None = None
         self._arrived = asyncio.Event()
@@ -74,27 +91,70 @@ class Collector:
 
     async def _begin(self, again: Sequence[int] = ()) -> None:
         """Begins the prompts at the places `again`, and all new ones allowed at this point."""
-        most = min((self._iteration + self._lead + 1) * self._order.batch, self._places)
-        new = range(self._next, max(most, self._next))
-        self._next = new.stop
-        for place in [*again, *new]:
-            ((prompt, seed),) = self._order.take(place, 1)
-            self._begun[place] = self._iteration
-            task = asyncio.create_task(self._collect(place, prompt, seed))
-            self._working.add(task)
-            task.add_done_callback(self._working.discard)
+        for place in again:
+            self._start(place)
+        while len(self._begun) < self._most_begun:
+            self._start_next()
 
-    async def _collect(self, place: int, prompt: Prompt, seed: int) -> None:
+    @property
+    def _most_begun(self) -> int:
+        """Returns how many groups may be begun and not trained on when an iteration begins."""
+        return min(self._lead + 1, self._iterations - self._iteration) * self._order.batch
+
+    def _start_next(self) -> None:
+        self._start(self._next)
+        self._next += 1
+
+    def _start(self, place: int) -> None:
+        self._begun[place] = self._iteration
+        task = asyncio.create_task(self._collect(place))
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+
+    async def _collect(self, place: int) -> None:
+        ((prompt, seed),) = self._order.take(place, 1)
         try:
-            self._ready[place] = await self._answer(prompt, seed)
+            rollouts = await self._answer(prompt, seed)
+            if self._filter is None:
+                self._ready[place] = rollouts
+            else:
+                await self._sort(place, rollouts, self._filter)
         except Exception as error:
             self._failed = error
         self._arrived.set()
 
+    async def _sort(self, place: int, rollouts: list[Rollout], group_filter: GroupFilter) -> None:
+        """Keeps a group that has a signal. Drops another one and, up to the limit, begins the prompt that
+        replaces it."""
+        verdict = await group_filter.look_at(rollouts)
+        self._rewards[place] = verdict.rewards
+        if verdict.signal:
+            self._ready[place] = rollouts
+            return
+        self._dropped[place] = rollouts
+        del self._begun[place]
+        others = self._most_begun - self._order.batch  # for the iterations after this one
+        if len(self._dropped) + len(self._begun) < group_filter.limit + others:
+            self._start_next()
+
+    @property
+    def _enough(self) -> bool:
+        """Whether the finished groups fill an iteration, or no more will come for it. At the limit of
+        filtering one group is enough; if there is none, the open ones are waited for."""
+        if self._exhausted and (self._ready or not self._begun):
+            return True
+        return len(self._ready) >= self._order.batch
+
+    @property
+    def _exhausted(self) -> bool:
+        """Whether as many groups were looked at for this iteration as filtering allows."""
+        looked_at = len(self._dropped) + len(self._ready)
+        return self._filter is not None and looked_at >= self._filter.limit
+
     def take(self) -> Sampled | None:
         """Waits for an iteration's groups and returns finished ones, in the order of the prompts. Returns
         None when an engine has died, since it may be the only one. Raises RoleFailed when engines fail
-        otherwise."""
+        otherwise, or what a source of rewards or the filter raises."""
         return self._background.run(self._take())
 
     async def _take(self) -> Sampled | None:
@@ -105,7 +165,7 @@ class Collector:
                 raise self._failed
             if self._died.is_set():
                 return None
-            if len(self._ready) >= self._order.batch and self._in_time():
+            if self._enough and self._in_time():
                 break
             waited = True
             self._arrived.clear()
@@ -115,20 +175,33 @@ class Collector:
             for other in others:
                 other.cancel()
         chosen = sorted(self._ready)[: self._order.batch]
-        rollouts = [found for place in chosen for found in self._ready.pop(place)]
-        for place in chosen:
-            del self._begun[place]
+        sampled = self._taken(chosen)
         if waited:
             self._lead = min(self._lead + 1, self._staleness)
         elif len(self._ready) >= self._order.batch:
             self._lead = max(self._lead - 1, 1)
         ages = np.concatenate(
-            [np.zeros(0), *(found.ages(self.updates) for found in rollouts if found.versions)]
+            [np.zeros(0), *(found.ages(self.updates) for found in sampled.rollouts if found.versions)]
         )
         # empty if all episodes failed at once
         mean, most = (float(ages.mean()), float(ages.max())) if len(ages) else (0.0, 0.0)
         metrics = {"rollout/age": mean, "rollout/age_max": most, "rollout/waiting": waiting}
-        return Sampled(rollouts, None, self._next, metrics | {"rollout/lead": float(self._lead)})
+        metrics |= {"rollout/lead": float(self._lead)}
+        return sampled._replace(metrics=sampled.metrics | metrics)
+
+    def _taken(self, chosen: Sequence[int]) -> Sampled:
+        """Removes the groups at the places `chosen`, and the dropped ones. Returns the answers of the
+        chosen."""
+        kept = {place: self._ready.pop(place) for place in chosen}
+        for place in chosen:
+            del self._begun[place]
+        if self._filter is None:
+            rollouts = [found for group in kept.values() for found in group]
+            return Sampled(rollouts, None, self._next, {})
+        looked_at = sorted((kept | self._dropped).items())
+        self._dropped.clear()
+        groups = [FoundGroup(found, self._rewards.pop(place), place in kept) for place, found in looked_at]
+        return self._filter.sampled(groups, self._next)
 
     def _in_time(self) -> bool:
         """Returns whether the finished groups suffice to keep every group from becoming too old. Of the
@@ -163,6 +236,8 @@ class Collector:
         async def now() -> Collected:
             still_open = sorted(self._begun.keys() - self._ready.keys())
             ready = dict(sorted(self._ready.items()))
-            return Collected(self._next, still_open, {place: self._begun[place] for place in ready}, ready)
+            begun = {place: self._begun[place] for place in ready}
+            dropped = dict(sorted(self._dropped.items()))
+            return Collected(self._next, still_open, begun, ready, dropped, dict(self._rewards))
 
         return self._background.run(now())

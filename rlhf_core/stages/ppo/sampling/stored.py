@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhf_core.stages.ppo.rollout_records import Rollout, restored, stored
+from rlhf_core.stages.ppo.rollout_records import (
+    Rollout,
+    restored,
+    restored_rewards,
+    stored,
+    stored_rewards,
+)
 from rlhf_core.stages.ppo.sampling.collector import Collected
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
 from rlhf_core.system.files import write_text
@@ -37,15 +44,22 @@ def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
 
 
 def write_collected(folder: Path, collected: Collected) -> None:
-    """Writes a collector's state: finished groups, and the places of prompts being answered."""
+    """Writes a collector's state: finished groups, dropped groups, and the places of prompts being
+    answered."""
     groups = [
         {"place": place, "begun": collected.begun[place], "answers": len(rollouts)}
         for place, rollouts in collected.ready.items()
     ]
-    head = {"next": collected.next, "open": list(collected.open), "groups": groups}
-    _write(
-        folder / COLLECTED, head, [rollout for rollouts in collected.ready.values() for rollout in rollouts]
-    )
+    dropped = [{"place": place, "answers": len(rollouts)} for place, rollouts in collected.dropped.items()]
+    head = {
+        "next": collected.next,
+        "open": list(collected.open),
+        "groups": groups,
+        "dropped": dropped,
+        "rewards": [[place, stored_rewards(rewards)] for place, rewards in collected.rewards.items()],
+    }
+    of_groups = [*collected.ready.values(), *collected.dropped.values()]
+    _write(folder / COLLECTED, head, [rollout for rollouts in of_groups for rollout in rollouts])
 
 
 def read_collected(folder: Path, order: PromptOrder) -> Collected:
@@ -53,16 +67,26 @@ def read_collected(folder: Path, order: PromptOrder) -> Collected:
     if not (folder / COLLECTED).is_file():
         return Collected()
     head, rows, experts = _read(folder / COLLECTED)
-    ready = {}
-    start = 0
-    for group in head["groups"]:
-        ((prompt, _),) = order.take(group["place"], 1)
-        here = slice(start, start + group["answers"])
-        found = zip(rows[here], experts[here], strict=True)
-        ready[group["place"]] = [restored(row, prompt, e) for row, e in found]
-        start = here.stop
+    answers = zip(rows, experts, strict=True)
+
+    def groups(entries: Sequence[Mapping[str, int]]) -> dict[int, list[Rollout]]:
+        found = {}
+        for entry in entries:
+            ((prompt, _),) = order.take(entry["place"], 1)
+            of_group = islice(answers, entry["answers"])
+            found[entry["place"]] = [restored(row, prompt, e) for row, e in of_group]
+        return found
+
+    ready = groups(head["groups"])
     begun = {group["place"]: group["begun"] for group in head["groups"]}
-    return Collected(head["next"], head["open"], begun, ready)
+    return Collected(
+        head["next"],
+        head["open"],
+        begun,
+        ready,
+        groups(head.get("dropped", ())),
+        {place: restored_rewards(row) for place, row in head.get("rewards", ())},
+    )
 
 
 def _write(file: Path, head: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:

@@ -187,7 +187,8 @@ def config(**fields: Any) -> PPO:
     {engine: {gpus: 1, sleep: true}} | they need GPUs of their own: leave out colocate_all and engine.sleep
     {stream_batch_size: 4} | there is nothing to stream: leave out stream_batch_size
     {sampler_is: 'off'} | set sampler_is to truncate or clamp
-    {dynamic_filtering: true} | dynamic_filtering needs the rewards .* leave one of them out
+    {dynamic_filtering: true, engine: {kind: transformers}} | max_staleness with dynamic_filtering changes weights between two tokens .* set max_staleness to 0
+    {dynamic_filtering: true, colocate_critic_reward: true} | scores answers while the critic trains, so .* leave out colocate_critic_reward
     """),
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], sentence: str) -> None:

@@ -26,8 +26,10 @@ from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.ppo_setup import schedule_of, setup_of
 from rlhf_core.stages.ppo.roles.trained import Steps, Update
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
+from rlhf_core.stages.ppo.sampling.group_signal import with_signal
 from rlhf_core.stages.ppo.sampling.rollout_group import SeededPrompt, rollout
-from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled, Setup, sample, with_signal
+from rlhf_core.stages.ppo.sampling.sample_in_turn import sample
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled, Setup
 
 N = 2
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(10)]

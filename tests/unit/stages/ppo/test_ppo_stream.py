@@ -22,7 +22,8 @@ from rlhf_core.stages.ppo.ppo_setup import schedule_of, setup_of
 from rlhf_core.stages.ppo.roles.trained import Steps
 from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, StoredColumn
 from rlhf_core.stages.ppo.sampling.rollout_group import SeededPrompt, rollout
-from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Setup, sample
+from rlhf_core.stages.ppo.sampling.sample_in_turn import sample
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Setup
 from tests.support.text_rows import rows_of_text
 
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(7)]
@@ -180,7 +181,6 @@ def test_an_iteration_waits_for_the_scores_that_are_under_way() -> None:
     rows_of_text("""
     {colocate_all: true} | stream_batch_size scores while engines generate, so they need GPUs of their own
     {engine: {gpus: 1, sleep: true}} | stream_batch_size scores while engines generate, so they need GPUs of their own
-    {dynamic_filtering: true} | dynamic_filtering needs the rewards of all answers .* with stream_batch_size
     """),
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], sentence: str) -> None:

@@ -1,0 +1,113 @@
+"""Decides beside the training which groups of answers have a signal (`group_signal.py`), as the collector
+gets them.
+
+One request for rewards is open at a time; groups that finish meanwhile share the next one. So the sources of
+rewards keep their limits, and a reward model gets whole passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from rlhf_core.rewards.clients import Rewards, join
+from rlhf_core.rewards.combine import Running, with_answers
+from rlhf_core.rollout.dispatch import in_daemon
+from rlhf_core.stages.ppo.rollout_records import Rollout
+from rlhf_core.stages.ppo.sampling.group_signal import (
+    Looked,
+    answers_with_signal,
+    check_failed,
+    filtered,
+    most_batches,
+    rounds_of,
+)
+from rlhf_core.stages.ppo.sampling.sampled_answers import Sampled, ScoringModels, Setup
+
+
+class FoundGroup(NamedTuple):
+    """Holds all answers to one prompt, with their rewards, and whether they are trained on."""
+
+    rollouts: Sequence[Rollout]
+    rewards: Rewards
+    kept: bool
+
+
+class Verdict(NamedTuple):
+    """Holds the rewards of a group, and whether it has a signal."""
+
+    rewards: Rewards
+    signal: bool
+
+
+class GroupFilter:
+    """Filters the groups of a run. `statistics`: the running statistics of rewards of all iterations so far.
+
+    A group is compared by rewards standardised with these statistics and the answers of its own request. Its
+    answers are added to them when an iteration has taken it, so each counts once, also after a resume.
+    """
+
+    def __init__(self, models: ScoringModels, setup: Setup, statistics: Mapping[str, Running]):
+        self._models = models
+        self._setup = setup
+        self._statistics = statistics
+        self._waiting: list[tuple[list[Rollout], asyncio.Future[Verdict]]] = []
+        self._working: asyncio.Task[None] | None = None
+
+    @property
+    def limit(self) -> int:
+        """Returns how many groups may be looked at for an iteration: as many as in turn."""
+        return most_batches(self._setup.config.max_filter_rounds) * self._setup.order.batch
+
+    async def look_at(self, rollouts: list[Rollout]) -> Verdict:
+        """Returns the rewards of a group, and whether it has a signal. Raises what a source of rewards
+        raises."""
+        verdict = asyncio.get_running_loop().create_future()
+        self._waiting.append((rollouts, verdict))
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work())
+        return await verdict
+
+    async def _work(self) -> None:
+        """Requests rewards while groups wait for theirs."""
+        while self._waiting:
+            groups = self._waiting
+            self._waiting = []
+            try:
+                verdicts = await self._verdicts([rollouts for rollouts, _ in groups])
+            except Exception as error:
+                for _, future in groups:
+                    if not future.done():  # else the asker is gone
+                        future.set_exception(error)
+                continue
+            for (_, future), verdict in zip(groups, verdicts, strict=True):
+                if not future.done():
+                    future.set_result(verdict)
+
+    async def _verdicts(self, groups: Sequence[list[Rollout]]) -> list[Verdict]:
+        setup = self._setup
+        n = setup.sampling.n
+        rollouts = [rollout for group in groups for rollout in group]
+        rewards = await in_daemon(partial(self._models.reward, rollouts, setup.allowed_failures), "rewards")
+        statistics = with_answers(self._statistics, rewards.by_source, setup.terms)
+        chosen = set(answers_with_signal(rollouts, rewards, statistics, setup))
+        starts = range(0, len(rollouts), n)
+        return [Verdict(rewards.take(range(start, start + n)), start in chosen) for start in starts]
+
+    def sampled(self, groups: Sequence[FoundGroup], position: int) -> Sampled:
+        """Returns the kept answers of an iteration that has looked at `groups`, with the metrics of
+        `filtered`. Raises RewardsFailed when sources failed more often than the recipe allows, ValueError
+        when no group is kept."""
+        setup = self._setup
+        rewards = join([group.rewards for group in groups])
+        check_failed(rewards, setup)
+        self._statistics = with_answers(self._statistics, rewards.by_source, setup.terms)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        flags = [group.kept for group in groups for _ in group.rollouts]
+        kept = [i for i, flag in enumerate(flags) if flag]
+        accepted = sum(group.kept for group in groups)
+        # groups that were open at the limit are looked at too
+        rounds = min(rounds_of(len(groups) / setup.order.batch), setup.config.max_filter_rounds)
+        return filtered(Looked(rollouts, rewards, kept, accepted, rounds), position, self._statistics, setup)

@@ -1,0 +1,119 @@
+"""Decides which groups of answers have a signal, and describes those that an iteration looked at.
+
+Dynamic sampling (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 11) trains only on groups whose rewards differ:
+where all are equal, each advantage is 0. `sample_in_turn.py` and `group_filter.py` replace the other groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlhf_core.rewards.clients import Rewards
+from rlhf_core.rewards.combine import Running, combine
+from rlhf_core.stages.ppo.rewards.shaped_rewards import shaped_rewards
+from rlhf_core.stages.ppo.rollout_records import Rollout
+from rlhf_core.stages.ppo.sampling.sampled_answers import Sampled, Setup
+
+MOST = 4  # batches of prompts in a further round of filtering, at most
+
+
+class Looked(NamedTuple):
+    """Holds all answers that filtering looked at for an iteration, n consecutive ones per prompt, with their
+    rewards. `kept`: indices of the answers to train on. `accepted`: number of groups with a signal, of which
+    some may be left over. `rounds`: of sampling."""
+
+    rollouts: Sequence[Rollout]
+    rewards: Rewards
+    kept: Sequence[int]
+    accepted: int
+    rounds: int
+
+
+def most_batches(rounds: int) -> int:
+    """Returns how many batches of prompts `rounds` of filtering look at: one in the first, at most MOST in
+    each further one."""
+    return 1 + MOST * (rounds - 1)
+
+
+def rounds_of(batches: float) -> int:
+    """Returns in how many rounds filtering may look at so many batches of prompts (`most_batches`), at least
+    1."""
+    return 1 + math.ceil(max(batches - 1, 0) / MOST)
+
+
+def filtered(looked: Looked, position: int, statistics: Mapping[str, Running], setup: Setup) -> Sampled:
+    """Returns the kept answers, with metrics. `statistics`: including all answers looked at.
+
+    Metrics `reward/*` cover all answers, so that a curve does not depend on which groups were kept. Raises
+    ValueError when no group has a signal.
+    """
+    n = setup.sampling.n
+    asked = len(looked.rollouts) // n
+    if not looked.kept:
+        raise ValueError(
+            f"dynamic_filtering: none of the {asked} groups of {looked.rounds} rounds had answers of"
+            " different reward: raise temperature or n_samples_per_prompt, take other prompts, or turn it off"
+        )
+    kept = looked.rewards.take(looked.kept)
+    everything = combine(looked.rewards.by_source, setup.terms, statistics, n)
+    of_kept = combine(kept.by_source, setup.terms, statistics, n).metrics
+    metrics = everything.metrics | shaped_rewards(looked.rollouts, everything, setup.config).metrics
+    metrics |= {f"filter/reward_{name}": of_kept[f"reward/{name}"] for name in ("mean", "std")}
+    metrics |= {
+        "filter/rounds": float(looked.rounds),
+        "filter/accepted": looked.accepted / asked,
+        "filter/groups": len(looked.kept) / n,
+    }
+    rollouts = [looked.rollouts[i] for i in looked.kept]
+    return Sampled(rollouts, kept, position, metrics, statistics=dict(statistics))
+
+
+def check_failed(rewards: Rewards, setup: Setup) -> None:
+    """Raises RewardsFailed when a source failed on a larger share of these answers than on the allowed number
+    of an iteration's."""
+    rewards.check(setup.allowed_failures * len(rewards) // (setup.order.batch * setup.sampling.n))
+
+
+def answers_with_signal(
+    rollouts: Sequence[Rollout], rewards: Rewards, statistics: Mapping[str, Running], setup: Setup
+) -> list[int]:
+    """Returns the indices of the answers in groups with a signal (`with_signal`).
+
+    Rewards are compared in the form used for training: standardised with `statistics`, clipped, with
+    penalties.
+    """
+    config = setup.config
+    trainable = np.array([rollout.finished or not config.mask_truncated for rollout in rollouts])
+    compared = trained_rewards(rollouts, rewards, statistics, setup)
+    return with_signal(compared, setup.sampling.n, config.filter_min_spread, trainable)
+
+
+def trained_rewards(
+    rollouts: Sequence[Rollout], rewards: Rewards, statistics: Mapping[str, Running], setup: Setup
+) -> np.ndarray:
+    """Returns the rewards from which advantages are computed, (N,), nan for an answer without one."""
+    if not np.isfinite(list(rewards.by_source.values())).all(0).any():
+        return np.full(len(rollouts), np.nan)
+    combined = combine(rewards.by_source, setup.terms, statistics, setup.sampling.n)
+    shaped = shaped_rewards(rollouts, combined, setup.config)
+    return np.where(combined.scored.numpy(), shaped.rewards.numpy(), np.nan)
+
+
+def with_signal(
+    rewards: np.ndarray, n: int, min_spread: float, trainable: np.ndarray | None = None
+) -> list[int]:
+    """Returns the indices of answers (`n` consecutive ones per prompt) whose group's rewards (nan: none)
+    differ by more than `min_spread`, if at least one answer of the group is `trainable` (None: all are)."""
+    chosen: list[int] = []
+    for start in range(0, len(rewards), n):
+        group = rewards[start : start + n]
+        given = group[~np.isnan(group)]
+        if trainable is not None and not trainable[start : start + n].any():
+            continue
+        if len(given) >= 2 and given.max() - given.min() > min_spread:
+            chosen += range(start, start + n)
+    return chosen

@@ -1,0 +1,117 @@
+"""Samples the answers of an iteration before its training: a batch of prompts, or with dynamic filtering as
+many as it takes. With `stream_batch_size`, what is finished is scored meanwhile.
+
+Filtering asks for as many prompts as should fill the batch, given the share accepted so far, even past the
+end of an episode. Prompts after the last group that it needs go to the next iteration, which answers them
+anew, so that no accepted group is stale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from rlhf_core.rewards.clients import Rewards, join
+from rlhf_core.rewards.combine import Running, with_answers
+from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, join_scores
+from rlhf_core.stages.ppo.sampling.group_signal import (
+    MOST,
+    Looked,
+    answers_with_signal,
+    check_failed,
+    filtered,
+)
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
+from rlhf_core.stages.ppo.sampling.sampled_answers import (
+    Sampled,
+    ScoringModels,
+    Setup,
+    start_sample,
+    stream,
+    stream_parts,
+)
+
+MORE = 1.2  # prompts of a further round: this many times the expected need
+
+
+def sample(
+    engines: RolloutGroup,
+    models: ScoringModels,
+    setup: Setup,
+    position: int,
+    statistics: Mapping[str, Running],
+) -> Sampled:
+    """Samples answers to a batch of prompts, with `sample_filtered` or `stream` if the recipe asks for it."""
+    if setup.config.dynamic_filtering:
+        return sample_filtered(engines, models, setup, position, statistics)
+    if setup.config.stream_batch_size is not None:
+        return stream(engines, models, setup, position, setup.config.stream_batch_size)
+    return start_sample(engines, setup, position)()
+
+
+def sample_filtered(
+    engines: RolloutGroup,
+    models: ScoringModels,
+    setup: Setup,
+    position: int,
+    statistics: Mapping[str, Running],
+) -> Sampled:
+    """Samples until a batch of prompts has answers whose rewards differ (`group_signal.py`), in at most
+    `max_filter_rounds` rounds.
+
+    With `stream_batch_size` the sources of rewards score parts of a round while engines work on others, and
+    the models score the kept answers of a round while engines work on the next one. Which groups are kept is
+    the same as without. Raises ValueError when no group has a signal.
+    """
+    n = setup.sampling.n
+    batch = setup.order.batch
+    streams = setup.config.stream_batch_size is not None
+    updated = dict(statistics)
+    kept: list[int] = []
+    seen: list[Rollout] = []
+    seen_rewards: list[Rewards] = []
+    begun: list[Callable[[], Scores]] = []
+    accepted = 0
+    rounds = 0
+    while len(kept) < batch * n and rounds < setup.config.max_filter_rounds:
+        missing = batch - len(kept) // n
+        asked = len(seen) // n
+        count = min(math.ceil(MORE * missing / max(accepted / asked, 0.1)), MOST * batch) if asked else batch
+        rollouts, rewards = _rewarded(engines, models, setup, position, count)
+        seen_rewards.append(rewards)
+        check_failed(join(seen_rewards), setup)
+        updated = with_answers(updated, rewards.by_source, setup.terms)
+        found = answers_with_signal(rollouts, rewards, updated, setup)
+        chosen = found[: missing * n]
+        if streams and chosen:
+            of_round = [rollouts[i] for i in chosen]
+            begun.append(models.start_score(of_round, rewards.take(chosen), setup.allowed_failures))
+        kept += [len(seen) + i for i in chosen]
+        seen += rollouts
+        accepted += len(found) // n
+        rounds += 1
+        position += count if len(kept) < batch * n else chosen[-1] // n + 1
+    sampled = filtered(Looked(seen, join(seen_rewards), kept, accepted, rounds), position, updated, setup)
+    if not streams:
+        return sampled
+    # the failures of all rounds are checked above
+    return sampled._replace(scores=lambda: join_scores([wait() for wait in begun], len(kept)))
+
+
+def _rewarded(
+    engines: RolloutGroup, models: ScoringModels, setup: Setup, position: int, count: int
+) -> tuple[list[Rollout], Rewards]:
+    """Returns the answers to `count` prompts from a position on, and their rewards."""
+    part = setup.config.stream_batch_size
+    if part is None:
+        rollouts = start_sample(engines, setup, position, count)().rollouts
+        return rollouts, models.reward(rollouts, setup.allowed_failures)
+    rollouts, begun = stream_parts(
+        engines,
+        setup,
+        position,
+        count,
+        part,
+        lambda whole: models.start_reward(whole, setup.allowed_failures),
+    )
+    return rollouts, join([wait() for wait in begun])
