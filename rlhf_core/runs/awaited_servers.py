@@ -15,7 +15,7 @@ from rlhf_core.system.proxies import LOOPBACK, proxy_of
 from rlhf_core.system.redaction import public_address
 
 ATTEMPT_SECONDS = 5.0
-WAIT_SECONDS = 120.0  # a server that is started together with the stage loads its model
+WAIT_SECONDS = 600.0  # a server that is started together with the stage loads its model
 PAUSE_SECONDS = 2.0
 
 
