@@ -248,9 +248,9 @@ class Gated(Config):
         return ()
 
     @property
-    def talks_to(self) -> Environment | None:
-        """The environment that the stage's model talks to."""
-        return None
+    def talks_to(self) -> Mapping[str, Environment]:
+        """The environments that the stage's model talks to, by their place in the config."""
+        return {}
 
     @property
     def exports(self) -> Sequence[str]:

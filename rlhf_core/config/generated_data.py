@@ -16,7 +16,7 @@ TAKEN = ("seed", "size")  # options of every task, which the source sets
 
 
 class ReasoningGymPrompts(Config):
-    """Tasks of reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), whose questions become prompts.
+    """Tasks of reasoning-gym (Stojanovski et al. 2025), whose questions become prompts.
     `reward: reasoning_gym` scores the answers to them."""
 
     tasks: dict[str, dict[str, Any]] = Field(
@@ -32,7 +32,7 @@ class ReasoningGymPrompts(Config):
         "Write the final answer between <answer> and </answer>.",
         description="text after each question, such as the form of the answer; empty: none",
     )
-    system: str = Field("", description="system message of each prompt; empty: none")
+    system: str | None = Field(None, description="system message of each prompt")
 
     @field_validator("tasks", mode="before")
     @classmethod

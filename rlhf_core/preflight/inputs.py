@@ -29,6 +29,7 @@ from rlhf_core.config import (
 )
 from rlhf_core.config.data import Text
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task
+from rlhf_core.config.rewards import Environment
 from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows.columns import Kind
 from rlhf_core.data.rows.mixture import check_columns
@@ -336,17 +337,21 @@ def _quantisation_problem(node: Node, gpus: float) -> list[str]:
 
 
 def _sandbox_problem(node: Node) -> list[str]:
-    """Returns a sentence if programs of the environment `tools` cannot be sandboxed."""
-    environment = node.config.talks_to
-    if environment is None or environment.own or environment.sandbox == "none" or available():
-        return []
-    if environment.path != "tools" or "python" not in (environment.options.get("tools") or ("python",)):
-        return []
+    """Returns a sentence for each environment `tools` whose programs cannot be sandboxed."""
     return [
-        f"stages.{node.name}.environment runs programs in bubblewrap (bwrap), which does not work on this"
+        f"stages.{node.name}.{place} runs programs in bubblewrap (bwrap), which does not work on this"
         " machine; install it (Debian, Ubuntu: apt-get install bubblewrap), leave python out of"
         " options.tools, or set sandbox to none, which closes nothing in"
+        for place, environment in node.config.talks_to.items()
+        if _needs_sandbox(environment) and not available()
     ]
+
+
+def _needs_sandbox(environment: Environment) -> bool:
+    """Returns whether an environment is `tools` with programs that run in the sandbox."""
+    if environment.own or environment.sandbox == "none" or environment.path != "tools":
+        return False
+    return "python" in (environment.options.get("tools") or ("python",))
 
 
 def needs(config: StageConfig) -> Needs:

@@ -35,14 +35,13 @@ def code_problems(node: Node) -> list[str]:
         _file_problem(f"{where}.reward", "function", source.file, source.function_name)
         for source in _functions(node)
     ]
-    environment = node.config.talks_to
-    if environment is not None and environment.own:
-        problems.append(
-            _file_problem(f"{where}.environment", "class", environment.file, environment.class_name)
-        )
-    if environment is not None:
+    for place, environment in node.config.talks_to.items():
+        if environment.own:
+            problems.append(
+                _file_problem(f"{where}.{place}", "class", environment.file, environment.class_name)
+            )
         problems += [
-            _file_problem(f"{where}.environment.{field}", "function", file, name)
+            _file_problem(f"{where}.{place}.{field}", "function", file, name)
             for field, (file, name) in environment.functions.items()
         ]
     return [problem for problem in problems if problem]

@@ -1,11 +1,14 @@
-"""Checks the rows and the machine of stages whose rewards are verifiers. Torch-free."""
+"""Checks the rows and the machine of stages whose rewards are verifiers, and the environments that rows name.
+Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import islice
 
 from rlhf_core.config import PPO, Data, Rewarded
 from rlhf_core.data.rows.mixture import checked_rows
+from rlhf_core.environments.row_environments import environment_problem
 from rlhf_core.environments.verifiers.verifier_checks import lacks, row_problem, verifiers_of
 from rlhf_core.recipe.plan import Node
 
@@ -13,23 +16,28 @@ FIRST = 2000  # rows of each data set; the stage checks them all before it start
 
 
 def verified_rows_problems(node: Node) -> list[str]:
-    """Returns a sentence for each data set with a row that a verifier cannot read."""
+    """Returns a sentence for each data set with a row that a verifier cannot read, or that names none of the
+    stage's environments."""
     config = node.config
-    if not isinstance(config, Rewarded) or not verifiers_of(config.reward):
+    if not isinstance(config, Rewarded):
         return []
     sets = {"prompts": config.prompts}
+    environments = config.environments if isinstance(config, PPO) else {}
     if isinstance(config, PPO) and config.eval_prompts is not None:
         sets["eval_prompts"] = config.eval_prompts
-    told = {field: _problem(config, data) for field, data in sets.items()}
+    if not verifiers_of(config.reward) and not environments:
+        return []
+    told = {field: _problem(config, environments, data) for field, data in sets.items()}
     return [f"stages.{node.name}.{field}: {problem}" for field, problem in told.items() if problem]
 
 
-def _problem(config: Rewarded, data: Data) -> str:
+def _problem(config: Rewarded, environments: Collection[str], data: Data) -> str:
     try:
-        rows = islice(checked_rows(data, "prompt"), FIRST)
-        return row_problem(config.reward, ((located.where, located.row) for located in rows))
+        located = islice(checked_rows(data, "prompt"), FIRST)
+        rows = [(found.where, found.row) for found in located]
     except ValueError:  # reported with the data
         return ""
+    return row_problem(config.reward, rows) or environment_problem(environments, rows)
 
 
 def verifier_needs(node: Node) -> list[str]:

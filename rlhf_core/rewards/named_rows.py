@@ -1,4 +1,4 @@
-"""Metrics of answers by what their rows name, such as the task of a generated question."""
+"""Metrics of answers by what their rows name: the task of a generated question, or an environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from rlhf_core.config.generated_data import GENERATED
 from rlhf_core.config.rewarding.verifiers import ReasoningGymReward
-from rlhf_core.config.rewards import RewardSource
+from rlhf_core.config.rewards import EnvironmentReward, RewardSource
 
 RIGHT = 1 - 1e-6  # the score of a right answer is 1
 
@@ -26,14 +26,36 @@ def task_metrics(
     title = next((source.title for source in sources if isinstance(source, ReasoningGymReward)), None)
     if title is None:
         return {}
-    scores = np.asarray(by_source[title], dtype=np.float64)
-    tasks = np.array([row["task"] if GENERATED in row else "" for row in rows], dtype=object)
+    tasks = [row["task"] if GENERATED in row else "" for row in rows]
+    return _by_name("task", tasks, by_source[title], lengths)
+
+
+def environment_metrics(
+    sources: Sequence[RewardSource],
+    by_source: Mapping[str, np.ndarray],
+    environments: Sequence[str],
+    lengths: Sequence[int],
+) -> dict[str, float]:
+    """Returns the mean reward, the share of rewards of at least 1 and the mean length (tokens) of the
+    episodes of each environment; the length alone where the environments give no reward. Arguments as in
+    `task_metrics`; `environments` (N,): names."""
+    title = next((source.title for source in sources if isinstance(source, EnvironmentReward)), None)
+    rewards = np.full(len(environments), np.nan) if title is None else by_source[title]
+    return _by_name("environment", environments, rewards, lengths)
+
+
+def _by_name(
+    prefix: str, names: Sequence[str], rewards: np.ndarray, lengths: Sequence[int]
+) -> dict[str, float]:
+    """Returns the metrics for each name but ""."""
+    values = np.asarray(rewards, dtype=np.float64)
+    own_name = np.array(names, dtype=object)
     metrics = {}
-    for task in sorted(set(tasks) - {""}):
-        of_task = tasks == task
-        given = scores[of_task & ~np.isnan(scores)]
-        metrics[f"task/{task}/length"] = float(np.asarray(lengths)[of_task].mean())
+    for name in sorted(set(names) - {""}):
+        of_name = own_name == name
+        given = values[of_name & ~np.isnan(values)]
+        metrics[f"{prefix}/{name}/length"] = float(np.asarray(lengths)[of_name].mean())
         if len(given):
-            metrics[f"task/{task}/reward"] = float(given.mean())
-            metrics[f"task/{task}/right"] = float((given >= RIGHT).mean())
+            metrics[f"{prefix}/{name}/reward"] = float(given.mean())
+            metrics[f"{prefix}/{name}/right"] = float((given >= RIGHT).mean())
     return metrics

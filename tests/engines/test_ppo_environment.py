@@ -91,7 +91,8 @@ def ppo(guesser: Path, environment: dict[str, Any], **fields: Any) -> PPO:
     how = dict(
         advantage_estimator="rloo", init_kl_coef=0.0, actor_ranks=Ranks(cpus=SHARE), actor_learning_rate=1e-3
     )
-    return PPO(**{**common_fields, **sizes, **how, "environment": environment, **fields})
+    one = {"environment": environment} if environment else {}
+    return PPO(**{**common_fields, **sizes, **how, **one, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,42 @@ def test_the_game_is_learned(game: Path) -> None:
     assert last[:, 0].mean() - first[:, 0].mean() > 5 * error
     assert IGNORANT == 2 / 3
     assert last[:, 0].mean() - 5 * error > IGNORANT, "it wins more often than one that does not listen"
+
+
+def test_each_row_plays_in_its_own_environment(guesser: Path) -> None:
+    """One guess of two numbers, two of three; held-out games too."""
+    names = ["one", "two"]
+    rows = [{"prompt": ASKED, "number": i, "environment": names[i % 2]} for i in range(64)]
+    (guesser / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = [{"prompt": f"{ASKED} ", "environment": name} for name in names]
+    (guesser / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    config = ppo(
+        guesser,
+        {},
+        environments={
+            "one": {"path": "guess", "max_turns": 1, "options": {"largest": 2, "guesses": 1}},
+            "two": {"path": "guess", "max_turns": 2, "options": {"largest": NUMBERS, "guesses": 2}},
+        },
+        prompts=Data(sources=str(guesser / "named.jsonl")),
+        eval_prompts=Data(sources=str(guesser / "held-out.jsonl")),
+        eval_steps=2,
+        max_steps=2,
+    )
+    write_request(guesser / "several", config, {"base": str(guesser / "sft" / "checkpoint")})
+    finish(guesser / "several")
+    played = [
+        json.loads(line)
+        for file in sorted((guesser / "several" / "rollouts").glob("*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
+    assert {row["turns"] for row in played} == {1, 2}
+    lines = read_metrics(guesser / "several")
+    assert len(lines) == 2
+    for line in lines:
+        assert 0 <= line["environment/one/right"] <= line["environment/one/reward"] <= 1
+        assert line["environment/two/length"] > line["environment/one/length"] > 0
+    result = json.loads((guesser / "several" / "result.json").read_text())["metrics"]
+    assert {"eval/one/reward/mean", "eval/two/reward/mean", "environment/two/right"} <= result.keys()
 
 
 def test_the_secret_changes_and_only_guesses_are_trained_on(game: Path) -> None:

@@ -22,7 +22,7 @@ MERGED = Condition(
 )
 DRAFTS = Condition("with drafted tokens", lambda config: config.engine.drafts is not None)
 FILTERED = Condition("with `dynamic_filtering`", lambda config: config.dynamic_filtering)
-EPISODES = Condition("with an environment", lambda config: config.environment is not None)
+EPISODES = Condition("with an environment", lambda config: bool(config.talks_to))
 STALE = Condition("with `max_staleness`", lambda config: bool(config.max_staleness))
 CONTINUOUS = Condition(
     "with `max_staleness` of 2 or more, or with it and `dynamic_filtering`",
@@ -62,6 +62,10 @@ LOST = (
 
 def roles_of(config: PPO) -> list[tuple[str, ...]]:
     return each(config.placed)
+
+
+def environments_of(config: PPO) -> list[tuple[str, ...]]:
+    return each(config.environments)
 
 
 def phases_of_roles(config: PPO) -> list[tuple[str, ...]]:
@@ -304,6 +308,20 @@ ROLLOUT = (
         "s",
         EPISODES,
     ),
+    Metric(
+        "environment/NAME/reward",
+        "mean reward of the episodes of one environment, where it gives the reward",
+        of=environments_of,
+        failed=EXPLOITED,
+    ),
+    Metric(
+        "environment/NAME/right",
+        "share of its episodes with a reward of 1 or more",
+        "share",
+        of=environments_of,
+        failed=EXPLOITED,
+    ),
+    Metric("environment/NAME/length", "mean tokens of its episodes' answers", "tokens", of=environments_of),
     EXPERTS,
     *ANSWERS,
     Metric(

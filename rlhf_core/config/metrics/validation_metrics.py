@@ -23,8 +23,10 @@ RIGHT = Condition(
     "with `eval_right`", lambda config: config.eval_prompts is not None and config.eval_right is not None
 )
 SEVERAL = Condition(
-    "with several data sources or tasks",
-    lambda config: config.eval_prompts is not None and config.eval_prompts.num_parts > 1,
+    "with several data sources, tasks or environments",
+    lambda config: (
+        config.eval_prompts is not None and max(config.eval_prompts.num_parts, len(config.environments)) > 1
+    ),
 )
 
 

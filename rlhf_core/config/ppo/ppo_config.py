@@ -108,7 +108,7 @@ class PPO(
         yield from self.group_mistakes(self.n_samples_per_prompt)
         if not self.compares_group:
             return
-        if self.environment is not None:
+        if self.talks_to:
             yield (
                 "compare: group compares answers to one prompt, and episodes go different ways: leave it out"
             )
@@ -135,13 +135,13 @@ class PPO(
                 "stop_kl limits the KL from the policy at the iteration's start, and with sampler_is in_ratio"
                 " that KL is from the sampler: leave out stop_kl, or set sampler_is to truncate"
             )
-        if self.environment is not None and self.stream_batch_size:
+        if self.talks_to and self.stream_batch_size:
             yield (
                 "stream_batch_size scores answers as they are finished, which episodes of an environment are"
                 " not: leave it out"
             )
         held_out = self.eval_prompts
-        if self.environment is not None and held_out is not None:
+        if self.talks_to and held_out is not None:
             if held_out.template_args != self.prompts.template_args:
                 yield (
                     "an environment writes later turns with the template_args of prompts, and those of"

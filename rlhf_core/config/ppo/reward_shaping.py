@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_core.config.loop_kinds import Rewarded
 from rlhf_core.config.ppo.policy_objective import PolicyObjective
 from rlhf_core.config.rewards import Environment, EnvironmentReward, ShortEnvironment
-from rlhf_core.records import Rate, check
+from rlhf_core.records import InDigestIfSet, Rate, check
 
 
 class RewardShaping(PolicyObjective, Rewarded):
@@ -21,6 +21,15 @@ class RewardShaping(PolicyObjective, Rewarded):
         description=(
             "what the actor talks to in several turns and with tools: path.py:Class, or guess or tools; it"
             " gives the reward, unless `reward` names other sources"
+        ),
+    )
+    environments: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], ShortEnvironment], InDigestIfSet
+    ] = Field(
+        {},
+        description=(
+            "several environments by name, in place of environment: the column `environment` of a row has the"
+            " name of its own"
         ),
     )
     reward_clip: Rate = Field(10.0, description="rewards are clipped to +- this, before KL and penalties")
@@ -72,13 +81,15 @@ class RewardShaping(PolicyObjective, Rewarded):
     )
 
     @property
-    def talks_to(self) -> Environment | None:
-        return self.environment
+    def talks_to(self) -> Mapping[str, Environment]:
+        if self.environment is not None:
+            return {"environment": self.environment}
+        return {f"environments.{name}": each for name, each in self.environments.items()}
 
     @model_validator(mode="before")
     @classmethod
     def _rewarded_by_the_environment(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("environment"):
+        if isinstance(given, dict) and (given.get("environment") or given.get("environments")):
             return {"reward": "environment", **given}
         return given
 
@@ -105,7 +116,7 @@ class RewardShaping(PolicyObjective, Rewarded):
                 "bootstrap_truncated and mask_truncated are two ways to treat answers that a limit cut: set"
                 " one of them"
             )
-        if self.environment is not None:
+        if self.talks_to:
             yield (
                 "bootstrap_truncated needs the value of what comes next, which an episode that is cut between"
                 " two answers does not have: leave it out, or set mask_truncated"
@@ -113,7 +124,9 @@ class RewardShaping(PolicyObjective, Rewarded):
 
     @check
     def _check_environment(self) -> Iterator[str]:
-        if self.environment is None:
+        if self.environment is not None and self.environments:
+            yield "environment and environments exclude each other: leave one of them out"
+        if not self.talks_to:
             if any(isinstance(source, EnvironmentReward) for source in self.reward):
                 yield (
                     "reward names the environment, and there is none: set environment, or name another reward"
@@ -124,8 +137,9 @@ class RewardShaping(PolicyObjective, Rewarded):
                 "stop ends answers that an environment goes on from, which need the template's end of turn:"
                 " leave it out"
             )
-        if (self.environment.answer_max_len or 0) > self.generate_max_len:
-            yield (
-                f"environment.answer_max_len={self.environment.answer_max_len} must be at most"
-                f" generate_max_len={self.generate_max_len}: all tokens after the prompt share it"
-            )
+        for place, environment in self.talks_to.items():
+            if (environment.answer_max_len or 0) > self.generate_max_len:
+                yield (
+                    f"{place}.answer_max_len={environment.answer_max_len} must be at most"
+                    f" generate_max_len={self.generate_max_len}: all tokens after the prompt share it"
+                )

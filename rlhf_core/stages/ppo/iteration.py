@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf_core.config import PPO
+from rlhf_core.environments.row_environments import ENVIRONMENT
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, with_answers
-from rlhf_core.rewards.named_rows import task_metrics
+from rlhf_core.rewards.named_rows import environment_metrics, task_metrics
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.rewards.credit import Credited, Divergence, credit, distance_to_sampler, divergence
 from rlhf_core.stages.ppo.roles.role_passes import Scored
@@ -127,12 +128,7 @@ def ppo_iteration(
     if collector:
         collector.next_iteration()
     metrics |= episode_metrics(rollouts) | size_metrics(rollouts)
-    metrics |= task_metrics(
-        config.reward,
-        scores.rewards.by_source,
-        [rollout.prompt.row for rollout in rollouts],
-        [int(np.count_nonzero(rollout.document.mask_array)) for rollout in rollouts],
-    )
+    metrics |= metrics_by_name(rollouts, scores.rewards, config)
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
     metrics |= fleet.iteration_metrics(
         rollouts, training_passes(updates, steps, schedule.max_epochs), time.monotonic() - start
@@ -239,6 +235,17 @@ def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
     start = time.monotonic()
     yield
     phases[name] = phases.get(name, 0.0) + time.monotonic() - start
+
+
+def metrics_by_name(rollouts: Sequence[Rollout], rewards: Rewards, config: PPO) -> dict[str, float]:
+    """Returns the metrics of each task and of each environment that rows name."""
+    rows = [rollout.prompt.row for rollout in rollouts]
+    lengths = [int(np.count_nonzero(rollout.document.mask_array)) for rollout in rollouts]
+    metrics = task_metrics(config.reward, rewards.by_source, rows, lengths)
+    if config.environments:
+        names = [row[ENVIRONMENT] for row in rows]
+        metrics |= environment_metrics(config.reward, rewards.by_source, names, lengths)
+    return metrics
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

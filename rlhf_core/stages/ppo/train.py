@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import PPO
+from rlhf_core.config.rewards import Environment
 from rlhf_core.config.training.optimiser_fields import EMA
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.data_report import JSON, write_data_report
@@ -20,6 +21,8 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.environments.environment_trial import try_environment
 from rlhf_core.environments.episodes import Episodes
+from rlhf_core.environments.episodes_by_row import EpisodesByRow
+from rlhf_core.environments.row_environments import ENVIRONMENT, require_environments
 from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.environments.verifiers.verifier_checks import require_verifiable
 from rlhf_core.hub.vocabulary import require_same_vocabulary
@@ -64,10 +67,12 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     resume = resume_state.latest(run)
     resumed_zero_stage = resume_state.kept_zero_stage(run, config)
     # Before any model is loaded: functions and environment may be faulty.
-    require_verifiable(config.reward, data.items, held_out.prompts if held_out else ())
-    try_rewards(config.reward, data.items, renderer, held_out.prompts if held_out else ())
+    held_out_prompts = held_out.prompts if held_out else ()
+    require_environments(config.environments, data.items, held_out_prompts)
+    require_verifiable(config.reward, data.items, held_out_prompts)
+    try_rewards(config.reward, data.items, renderer, held_out_prompts)
     agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / CACHE, request.seed)
-    engines = start_rollout_group(config, renderer, groups, data.items[0])
+    engines = start_rollout_group(config, renderer, groups, [*data.items, *held_out_prompts])
     fleet = start_fleet(
         config,
         paths,
@@ -118,28 +123,31 @@ def tell_left_out(config: PPO, prompts: int) -> None:
 
 
 def start_rollout_group(
-    config: PPO, renderer: Renderer, groups: Mapping[str, WorkerGroup], prompt: Prompt
+    config: PPO, renderer: Renderer, groups: Mapping[str, WorkerGroup], prompts: Sequence[Prompt]
 ) -> RolloutGroup:
     """Returns the engines, whose models are not loaded yet. Starts what requests single answers from them, if
-    needed, and the processes of the environment, which is tried with `prompt`. Raises ValueError when it
-    cannot be created or its code is wrong."""
+    needed, and the processes of each environment, which is tried with its first prompt. Raises ValueError
+    when one cannot be created or its code is wrong."""
     engines = RolloutGroup(config, groups["sampler"], groups["actor"])
-    if config.environment is None and not config.continuous:
+    if not config.talks_to and not config.continuous:
         return engines
     background = Background()
     dispatch = Engines(engines.sampler, config.timeout)
     engines = replace(engines, background=background, dispatch=dispatch)
-    if config.environment is None:
-        return engines
-    limits = Limits(
-        config.environment.max_turns,
-        config.prompt_max_len,
-        config.generate_max_len,
-        config.environment.answer_max_len,
-    )
-    episodes = Episodes(config.environment, renderer, limits, background, dispatch)
-    try_environment(config.environment, episodes, background, prompt, renderer)
-    return replace(engines, episodes=episodes)
+
+    def started(environment: Environment, prompt: Prompt) -> Episodes:
+        limits = Limits(
+            environment.max_turns, config.prompt_max_len, config.generate_max_len, environment.answer_max_len
+        )
+        episodes = Episodes(environment, renderer, limits, background, dispatch)
+        try_environment(environment, episodes, background, prompt, renderer)
+        return episodes
+
+    if config.environment is not None:
+        return replace(engines, episodes=started(config.environment, prompts[0]))
+    first = {prompt.row[ENVIRONMENT]: prompt for prompt in reversed(prompts) if config.environments}
+    members = {name: started(config.environments[name], prompt) for name, prompt in first.items()}
+    return replace(engines, episodes=EpisodesByRow(members)) if members else engines
 
 
 def write_checkpoint(fleet: Fleet, run: RunDir, best: Best | None, of_best: Mapping[str, float]) -> None:

@@ -22,6 +22,9 @@ BASE: dict[str, Any] = dict(
     {environment: {path: guess, options: {day: !!set {1: null}}}} | options must be what JSON can hold
     {environment: {path: guess, answer_max_len: 5000}} | answer_max_len=5000 must be at most generate_max_len=1024
     {environment: guess, stream_batch_size: 4} | stream_batch_size scores answers as they are finished
+    {environment: guess, environments: {game: guess}} | environment and environments exclude each other
+    {environments: {game: {path: guess, answer_max_len: 5000}}} | environments.game.answer_max_len=5000 must be at most generate_max_len=1024
+    {environments: {a/b: guess}} | environments.a/b
     {reward: environment} | reward names the environment, and there is none
     {one_step_off_policy: true} | one_step_off_policy is called max_staleness
     {max_staleness: 4, sampler_is: 'off'} | max_staleness trains on answers of older weights
@@ -38,5 +41,11 @@ def test_an_environment_gives_the_reward_unless_others_are_named() -> None:
     assert [source.title for source in PPO.model_validate(BASE | {"environment": "guess"}).reward] == [
         "environment"
     ]
+    several = PPO.model_validate(BASE | {"environments": {"a": "guess", "b": {"path": "tools"}}})
+    assert [source.title for source in several.reward] == ["environment"]
+    assert {place: each.path for place, each in several.talks_to.items()} == {
+        "environments.a": "guess",
+        "environments.b": "tools",
+    }
     both = PPO.model_validate(BASE | {"environment": "guess", "reward": ["environment", "rm"]})
     assert [source.title for source in both.reward] == ["environment", "rm"]

@@ -89,7 +89,7 @@ Criterion.text rlhf_core/rewards/judge/rating_prompt.py criterion.text
 EnvironmentReward.normalize rlhf_core/rewards/combine.py source.normalize
 Environment.path rlhf_core/config/rewards.py self.path
 Environment.options rlhf_core/config/rewards.py self.options
-Environment.answer_max_len rlhf_core/stages/ppo/train.py config.environment.answer_max_len
+Environment.answer_max_len rlhf_core/stages/ppo/train.py environment.answer_max_len
 Environment.timeout rlhf_core/environments/episodes.py self._config.timeout
 RequestLimits.timeout rlhf_core/judging/chat_client.py self.limits.timeout
 Remote.api_key_env rlhf_core/config/rewarding/remote_models.py self.api_key_env

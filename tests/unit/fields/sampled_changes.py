@@ -17,6 +17,7 @@ import rlhf_core.stages.preferences.preferences_stage
 import rlhf_core.stages.preferences.sample_answers
 from rlhf_core.config import KINDS, Data, EngineConfig, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.row_files import raw_rows
 from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, sft_documents
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
@@ -228,7 +229,8 @@ def asked(world: World, fields: Mapping[str, Any]) -> Any:
     world.patch.setattr(train, "Engines", lambda *_: None)
     world.patch.setattr(train, "try_environment", lambda *_: None)
     config = ppo(world, {"environment": {"path": "guess", **fields}, "advantage_estimator": "reinforce_pp"})
-    train.start_rollout_group(config, None, dict.fromkeys(("actor", "sampler")), None)  # type: ignore[arg-type, dict-item]
+    prompt = Prompt((), [], {}, False)
+    train.start_rollout_group(config, None, dict.fromkeys(("actor", "sampler")), [prompt])  # type: ignore[arg-type, dict-item]
     return told
 
 

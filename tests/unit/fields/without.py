@@ -26,6 +26,8 @@ WITHOUT = {
         "baseline bootstrap_rounds chat_template dtype limit max_gen_toks max_model_len models num_fewshot"
         " tasks trust_task_code template_args engine"
     ),
+    # Rows that name theirs: tests/unit/environments/test_episodes_by_row.py.
+    "ppo": "environments",
     # Steps whose loss is not finite: tests/unit/training/test_skipped_steps.py.
     **dict.fromkeys(("sft", "dpo", "kto"), "skip_nonfinite_steps"),
     "reward_model": "skip_nonfinite_steps ema",

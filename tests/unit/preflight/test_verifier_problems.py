@@ -44,6 +44,25 @@ def test_validation_rows_are_checked_too(tmp_path: Path) -> None:
     assert problem.startswith("stages.ppo.eval_prompts: ") and "held.jsonl" in problem
 
 
+def test_rows_name_one_of_several_environments(tmp_path: Path) -> None:
+    several = {
+        "environments": {"game": "guess", "sums": "tools"},
+        "advantage_estimator": "reinforce_pp",
+        "critic": None,
+    }
+    rows = {"environment": "game"}, {"environment": "sum"}
+    (problem,) = verified_rows_problems(node(tmp_path, *rows, **several))
+    assert problem.startswith("stages.ppo.prompts: ") and "rows.jsonl, row 2: " in problem
+    assert problem.endswith("the environment 'sum', which the stage does not have: did you mean sums?")
+    assert verified_rows_problems(node(tmp_path, *rows[:1], **several)) == []
+    assert (
+        verified_rows_problems(
+            node(tmp_path, *rows, environment="guess", advantage_estimator="reinforce_pp", critic=None)
+        )
+        == []
+    )
+
+
 def test_a_missing_package_is_told_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     told = "needs the package math-verify, which is not installed: pip install 'math-verify[antlr4_13_2]'"

@@ -10,7 +10,8 @@ import pytest
 from rlhf_core.config import PPO, Data
 from rlhf_core.config.kinds import metrics_of
 from rlhf_core.config.rewarding.verifiers import MathReward, ReasoningGymReward
-from rlhf_core.rewards.named_rows import task_metrics
+from rlhf_core.config.rewards import EnvironmentReward
+from rlhf_core.rewards.named_rows import environment_metrics, task_metrics
 
 NAN = float("nan")
 
@@ -40,6 +41,22 @@ def test_a_task_without_a_reward_has_a_length_alone() -> None:
 
 def test_other_rewards_have_no_tasks() -> None:
     assert task_metrics([MathReward()], {"math": np.ones(1)}, [row("gcd")], [5]) == {}
+
+
+def test_reward_right_and_length_by_environment() -> None:
+    rewards = {"environment": np.array([1.0, 3.0, NAN, 0.5]), "f": np.zeros(4)}
+    names = ["game", "game", "tools", "tools"]
+    found = environment_metrics([EnvironmentReward()], rewards, names, [1, 2, 3, 5])
+    assert found == {
+        "environment/game/reward": 2.0,
+        "environment/game/right": 1.0,
+        "environment/game/length": 1.5,
+        "environment/tools/reward": 0.5,
+        "environment/tools/right": 0.0,
+        "environment/tools/length": 4.0,
+    }
+    other = environment_metrics([MathReward()], {"math": np.ones(4)}, names, [1, 2, 3, 5])
+    assert other == {"environment/game/length": 1.5, "environment/tools/length": 4.0}
 
 
 @pytest.mark.parametrize("reward", ["reasoning_gym", "math"])

@@ -24,6 +24,7 @@ from rlhf_core.config.metrics.shared_metrics import SURVIVES
 from rlhf_core.data.documents import Document, Prompt, compact
 from rlhf_core.environments.episode_contract import Episode, EpisodeRequest
 from rlhf_core.environments.episodes import Episodes
+from rlhf_core.environments.episodes_by_row import EpisodesByRow
 from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
@@ -40,7 +41,7 @@ class RolloutGroup:
     """Holds the processes of the engines (`sampler`) and those of the actor, which sends them its weights.
 
     `dispatch` accepts requests for single answers, in the loop of `background`, if asynchronous training or
-    the `episodes` of an environment need them.
+    the `episodes` of environments need them.
     """
 
     config: PPO
@@ -48,7 +49,7 @@ class RolloutGroup:
     actor: WorkerGroup
     background: Background | None = None
     dispatch: Engines | None = None
-    episodes: Episodes | None = None
+    episodes: Episodes | EpisodesByRow | None = None
     synced: dict[str, float] = field(default_factory=dict)  # metrics of the last sync
 
     @property

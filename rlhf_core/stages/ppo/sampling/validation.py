@@ -24,6 +24,7 @@ from rlhf_core.config.ppo.validation_fields import pass_sizes
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.sources import prompts as load_prompts
+from rlhf_core.environments.row_environments import ENVIRONMENT
 from rlhf_core.mean_interval import mean_interval
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term, plain_sum
@@ -41,8 +42,9 @@ ROUNDING = 1e-6  # a sum of weighted rewards may be this far from its exact valu
 
 class Validation(NamedTuple):
     """Specifies the prompts and their scoring. `groups`: indices of the prompts of each data source (of
-    generated questions: each task), if there are several; `allowed_failures`: the number of answers on which
-    a reward source may fail; `fresh_seeds`: seeds for the best iteration's second answers."""
+    generated questions: each task; with several environments: each of them), if there are several;
+    `allowed_failures`: the number of answers on which a reward source may fail; `fresh_seeds`: seeds for the
+    best iteration's second answers."""
 
     prompts: Sequence[Prompt]
     groups: Mapping[str, Sequence[int]]
@@ -95,9 +97,10 @@ def load_validation(
         own = [prompt for prompt in found if tuple(prompt.tokens) not in known]
         shared += len(found) - len(own)
         places = range(len(prompts), len(prompts) + len(own))
-        if source.reasoning_gym is not None:
+        column = "task" if source.reasoning_gym is not None else ENVIRONMENT
+        if source.reasoning_gym is not None or config.environments:
             for place, prompt in zip(places, own, strict=True):
-                groups.setdefault(prompt.row["task"], []).append(place)
+                groups.setdefault(str(prompt.row.get(column)), []).append(place)
         else:
             name = Path(source.path.partition("@")[0]).stem
             groups[name if name not in groups else f"{name}-{len(groups) + 1}"] = list(places)
