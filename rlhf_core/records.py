@@ -356,3 +356,13 @@ def keys_that_are_no_text(where: str, value: Any) -> Iterator[str]:
                 " things)"
             )
         yield from keys_that_are_no_text(f"{where}.{key}", inner)
+
+
+def in_key_order(value: Any) -> Any:
+    """Returns a JSON value with the keys of all its mappings sorted. Digests sort keys, so
+    what follows the order of keys must not depend on it: a template that writes a mapping, tasks in turn."""
+    if isinstance(value, dict):
+        return {key: in_key_order(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, (list, tuple)):
+        return [in_key_order(item) for item in value]
+    return value

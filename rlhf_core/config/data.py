@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlhf_core.config.generated_data import GENERATED, ReasoningGymPrompts
-from rlhf_core.records import Config, InDigestIfSet, Positive, Share, check
+from rlhf_core.records import Config, InDigestIfSet, Positive, Share, check, in_key_order
 
 # what the rows of a data set hold
 Rows = Literal["sft", "preference", "prompt", "answer", "labelled", "scored"]
@@ -22,16 +22,6 @@ OWN_ARGUMENTS = frozenset(
     " continue_final_message return_assistant_tokens_mask tokenize additional_special_tokens"
     " extra_special_tokens raise_exception strftime_now".split()
 )
-
-
-def in_key_order(value: Any) -> Any:
-    """Returns a JSON value with the keys of all its mappings sorted. Digests sort keys, and a template may
-    write a mapping as it stands: so equal digests mean equal texts."""
-    if isinstance(value, dict):
-        return {key: in_key_order(value[key]) for key in sorted(value, key=str)}
-    if isinstance(value, (list, tuple)):
-        return [in_key_order(item) for item in value]
-    return value
 
 
 # arguments of a chat template by name
@@ -104,7 +94,7 @@ class Source(Config):
     @model_validator(mode="before")
     @classmethod
     def _of_tasks(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get(GENERATED):
+        if isinstance(given, dict) and given.get(GENERATED) is not None:
             return {"path": GENERATED, **given}
         return given
 

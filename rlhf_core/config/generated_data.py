@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
-from rlhf_core.records import Config, Positive, check
+from rlhf_core.records import Config, Positive, check, in_key_order
 
 GENERATED = "reasoning_gym"  # a generated source has this in place of a path, and a row this column
 TAKEN = ("seed", "size")  # options of every task, which the source sets
@@ -19,7 +19,7 @@ class ReasoningGymPrompts(Config):
     """Tasks of reasoning-gym (Stojanovski et al. 2025), whose questions become prompts.
     `reward: reasoning_gym` scores the answers to them."""
 
-    tasks: dict[str, dict[str, Any]] = Field(
+    tasks: Annotated[dict[str, dict[str, Any]], AfterValidator(in_key_order)] = Field(
         description=(
             "name of a task: its options and `weight`, its share of the prompts relative to the others'"
             " (default 1); or a list of names"
@@ -39,6 +39,13 @@ class ReasoningGymPrompts(Config):
     def _names(cls, given: Any) -> Any:
         names = [given] if isinstance(given, str) else given
         if isinstance(names, list | tuple):
+            wrong = [name for name in names if not isinstance(name, str)]
+            if wrong:
+                raise ValueError(
+                    f"a list has names of tasks, not {wrong[0]!r}: options need a mapping, NAME: {{...}}"
+                )
+            if len(set(names)) < len(names):
+                raise ValueError("a task is named twice: give it a larger weight instead")
             return {name: {} for name in names}
         if isinstance(names, dict):
             return {name: {} if options is None else options for name, options in names.items()}

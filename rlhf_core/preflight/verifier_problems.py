@@ -7,6 +7,7 @@ from collections.abc import Collection
 from itertools import islice
 
 from rlhf_core.config import PPO, Data, Rewarded
+from rlhf_core.config.rewarding.verifiers import ReasoningGymReward
 from rlhf_core.data.rows.mixture import checked_rows
 from rlhf_core.environments.row_environments import environment_problem
 from rlhf_core.environments.verifiers.verifier_checks import lacks, row_problem, verifiers_of
@@ -37,7 +38,27 @@ def _problem(config: Rewarded, environments: Collection[str], data: Data) -> str
         rows = [(found.where, found.row) for found in located]
     except ValueError:  # reported with the data
         return ""
-    return row_problem(config.reward, rows) or environment_problem(environments, rows)
+    return (
+        row_problem(config.reward, rows)
+        or environment_problem(environments, rows)
+        or _form_problem(config, data)
+    )
+
+
+def _form_problem(config: Rewarded, data: Data) -> str:
+    """Returns a sentence when generated questions ask for another form of the answer than is scored. A source
+    without instruction and system message asks for none."""
+    generated = [source.reasoning_gym for source in data.sources if source.reasoning_gym is not None]
+    for reward in config.reward:
+        if not isinstance(reward, ReasoningGymReward):
+            continue
+        for source in generated:
+            asked = source.instruction + (source.system or "")
+            if reward.tag is None and "<answer>" in asked:
+                return "instruction asks for <answer>, and the reward has tag: null: change one of them"
+            if reward.tag is not None and asked and f"<{reward.tag}>" not in asked:
+                return f"instruction does not ask for <{reward.tag}>, the tag of the reward: write it there"
+    return ""
 
 
 def verifier_needs(node: Node) -> list[str]:

@@ -58,4 +58,10 @@ def why_unreachable(address: str) -> str:
         return told + ("" if own else proxy_of(address))
     except httpx.HTTPError:
         return ""
+    except (
+        httpx.InvalidURL,
+        ValueError,
+        ImportError,
+    ) as error:  # a port or a name that is none, a SOCKS proxy
+        return " ".join(str(error).split())[:200]
     return ""

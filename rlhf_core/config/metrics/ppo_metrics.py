@@ -3,7 +3,8 @@ iterations."""
 
 from __future__ import annotations
 
-from rlhf_core.config.metrics.metric import Condition, Metric, after_run, each
+from rlhf_core.config.metrics.metric import Condition, Metric, each
+from rlhf_core.config.metrics.ppo_engine_metrics import MASKED, SAMPLER, TIMES
 from rlhf_core.config.metrics.sampling_metrics import rewarded
 from rlhf_core.config.metrics.shared_metrics import ANSWERS, DATA, EXPERTS, MERGED_AWAY, SURVIVES
 from rlhf_core.config.metrics.validation_metrics import EXPLOITED, VALIDATION
@@ -14,7 +15,6 @@ PENALTY = Condition("with `truncated_penalty`", lambda config: bool(config.trunc
 REFERENCE = Condition("with a reference", lambda config: config.has_reference)
 KL_LOSS = Condition("with `kl_in: loss`", lambda config: config.kl_in == "loss" and config.has_reference)
 CRITIC = Condition("with a critic", lambda config: config.has_critic)
-MASKED = Condition("with `sampler_is: mask`", lambda config: config.sampler_is == "mask")
 LIMITED = Condition("with `stop_kl`", lambda config: config.stop_kl is not None)
 MERGED = Condition(
     "with `lora` and merged weights",
@@ -28,8 +28,10 @@ CONTINUOUS = Condition(
     "with `max_staleness` of 2 or more, or with it and `dynamic_filtering`",
     lambda config: config.continuous,
 )
-SEVERAL_ANSWERS = Condition("with several answers per prompt", lambda config: config.n_samples_per_prompt > 1)
-SLEEPS = Condition("with `engine.sleep`", lambda config: config.engine.sleep)
+SEVERAL_ANSWERS = Condition(
+    "with several answers per prompt and a reward",
+    lambda config: config.n_samples_per_prompt > 1 and config.has_reward,
+)
 
 FAR_AWAY = (
     "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust its"
@@ -39,20 +41,16 @@ NO_SIGNAL = (
     "The answers to most prompts have one reward, and nothing is learned from them: take prompts that are"
     " neither too easy nor too hard, or set dynamic_filtering."
 )
+ODD_ADVANTAGES = (
+    "Answers do not differ in reward, or one outweighs all others: look at reward/std, reward_clip and"
+    " `normalize`."
+)
 LARGE_STEPS = "PPO's steps are too large: lower actor_learning_rate or max_epochs."
 DISAGREES = (
     "The trainer's scoring and training passes disagree before the first step: its log-probs are wrong, not"
     " PPO; compare dtypes. With sampler_is in_ratio this is the gap to the sampler: look at sampler/gap."
 )
 BAD_CRITIC = "PPO's critic does not predict the returns: raise critic_learning_rate or freezing_actor_steps."
-OTHER_POLICY = (
-    "The engine's log-probs are far from the trainer's: the samples come from another policy; compare dtypes"
-    " and versions."
-)
-NOT_WHOLE = (
-    "The engine's log-probs are far from the trainer's right after a weight update: weights did not arrive"
-    " whole."
-)
 OLD_ANSWERS = "Answers are trained on long after they were sampled: lower max_staleness."
 LOST = (
     "Many answers could not be learned from: a reward source failed, a prompt's answers lost their"
@@ -60,16 +58,8 @@ LOST = (
 )
 
 
-def roles_of(config: PPO) -> list[tuple[str, ...]]:
-    return each(config.placed)
-
-
 def environments_of(config: PPO) -> list[tuple[str, ...]]:
     return each(config.environments)
-
-
-def phases_of_roles(config: PPO) -> list[tuple[str, ...]]:
-    return [("*", "*")]
 
 
 REWARDS = (
@@ -91,7 +81,7 @@ REWARDS = (
     Metric(
         "reward/equal_groups",
         "share of the prompts with two rewarded answers or more whose rewards are all equal, from which group"
-        " estimators learn nothing",
+        " estimators learn nothing but the KL",
         "share",
         SEVERAL_ANSWERS,
         failed=NO_SIGNAL,
@@ -140,8 +130,8 @@ REWARDS = (
     Metric(
         "advantage/std advantage/max",
         "standard deviation and largest absolute value of the advantages that are trained on, over answers"
-        " where an answer has one, else over tokens",
-        failed=NO_SIGNAL,
+        " where an answer has one, else over tokens; 0 without a signal",
+        failed=ODD_ADVANTAGES,
     ),
     Metric(
         "return/mean", "mean over the answers' tokens of the returns; without a critic, of the advantages"
@@ -333,88 +323,5 @@ ROLLOUT = (
     Metric("tokens", "tokens of prompts and answers in an iteration", "tokens"),
     Metric("iterations", "iterations", "count"),
     *DATA,
-)
-SAMPLER = (
-    Metric(
-        "sampler/gap sampler/gap_p99",
-        "absolute difference of log-probs between the engine and the trainer on the sampled tokens: mean and"
-        " 99th percentile",
-        "nats",
-        failed=OTHER_POLICY,
-    ),
-    Metric(
-        "sampler/ratio_gap",
-        "mean distance of the tokens' importance weights from 1, before any bound",
-        failed=OTHER_POLICY,
-    ),
-    Metric(
-        "sampler/capped",
-        "share of the weights in the loss, one a token or one an answer (`sampler_is_level`), that the bounds"
-        " cut or left out",
-        "share",
-        failed=OTHER_POLICY,
-    ),
-    Metric(
-        "sampler/masked_tokens sampler/masked_answers",
-        "share of the tokens that are left out of the loss, and of the answers that are left out whole",
-        "share",
-        MASKED,
-        failed=OTHER_POLICY,
-    ),
-    Metric(
-        "sampler/weight_mean sampler/weight_max",
-        "`weight_mean`: mean weight in the loss; `weight_max`: largest weight before the bounds",
-        failed=OTHER_POLICY,
-    ),
-    Metric(
-        "sampler/ess",
-        "effective sample size of these weights: 1 if all are equal; below 0.5 the answers effectively come"
-        " from another policy",
-        "share",
-        failed=OTHER_POLICY,
-    ),
-    Metric(
-        "sync/probe_gap",
-        "largest difference of log-probs of engine and actor on fixed prompts right after a weight sync"
-        " (the 90th"
-        " percentile for mixtures of experts in bf16)",
-        "nats",
-        failed=NOT_WHOLE,
-    ),
-    Metric(
-        "sync/probe_bound",
-        "the largest such difference that rounding explains: 4 times what noise of the size of rounding"
-        " errors does to the actor's log-probs, and at least 0.001 in float32 and 0.02 in bfloat16",
-        "nats",
-        failed=NOT_WHOLE,
-    ),
-)
-TIMES = (
-    Metric(
-        "phase/generate phase/score phase/credit phase/train phase/sync phase/probe",
-        "wall-clock time of the phase in an iteration; overlapped work counts only while it is waited for",
-        "s",
-    ),
-    Metric("phase/sleep phase/wake", "time until the engines sleep and are awake", "s", SLEEPS),
-    Metric(
-        "floor/generate floor/score floor/train",
-        "lower bound of the phase's time, at the rates measured on the actor's GPU",
-        "s",
-    ),
-    Metric(
-        "work/ROLE/PHASE",
-        "time that the slowest rank of a role works in a phase of an iteration",
-        "s",
-        of=phases_of_roles,
-    ),
-    Metric(
-        "memory/ROLE",
-        "peak memory of PyTorch's tensors on a GPU in an iteration, of the role's largest rank; `/held`:"
-        " peak that"
-        " its allocator reserved; `/kept`: reserved at the iteration's end",
-        "GiB",
-        of=after_run,
-    ),
-    Metric("wait/ROLE", "share of the iteration that a role waits", "share", of=roles_of),
 )
 REINFORCED = (*REWARDS, *VALIDATION, *POLICY, *SAMPLER, *ROLLOUT, *TIMES)

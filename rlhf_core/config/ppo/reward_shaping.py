@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.loop_kinds import Rewarded
 from rlhf_core.config.ppo.policy_objective import PolicyObjective
-from rlhf_core.config.rewards import Environment, EnvironmentReward, ShortEnvironment
+from rlhf_core.config.rewards import Environment, EnvironmentReward, NoReward, ShortEnvironment
 from rlhf_core.records import InDigestIfSet, Rate, check
 
 
@@ -79,6 +79,11 @@ class RewardShaping(PolicyObjective, Rewarded):
             " cost and no part of the task"
         ),
     )
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether a source gives rewards; with none the policy learns from the KL alone."""
+        return any(not isinstance(source, NoReward) for source in self.reward)
 
     @property
     def talks_to(self) -> Mapping[str, Environment]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import Source
+from rlhf_core.config.generated_data import GENERATED
 from rlhf_core.data.rows.columns import Row
 from rlhf_core.data.rows.compressed import COMPRESSED, RowLines, data_suffix, open_binary, opened_rows
 from rlhf_core.data.rows.reasoning_gym_rows import reasoning_gym_rows
@@ -46,11 +47,17 @@ def is_arrow(source: Source) -> bool:
 
 
 def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
-    """Yields the (first) rows of a source unchanged. Raises ValueError for a file or Hub data set that cannot
-    be read."""
+    """Yields the (first) rows of a source, unchanged, but stored rows lose the column GENERATED, which a
+    verifier unpickles. Raises ValueError for a file or Hub data set that cannot be read."""
     if source.reasoning_gym is not None:
         yield from reasoning_gym_rows(source.reasoning_gym, first)
         return
+    for row in _stored_rows(source, first):
+        row.pop(GENERATED, None)
+        yield row
+
+
+def _stored_rows(source: Source, first: int | None) -> Iterator[Row]:
     path = Path(source.path)
     if source.is_inbox:
         raise ValueError(

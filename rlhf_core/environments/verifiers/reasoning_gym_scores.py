@@ -27,12 +27,11 @@ def main(folders: list[str]) -> None:
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     from reasoning_gym.factory import DATASETS
-    from reasoning_gym.utils import extract_answer
 
     data: dict[bytes, Any] = {}
 
     def score(response: str, entry: str) -> float:
-        answer = response if request["tag"] is None else extract_answer(response, request["tag"])
+        answer = response if request["tag"] is None else enclosed(response, request["tag"])
         if answer is None:
             return 0.0
         name, known, config = pickle.loads(base64.b64decode(entry))  # noqa: S301 in the sandbox
@@ -52,6 +51,18 @@ def main(folders: list[str]) -> None:
         except Exception as error:  # whatever a task raises for odd answers
             reply = {"failed": f"{type(error).__name__}: {error}"[:200]}
         print(json.dumps(reply), file=out, flush=True)
+
+
+def enclosed(response: str, tag: str) -> str | None:
+    """Returns what the last pair of tags encloses: the last opening tag that a closing one follows, up to the
+    next closing one. A tag that is only mentioned before it does not count."""
+    opening = f"<{tag}>"
+    closing = f"</{tag}>"
+    start = response.rfind(opening, 0, max(0, response.rfind(closing)))
+    if start < 0:
+        return None
+    start += len(opening)
+    return response[start : response.index(closing, start)]
 
 
 if __name__ == "__main__":

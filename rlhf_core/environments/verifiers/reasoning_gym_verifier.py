@@ -64,9 +64,9 @@ def verify_answers(
 def _score(reply: dict[str, Any]) -> float | None:
     """Returns a score as a number from 0 to 1, which the package promises; None for anything else."""
     score = reply.get("score")
-    if not isinstance(score, int | float) or not math.isfinite(score):
+    if isinstance(score, float) and not math.isfinite(score):
         return None
-    return min(1.0, max(0.0, float(score)))
+    return float(min(1, max(0, score))) if isinstance(score, int | float) else None
 
 
 def _replies(answers: Sequence[tuple[str, str]], tag: str | None, seconds: float) -> list[dict[str, Any]]:
@@ -87,7 +87,16 @@ def _replies(answers: Sequence[tuple[str, str]], tag: str | None, seconds: float
     lines = output.text.split("\n")[:-1]
     if not lines or json.loads(lines[0]) != {"ready": True}:
         raise ScoringFailed("reasoning-gym could not be imported in the sandbox")
-    return [json.loads(line) for line in lines[1 : len(answers) + 1]]
+    return [_reply(line) for line in lines[1 : len(answers) + 1]]
+
+
+def _reply(line: str) -> dict[str, Any]:
+    """Returns a reply. An answer that is evaluated may write lines of its own, which are no score."""
+    try:
+        reply = json.loads(line)
+    except ValueError:
+        reply = None
+    return reply if isinstance(reply, dict) else {"failed": "an answer wrote to the replies"}
 
 
 def package_folders() -> list[str]:

@@ -44,6 +44,8 @@ def test_weights_are_relative_and_no_options() -> None:
         ({"tasks": "gcd", "size": 0}, "size"),
         ({"tasks": "gcd", "seed": -1}, "seed"),
         ({"task": "gcd"}, "task"),
+        ({"tasks": [{"gcd": {}}]}, "a list has names of tasks, not {'gcd': {}}"),
+        ({"tasks": ["gcd", "lcm", "gcd"]}, "a task is named twice"),
     ],
 )
 def test_wrong_generated_questions(given: Any, told: str) -> None:
@@ -54,3 +56,18 @@ def test_wrong_generated_questions(given: Any, told: str) -> None:
 def test_a_path_beside_tasks_is_refused() -> None:
     with pytest.raises(ValidationError, match="reasoning_gym stands in place of path: leave path out"):
         source({"tasks": "gcd"}, path="p.jsonl")
+
+
+def test_equal_digests_mean_equal_rows() -> None:
+    """Digests sort keys, and rows take the tasks in turn."""
+    one = source({"tasks": {"lcm": {"b": 1, "a": {"d": 2, "c": 3}}, "gcd": {}}}).reasoning_gym
+    other = source({"tasks": {"gcd": {}, "lcm": {"a": {"c": 3, "d": 2}, "b": 1}}}).reasoning_gym
+    assert one is not None and other is not None
+    assert one.model_dump_json() == other.model_dump_json()
+    assert list(source({"tasks": ["lcm", "gcd"]}).reasoning_gym.shares) == ["gcd", "lcm"]  # type: ignore[union-attr]
+
+
+def test_a_source_without_tasks_is_told_of_tasks_alone() -> None:
+    with pytest.raises(ValidationError) as told:
+        source({})
+    assert "tasks" in str(told.value) and "path" not in str(told.value)

@@ -98,3 +98,24 @@ def test_generated_questions_need_their_package_and_a_sandbox(
     monkeypatch.setattr(verifier_checks, "installed_release", lambda: "")
     (problem,) = verifier_needs(node(tmp_path, reward=open_to_all))
     assert problem.endswith("which is not installed: pip install alignflow[reasoning-gym]")
+
+
+@pytest.mark.parametrize(
+    ("instruction", "tag", "told"),
+    [
+        ("Write it between <answer> and </answer>.", "answer", ""),
+        ("", "final", ""),
+        ("Be brief.", None, ""),
+        ("Be brief.", "answer", "instruction does not ask for <answer>, the tag of the reward"),
+        ("End with <answer>4</answer>.", None, "instruction asks for <answer>, and the reward has tag: null"),
+    ],
+)
+def test_questions_ask_for_the_form_that_is_scored(
+    instruction: str, tag: str | None, told: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: make setup-dev")
+    source = {"reasoning_gym": {"tasks": "gcd", "size": 2, "instruction": instruction}}
+    reward = {"verifier": "reasoning_gym", "tag": tag}
+    problems = verified_rows_problems(node(tmp_path, reward=reward, prompts={"sources": source}))
+    assert len(problems) == bool(told)
+    assert told in "".join(problems)

@@ -120,3 +120,8 @@ def test_a_message_shows_no_password(closed: str) -> None:
         require_servers([AskedServer("the judge m", address, None)])
     assert "secret" not in str(told.value)
     assert closed.removeprefix("http://") in str(told.value)
+
+
+@pytest.mark.parametrize("address", ["http://localhost:PORT/v1", "http://.:80", "http://127.0.0.1:99999/v1"])
+def test_an_address_that_is_none_is_told(address: str) -> None:
+    assert why_unreachable(address)

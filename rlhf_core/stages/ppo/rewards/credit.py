@@ -143,7 +143,7 @@ def spread_of(shaped: Shaped, scored: Tensor, lengths: Tensor, config: PPO) -> d
     samples = config.n_samples_per_prompt
     metrics = length_spread(lengths)
     metrics["reward/length_correlation"] = length_correlation(shaped.clipped, lengths, scored, samples)
-    if samples > 1:
+    if samples > 1 and config.has_reward:
         metrics |= group_signal(shaped.rewards, scored, samples)
     return metrics
 

@@ -4,6 +4,7 @@ options that do not exist are named."""
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +124,11 @@ def test_a_process_that_ends_early_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(generated, "WORKER", "rlhf_core.no_such_module")
     with pytest.raises(ValueError, match="the process that generates prompts exited with status 1"):
         rows("gcd", size=7)
+
+
+def test_a_file_cannot_bring_what_scores_an_answer(tmp_path: Path) -> None:
+    """The verifier unpickles it, and a file may come from a stranger."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "q", "task": "gcd", "reasoning_gym": "gASVAAAA"}\n')
+    (row,) = load_rows(Data.model_validate({"sources": str(file)}), 0)
+    assert "reasoning_gym" not in row and row["task"] == "gcd"

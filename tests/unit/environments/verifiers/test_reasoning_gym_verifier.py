@@ -11,6 +11,7 @@ from rlhf_core.config.rewarding.verifiers import ReasoningGymReward
 from rlhf_core.config.rewards import RewardSource
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments import sandbox
+from rlhf_core.environments.verifiers.reasoning_gym_verifier import _reply, _score
 from rlhf_core.environments.verifiers.verifier_checks import require_verifiable
 from rlhf_core.rewards.clients import client_of
 from rlhf_core.rewards.reward_contract import RewardsFailed, Sample
@@ -107,3 +108,24 @@ def test_rows_that_are_not_generated_are_refused() -> None:
     with pytest.raises(ValueError, match=r"prompts: number 2: .* is not of a data source reasoning_gym") as e:
         require_verifiable(sources, prompts)
     assert str(e.value).endswith("its columns are answer, task: correct the row")
+
+
+def test_the_last_pair_of_tags_counts_and_not_a_mention() -> None:
+    row = rows("gcd", size=1)[0]
+    right = row["answer"]
+    found = scores(
+        sample(row, f"I will use <answer> tags. <answer>{right}</answer>"),
+        sample(row, f"<answer>{right}</answer> is what stands in <answer>."),
+        sample(row, f"</answer><answer>{right}"),
+    )
+    assert found == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("line", ["garbage", "[]", '"x"', "{}", '{"score": "1"}'])
+def test_lines_that_are_no_reply_are_no_score(line: str) -> None:
+    assert _score(_reply(line)) is None
+
+
+@pytest.mark.parametrize(("told", "score"), [("1" + "0" * 400, 1.0), ("-" + "9" * 400, 0.0), ("0.25", 0.25)])
+def test_scores_are_between_0_and_1(told: str, score: float) -> None:
+    assert _score(_reply(f'{{"score": {told}}}')) == score

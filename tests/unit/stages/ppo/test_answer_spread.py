@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlhf_core.config import PPO
+from rlhf_core.config.metrics.metric import names_for
+from rlhf_core.config.metrics.ppo_metrics import REINFORCED
 from rlhf_core.objectives.losses import policy_loss
 from rlhf_core.stages.ppo.measured.answer_spread import (
     advantage_spread,
@@ -12,6 +15,8 @@ from rlhf_core.stages.ppo.measured.answer_spread import (
     length_correlation,
     length_spread,
 )
+from rlhf_core.stages.ppo.rewards.credit import spread_of
+from rlhf_core.stages.ppo.rewards.shaped_rewards import Shaped
 
 
 def share(rewards: list[float], samples: int, scored: list[bool] | None = None) -> float | None:
@@ -98,3 +103,16 @@ def test_a_dual_clip_is_on_the_high_side() -> None:
     loss = policy_loss(ratio.log(), 0 * ratio, -ones, ones.bool(), 0.2, 0.2, ones, 1.0, dual_clip=3.0)
     assert float(loss.metrics["policy/clip_share_high"]) == 1
     assert float(loss.metrics["policy/clip_share_low"]) == 0
+
+
+def test_without_a_reward_no_group_is_said_to_be_equal() -> None:
+    """Distillation learns from the KL."""
+    fields = {"prompts": {"sources": "p.jsonl"}, "advantage_estimator": "rloo", "n_samples_per_prompt": 2}
+    rewarded = PPO.model_validate({**fields, "reward": "a.py:f"})
+    distilled = PPO.model_validate({**fields, "reward": "none", "reference": "org/teacher"})
+    scored = torch.ones(2, dtype=torch.bool)
+    shaped = Shaped(torch.zeros(2), torch.zeros(2), {})
+    assert "reward/equal_groups" in spread_of(shaped, scored, torch.tensor([3, 4]), rewarded)
+    assert "reward/equal_groups" not in spread_of(shaped, scored, torch.tensor([3, 4]), distilled)
+    names = [names_for(REINFORCED, config) for config in (rewarded, distilled)]
+    assert ["reward/equal_groups" in known for known in names] == [True, False]
