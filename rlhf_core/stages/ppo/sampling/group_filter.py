@@ -35,7 +35,7 @@ class FoundGroup(NamedTuple):
     kept: bool
 
 
-class Verdict(NamedTuple):
+class GroupVerdict(NamedTuple):
     """Holds the rewards of a group, and whether it has a signal."""
 
     rewards: Rewards
@@ -53,7 +53,7 @@ class GroupFilter:
         self._models = models
         self._setup = setup
         self._statistics = statistics
-        self._waiting: list[tuple[list[Rollout], asyncio.Future[Verdict]]] = []
+        self._waiting: list[tuple[list[Rollout], asyncio.Future[GroupVerdict]]] = []
         self._working: asyncio.Task[None] | None = None
 
     @property
@@ -61,7 +61,7 @@ class GroupFilter:
         """Returns how many groups may be looked at for an iteration: as many as in turn."""
         return most_batches(self._setup.config.max_filter_rounds) * self._setup.order.batch
 
-    async def look_at(self, rollouts: list[Rollout]) -> Verdict:
+    async def look_at(self, rollouts: list[Rollout]) -> GroupVerdict:
         """Returns the rewards of a group, and whether it has a signal. Raises what a source of rewards
         raises."""
         verdict = asyncio.get_running_loop().create_future()
@@ -86,7 +86,7 @@ class GroupFilter:
                 if not future.done():
                     future.set_result(verdict)
 
-    async def _verdicts(self, groups: Sequence[list[Rollout]]) -> list[Verdict]:
+    async def _verdicts(self, groups: Sequence[list[Rollout]]) -> list[GroupVerdict]:
         setup = self._setup
         n = setup.sampling.n
         rollouts = [rollout for group in groups for rollout in group]
@@ -94,7 +94,7 @@ class GroupFilter:
         statistics = with_answers(self._statistics, rewards.by_source, setup.terms)
         chosen = set(answers_with_signal(rollouts, rewards, statistics, setup))
         starts = range(0, len(rollouts), n)
-        return [Verdict(rewards.take(range(start, start + n)), start in chosen) for start in starts]
+        return [GroupVerdict(rewards.take(range(start, start + n)), start in chosen) for start in starts]
 
     def sampled(self, groups: Sequence[FoundGroup], position: int) -> Sampled:
         """Returns the kept answers of an iteration that has looked at `groups`, with the metrics of
