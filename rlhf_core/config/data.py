@@ -62,9 +62,6 @@ class Source(Config):
         ),
         min_length=1,
     )
-    reasoning_gym: Annotated[ReasoningGymPrompts | None, InDigestIfSet] = Field(
-        None, description="tasks of reasoning-gym whose questions are the prompts"
-    )
     split: str = Field("train", description="split, for Hub data sets")
     format: Literal["auto", "columns", "ultrafeedback", "arena", "hh", "sharegpt"] = Field(
         "auto",
@@ -90,6 +87,9 @@ class Source(Config):
         "label", description="column with whether a response is desirable (KTO): true or false, 1 or 0"
     )
     reward_key: str = Field("reward", description="column with the reward of a response (conditional SFT)")
+    reasoning_gym: Annotated[ReasoningGymPrompts | None, InDigestIfSet] = Field(
+        None, description="tasks of reasoning-gym whose questions are the prompts"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -62,6 +62,9 @@ def read_async(draft: Draft) -> None:
         draft.translate(flag, "max_staleness", 0)
         return
     conflicts = [name for name in ("colocate_all", "engine.sleep") if draft.get(name)]
+    filtering = draft.get("dynamic_filtering")
+    if filtering and "colocate_critic_reward" in (*draft.left, *draft.fields):
+        conflicts.append("dynamic_filtering and colocate_critic_reward")
     if conflicts:
         draft.note("dropped", flag, f"max_staleness does not go with {' and '.join(conflicts)}")
         return

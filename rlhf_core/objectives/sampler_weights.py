@@ -106,7 +106,8 @@ def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, flo
     used = torch.ones_like(weights)
     if config.weighs_tokens:
         used = bounded(weights, *config.sampler_is_bounds, config.sampler_is == "mask")
-    cut = (used != weights) & config.weighs_tokens
+    low, high = config.sampler_is_bounds
+    cut = ((weights < low) | (weights > high)) & config.weighs_tokens
     total = used.sum(dtype=torch.float64)
     squares = used.double().square().sum()
     if config.sampler_is == "mask":

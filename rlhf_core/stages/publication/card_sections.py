@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rlhf_core.config.gates import GroupVerdict
+from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.ids import shown
 from rlhf_core.runs.lineage import Ancestor, sources, stages
 from rlhf_core.system.markdown_table import table
@@ -34,7 +34,7 @@ def public_names(names: Iterable[str]) -> dict[str, str]:
     return public
 
 
-def gate_section(gates: Sequence[GroupVerdict]) -> list[str]:
+def gate_section(gates: Sequence[Verdict]) -> list[str]:
     """Returns the section on the gates of the stages behind the publication; empty if there are none. Only
     gates that warn can have failed."""
     rows = [

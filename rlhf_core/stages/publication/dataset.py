@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from rlhf_core.config.gates import GroupVerdict
+from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.ids import is_hub_id, parted
 from rlhf_core.runs.lineage import Ancestor, lineage, sources, tree
 from rlhf_core.stages.publication.card_sections import configuration, data_sets, gate_section, public_names
@@ -106,7 +106,7 @@ def data_card(
     title: str,
     license: str,
     branch: str = "main",
-    gates: Sequence[GroupVerdict] = (),
+    gates: Sequence[Verdict] = (),
 ) -> str:
     """Returns README.md of a data set. `title`: the Hub id, or a name. `branch` and `gates` as for `card`.
     The same inputs give the same card: it contains no dates and no paths of this machine."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from rlhf_core.config import KINDS
-from rlhf_core.config.gates import GroupVerdict
+from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.ids import is_hub_id, parted
 from rlhf_core.records import EvalReport, WinRate
 from rlhf_core.runs.lineage import Ancestor, sources, stages, trained, tree
@@ -49,7 +49,7 @@ class CardModel(NamedTuple):
     terms: Terms = Terms()
 
 
-def card(model: CardModel, report: EvalReport | None, gates: Sequence[GroupVerdict] = ()) -> str:
+def card(model: CardModel, report: EvalReport | None, gates: Sequence[Verdict] = ()) -> str:
     """Returns README.md of a model. `gates`: the gates of all stages that it comes from."""
     parts = [
         f"---\n{yaml.safe_dump(front_matter(model), sort_keys=False, allow_unicode=True)}---\n",

@@ -240,6 +240,9 @@ def test_asynchronous_training(tmp_path: Path) -> None:
     assert not read("--async_train False")[0].max_staleness
     ppo, _ = read("--async_train --dynamic_filtering --n_samples_per_prompt 4")
     assert (ppo.max_staleness, ppo.dynamic_filtering) == (1, True)
+    ppo, found = read("--async_train --dynamic_filtering --n_samples_per_prompt 4 --colocate_critic_reward")
+    assert (ppo.max_staleness, ppo.dynamic_filtering) == (0, True)
+    assert "colocate_critic_reward" in told(found, "dropped")["--async_train"]
 
 
 AIAK = """ray job submit --address="http://127.0.0.1:8265" --runtime-env-json='{"working_dir": "/workspace/AIAK-RLHF"}' \\

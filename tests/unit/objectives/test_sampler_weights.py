@@ -135,6 +135,14 @@ def test_metrics_tell_what_is_left_out(
     assert "sampler/masked_tokens" not in sampler_metrics(gaps, torch.tensor([3, 1]), ppo())
 
 
+@pytest.mark.parametrize(("level", "gap", "length"), [("sequence", -0.05, 16000), ("token", -120.0, 2)])
+def test_weights_of_0_are_left_out_like_small_ones(level: str, gap: float, length: int) -> None:
+    """They are below the smallest number of float32."""
+    config = ppo(sampler_is="mask", sampler_is_level=level, sampler_is_clamp=(0.5, 2.0))
+    found = sampler_metrics(torch.full((length,), gap), torch.tensor([length]), config)
+    assert found["sampler/capped"] == found["sampler/masked_tokens"] == found["sampler/masked_answers"] == 1
+
+
 def test_an_answer_of_which_one_token_is_left_is_not_left_out() -> None:
     gaps = torch.tensor([math.log(9.0), 0.0])
     config = ppo(sampler_is="mask", sampler_is_clamp=(0.5, 2.0))

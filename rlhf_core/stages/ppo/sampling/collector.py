@@ -16,7 +16,7 @@ replaced, and the iteration gets what there is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.stages.ppo.rollout_records import Rollout
 from rlhf_core.stages.ppo.sampling.group_filter import FoundGroup, GroupFilter
+from rlhf_core.stages.ppo.sampling.group_signal import OF_KEPT
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
 
 AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
@@ -37,7 +38,8 @@ class Collected(NamedTuple):
     them.
 
     With a filter, by place: answers that were `dropped` since the last iteration, and the `rewards` of all
-    answers here.
+    answers here; the places of ready groups that metrics and statistics have `counted`, and the metrics of
+    the last groups that were `looked_at`.
     """
 
     next: int = 0
@@ -46,6 +48,8 @@ class Collected(NamedTuple):
     ready: Mapping[int, list[Rollout]] = {}
     dropped: Mapping[int, list[Rollout]] = {}
     rewards: Mapping[int, Rewards] = {}
+    counted: Collection[int] = ()
+    looked_at: Mapping[str, float] = {}
 
 
 class Collector:
@@ -83,6 +87,8 @@ class Collector:
         self._filter = group_filter
         self._dropped = dict(known.dropped)
         self._rewards = dict(known.rewards)
+        self._counted = set(known.counted)
+        self._looked_at = dict(known.looked_at)
         self._working = set[asyncio.Task[None]]()
         self._failed: BaseException | None = None
         self._arrived = asyncio.Event()
@@ -120,7 +126,7 @@ class Collector:
             else:
                 await self._sort(place, rollouts, self._filter)
         except Exception as error:
-            self._failed = error
+            self._failed = self._failed or error
         self._arrived.set()
 
     async def _sort(self, place: int, rollouts: list[Rollout], group_filter: GroupFilter) -> None:
@@ -128,6 +134,8 @@ class Collector:
         replaces it."""
         verdict = await group_filter.look_at(rollouts)
         self._rewards[place] = verdict.rewards
+        if verdict.rewards.errors:
+            group_filter.check([r for at, r in self._rewards.items() if at not in self._counted])
         if verdict.signal:
             self._ready[place] = rollouts
             return
@@ -198,10 +206,21 @@ class Collector:
         if self._filter is None:
             rollouts = [found for group in kept.values() for found in group]
             return Sampled(rollouts, None, self._next, {})
-        looked_at = sorted((kept | self._dropped).items())
+        own = [FoundGroup(found, self._rewards[place], True) for place, found in kept.items()]
+        new = [
+            FoundGroup(found, self._rewards[place], place not in self._dropped)
+            for place, found in sorted((kept | self._ready | self._dropped).items())
+            if place not in self._counted
+        ]
+        sampled = self._filter.sampled(own, new, self._next)
+        for place in (*kept, *self._dropped):
+            del self._rewards[place]
         self._dropped.clear()
-        groups = [FoundGroup(found, self._rewards.pop(place), place in kept) for place, found in looked_at]
-        return self._filter.sampled(groups, self._next)
+        self._counted = set(self._ready)
+        if new:
+            self._looked_at = {name: value for name, value in sampled.metrics.items() if name not in OF_KEPT}
+        # without new groups, at the end of a run, the last ones describe the policy
+        return sampled._replace(metrics=self._looked_at | sampled.metrics)
 
     def _in_time(self) -> bool:
         """Returns whether the finished groups suffice to keep every group from becoming too old. Of the
@@ -238,6 +257,10 @@ class Collector:
             ready = dict(sorted(self._ready.items()))
             begun = {place: self._begun[place] for place in ready}
             dropped = dict(sorted(self._dropped.items()))
-            return Collected(self._next, still_open, begun, ready, dropped, dict(self._rewards))
+            rewards = {place: self._rewards[place] for place in (*ready, *dropped) if place in self._rewards}
+            counted = tuple(sorted(self._counted))
+            return Collected(
+                self._next, still_open, begun, ready, dropped, rewards, counted, dict(self._looked_at)
+            )
 
         return self._background.run(now())

@@ -18,17 +18,20 @@ from rlhf_core.rollout.dispatch import in_daemon
 from rlhf_core.stages.ppo.rollout_records import Rollout
 from rlhf_core.stages.ppo.sampling.group_signal import (
     Looked,
+    allowed_of,
     answers_with_signal,
     check_failed,
-    filtered,
+    kept_metrics,
+    looked_metrics,
     most_batches,
+    no_signal,
     rounds_of,
 )
 from rlhf_core.stages.ppo.sampling.sampled_answers import Sampled, ScoringModels, Setup
 
 
 class FoundGroup(NamedTuple):
-    """Holds all answers to one prompt, with their rewards, and whether they are trained on."""
+    """Holds all answers to one prompt, with their rewards, and whether they have a signal."""
 
     rollouts: Sequence[Rollout]
     rewards: Rewards
@@ -46,7 +49,8 @@ class GroupFilter:
     """Filters the groups of a run. `statistics`: the running statistics of rewards of all iterations so far.
 
     A group is compared by rewards standardised with these statistics and the answers of its own request. Its
-    answers are added to them when an iteration has taken it, so each counts once, also after a resume.
+    answers are added to them by the next iteration that takes groups, so each counts once, also after a
+    resume.
     """
 
     def __init__(self, models: ScoringModels, setup: Setup, statistics: Mapping[str, Running]):
@@ -55,6 +59,7 @@ class GroupFilter:
         self._statistics = statistics
         self._waiting: list[tuple[list[Rollout], asyncio.Future[GroupVerdict]]] = []
         self._working: asyncio.Task[None] | None = None
+        self._failed: Exception | None = None
 
     @property
     def limit(self) -> int:
@@ -63,7 +68,9 @@ class GroupFilter:
 
     async def look_at(self, rollouts: list[Rollout]) -> GroupVerdict:
         """Returns the rewards of a group, and whether it has a signal. Raises what a source of rewards
-        raises."""
+        raises, also for the groups after one for which it was raised: their sources get no more requests."""
+        if self._failed is not None:
+            raise self._failed
         verdict = asyncio.get_running_loop().create_future()
         self._waiting.append((rollouts, verdict))
         if self._working is None or self._working.done():
@@ -73,15 +80,19 @@ class GroupFilter:
     async def _work(self) -> None:
         """Requests rewards while groups wait for theirs."""
         while self._waiting:
-            groups = self._waiting
+            groups = [(rollouts, future) for rollouts, future in self._waiting if not future.done()]
             self._waiting = []
+            if not groups:  # the askers are gone
+                continue
             try:
                 verdicts = await self._verdicts([rollouts for rollouts, _ in groups])
             except Exception as error:
-                for _, future in groups:
-                    if not future.done():  # else the asker is gone
+                self._failed = error
+                for _, future in (*groups, *self._waiting):
+                    if not future.done():
                         future.set_exception(error)
-                continue
+                self._waiting = []
+                return
             for (_, future), verdict in zip(groups, verdicts, strict=True):
                 if not future.done():
                     future.set_result(verdict)
@@ -90,24 +101,36 @@ class GroupFilter:
         setup = self._setup
         n = setup.sampling.n
         rollouts = [rollout for group in groups for rollout in group]
-        rewards = await in_daemon(partial(self._models.reward, rollouts, setup.allowed_failures), "rewards")
+        allowed = allowed_of(len(rollouts), setup)
+        rewards = await in_daemon(partial(self._models.reward, rollouts, allowed), "rewards")
         statistics = with_answers(self._statistics, rewards.by_source, setup.terms)
         chosen = set(answers_with_signal(rollouts, rewards, statistics, setup))
         starts = range(0, len(rollouts), n)
         return [GroupVerdict(rewards.take(range(start, start + n)), start in chosen) for start in starts]
 
-    def sampled(self, groups: Sequence[FoundGroup], position: int) -> Sampled:
-        """Returns the kept answers of an iteration that has looked at `groups`, with the metrics of
-        `filtered`. Raises RewardsFailed when sources failed more often than the recipe allows, ValueError
-        when no group is kept."""
+    def check(self, groups: Sequence[Rewards]) -> None:
+        """Raises RewardsFailed when sources failed on these groups more often than the recipe allows."""
+        check_failed(join(groups), self._setup)
+
+    def sampled(self, kept: Sequence[FoundGroup], looked_at: Sequence[FoundGroup], position: int) -> Sampled:
+        """Returns the answers of the groups `kept`, and the metrics of those that were `looked_at` since the
+        last iteration: each group counts once, when its rewards are known, and not when it is trained on.
+        Without such groups there are none of these metrics. Raises RewardsFailed when sources failed more
+        often than the recipe allows, ValueError when no group is kept."""
         setup = self._setup
-        rewards = join([group.rewards for group in groups])
-        check_failed(rewards, setup)
-        self._statistics = with_answers(self._statistics, rewards.by_source, setup.terms)
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        flags = [group.kept for group in groups for _ in group.rollouts]
-        kept = [i for i, flag in enumerate(flags) if flag]
-        accepted = sum(group.kept for group in groups)
+        metrics: dict[str, float] = {}
         # groups that were open at the limit are looked at too
-        rounds = min(rounds_of(len(groups) / setup.order.batch), setup.config.max_filter_rounds)
-        return filtered(Looked(rollouts, rewards, kept, accepted, rounds), position, self._statistics, setup)
+        rounds = min(rounds_of(len(looked_at) / setup.order.batch), setup.config.max_filter_rounds)
+        if looked_at:
+            rewards = join([group.rewards for group in looked_at])
+            check_failed(rewards, setup)
+            self._statistics = with_answers(self._statistics, rewards.by_source, setup.terms)
+            answers = [rollout for group in looked_at for rollout in group.rollouts]
+            accepted = sum(group.kept for group in looked_at)
+            metrics = looked_metrics(Looked(answers, rewards, accepted, rounds), self._statistics, setup)
+        if not kept:
+            raise ValueError(no_signal(len(looked_at), rounds))
+        of_kept = join([group.rewards for group in kept])
+        metrics |= kept_metrics(of_kept, self._statistics, setup)
+        rollouts = [rollout for group in kept for rollout in group.rollouts]
+        return Sampled(rollouts, of_kept, position, metrics, statistics=dict(self._statistics))

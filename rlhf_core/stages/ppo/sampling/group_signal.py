@@ -16,19 +16,19 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, combine
 from rlhf_core.stages.ppo.rewards.shaped_rewards import shaped_rewards
 from rlhf_core.stages.ppo.rollout_records import Rollout
-from rlhf_core.stages.ppo.sampling.sampled_answers import Sampled, Setup
+from rlhf_core.stages.ppo.sampling.sampled_answers import Setup
 
+OF_KEPT = ("filter/reward_mean", "filter/reward_std", "filter/groups")  # metrics of what is trained on
 MOST = 4  # batches of prompts in a further round of filtering, at most
 
 
 class Looked(NamedTuple):
     """Holds all answers that filtering looked at for an iteration, n consecutive ones per prompt, with their
-    rewards. `kept`: indices of the answers to train on. `accepted`: number of groups with a signal, of which
-    some may be left over. `rounds`: of sampling."""
+    rewards. `accepted`: number of groups with a signal, of which some may be left over. `rounds`: of
+    sampling."""
 
     rollouts: Sequence[Rollout]
     rewards: Rewards
-    kept: Sequence[int]
     accepted: int
     rounds: int
 
@@ -45,37 +45,43 @@ def rounds_of(batches: float) -> int:
     return 1 + math.ceil(max(batches - 1, 0) / MOST)
 
 
-def filtered(looked: Looked, position: int, statistics: Mapping[str, Running], setup: Setup) -> Sampled:
-    """Returns the kept answers, with metrics. `statistics`: including all answers looked at.
-
-    Metrics `reward/*` cover all answers, so that a curve does not depend on which groups were kept. Raises
-    ValueError when no group has a signal.
-    """
-    n = setup.sampling.n
-    asked = len(looked.rollouts) // n
-    if not looked.kept:
-        raise ValueError(
-            f"dynamic_filtering: none of the {asked} groups of {looked.rounds} rounds had answers of"
-            " different reward: raise temperature or n_samples_per_prompt, take other prompts, or turn it off"
-        )
-    kept = looked.rewards.take(looked.kept)
-    everything = combine(looked.rewards.by_source, setup.terms, statistics, n)
-    of_kept = combine(kept.by_source, setup.terms, statistics, n).metrics
+def looked_metrics(looked: Looked, statistics: Mapping[str, Running], setup: Setup) -> dict[str, float]:
+    """Returns the metrics of all answers that were looked at, so that a curve does not depend on which groups
+    are kept. `statistics`: including these answers."""
+    everything = combine(looked.rewards.by_source, setup.terms, statistics, setup.sampling.n)
     metrics = everything.metrics | shaped_rewards(looked.rollouts, everything, setup.config).metrics
-    metrics |= {f"filter/reward_{name}": of_kept[f"reward/{name}"] for name in ("mean", "std")}
-    metrics |= {
+    return metrics | {
         "filter/rounds": float(looked.rounds),
-        "filter/accepted": looked.accepted / asked,
-        "filter/groups": len(looked.kept) / n,
+        "filter/accepted": looked.accepted * setup.sampling.n / len(looked.rollouts),
     }
-    rollouts = [looked.rollouts[i] for i in looked.kept]
-    return Sampled(rollouts, kept, position, metrics, statistics=dict(statistics))
+
+
+def kept_metrics(kept: Rewards, statistics: Mapping[str, Running], setup: Setup) -> dict[str, float]:
+    """Returns the metrics of the answers that are trained on. `statistics`: as in `looked_metrics`."""
+    n = setup.sampling.n
+    metrics = combine(kept.by_source, setup.terms, statistics, n).metrics
+    found = {f"filter/reward_{name}": metrics[f"reward/{name}"] for name in ("mean", "std")}
+    return found | {"filter/groups": len(kept) / n}
+
+
+def no_signal(groups: int, rounds: int) -> str:
+    """Returns a sentence for an iteration without a group to train on."""
+    return (
+        f"dynamic_filtering: none of the {groups} groups of {rounds} rounds had answers of different reward:"
+        " raise temperature or n_samples_per_prompt, take other prompts, or turn it off"
+    )
+
+
+def allowed_of(answers: int, setup: Setup) -> int:
+    """Returns on how many of so many answers a source may fail: the allowed number of an iteration, and the
+    same share of more answers."""
+    usual = setup.order.batch * setup.sampling.n
+    return setup.allowed_failures * max(answers, usual) // usual
 
 
 def check_failed(rewards: Rewards, setup: Setup) -> None:
-    """Raises RewardsFailed when a source failed on a larger share of these answers than on the allowed number
-    of an iteration's."""
-    rewards.check(setup.allowed_failures * len(rewards) // (setup.order.batch * setup.sampling.n))
+    """Raises RewardsFailed when a source failed more often than is allowed (`allowed_of`)."""
+    rewards.check(allowed_of(len(rewards), setup))
 
 
 def answers_with_signal(

@@ -17,9 +17,12 @@ from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, join_scores
 from rlhf_core.stages.ppo.sampling.group_signal import (
     MOST,
     Looked,
+    allowed_of,
     answers_with_signal,
     check_failed,
-    filtered,
+    kept_metrics,
+    looked_metrics,
+    no_signal,
 )
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sampled_answers import (
@@ -91,7 +94,13 @@ def sample_filtered(
         accepted += len(found) // n
         rounds += 1
         position += count if len(kept) < batch * n else chosen[-1] // n + 1
-    sampled = filtered(Looked(seen, join(seen_rewards), kept, accepted, rounds), position, updated, setup)
+    if not kept:
+        raise ValueError(no_signal(len(seen) // n, rounds))
+    rewards_seen = join(seen_rewards)
+    rewards_kept = rewards_seen.take(kept)
+    metrics = looked_metrics(Looked(seen, rewards_seen, accepted, rounds), updated, setup)
+    metrics |= kept_metrics(rewards_kept, updated, setup)
+    sampled = Sampled([seen[i] for i in kept], rewards_kept, position, metrics, statistics=updated)
     if not streams:
         return sampled
     # the failures of all rounds are checked above
@@ -105,7 +114,7 @@ def _rewarded(
     part = setup.config.stream_batch_size
     if part is None:
         rollouts = start_sample(engines, setup, position, count)().rollouts
-        return rollouts, models.reward(rollouts, setup.allowed_failures)
+        return rollouts, models.reward(rollouts, allowed_of(len(rollouts), setup))
     rollouts, begun = stream_parts(
         engines,
         setup,

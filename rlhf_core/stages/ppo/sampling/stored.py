@@ -56,6 +56,8 @@ def write_collected(folder: Path, collected: Collected) -> None:
         "open": list(collected.open),
         "groups": groups,
         "dropped": dropped,
+        "counted": list(collected.counted),
+        "looked_at": dict(collected.looked_at),
         "rewards": [[place, stored_rewards(rewards)] for place, rewards in collected.rewards.items()],
     }
     of_groups = [*collected.ready.values(), *collected.dropped.values()]
@@ -86,6 +88,8 @@ def read_collected(folder: Path, order: PromptOrder) -> Collected:
         ready,
         groups(head.get("dropped", ())),
         {place: restored_rewards(row) for place, row in head.get("rewards", ())},
+        tuple(head.get("counted", ())),
+        head.get("looked_at", {}),
     )
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.stages.ppo.rollout_records import Rollout, restored_rewards, stored_rewards
 from rlhf_core.stages.ppo.sampling.collector import Collected, Collector
 from rlhf_core.stages.ppo.sampling.group_filter import FoundGroup, GroupFilter
-from rlhf_core.stages.ppo.sampling.group_signal import most_batches, rounds_of
+from rlhf_core.stages.ppo.sampling.group_signal import allowed_of, most_batches, rounds_of
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled, Setup
 from rlhf_core.stages.ppo.sampling.stored import COLLECTED, read_collected, write_collected
 from tests.support.micro import wait_until
@@ -98,18 +99,16 @@ class Recorded(GroupFilter):
     def __init__(self, *given: Any):
         super().__init__(*given)
         self.iterations = list[list[FoundGroup]]()
+        self.kept = list[list[int]]()
 
-    def sampled(self, groups: Sequence[FoundGroup], position: int) -> Sampled:
-        self.iterations.append(list(groups))
-        return super().sampled(groups, position)
+    def sampled(self, kept: Sequence[FoundGroup], looked_at: Sequence[FoundGroup], position: int) -> Sampled:
+        self.iterations.append(list(looked_at))
+        self.kept.append([place_of(group.rollouts[0]) for group in kept])
+        return super().sampled(kept, looked_at, position)
 
     @property
     def looked_at(self) -> list[int]:
         return [place_of(group.rollouts[0]) for groups in self.iterations for group in groups]
-
-    @property
-    def kept(self) -> list[list[int]]:
-        return [[place_of(g.rollouts[0]) for g in groups if g.kept] for groups in self.iterations]
 
 
 def place_of(rollout: Rollout) -> int:
@@ -171,7 +170,7 @@ def test_metrics_are_of_the_groups_looked_at(background: Background) -> None:
     assert sampled is not None and sampled.rewards is not None
     groups = found.iterations[0]
     shares = [0.5 if group.kept else 3.0 for group in groups]
-    assert sampled.metrics["filter/accepted"] == BATCH / len(groups) < 1
+    assert sampled.metrics["filter/accepted"] == sum(group.kept for group in groups) / len(groups) < 1
     assert sampled.metrics["filter/groups"] == BATCH
     assert sampled.metrics["filter/rounds"] == rounds_of(len(groups) / BATCH)
     assert sampled.metrics["reward/mean"] == pytest.approx(np.mean(shares)), "of all groups"
@@ -311,7 +310,9 @@ def test_a_resumed_run_loses_and_repeats_no_prompt(
             assert [place_of(rollout) for rollout in rollouts] == [place] * N
             assert rollouts[0].prompt == ORDER.take(place, 1)[0][0]
     assert set(state.rewards) == {*state.ready, *state.dropped} == set(known.rewards)
-    accounted = [*before.looked_at, *state.open, *state.ready, *state.dropped]
+    new = state.ready.keys() - set(state.counted)
+    assert (list(known.counted), known.looked_at) == (list(state.counted), state.looked_at)
+    accounted = [*before.looked_at, *state.open, *new, *state.dropped]
     assert sorted(accounted) == list(range(state.next)), "every prompt is in one place"
     again = Background()  # as another process, after a kill
     after = recorded(world, how, dict(before._statistics))
@@ -425,3 +426,51 @@ def test_rewards_wait_on_disk_bit_for_bit() -> None:
         assert back.by_source[name].tobytes() == found.tobytes()
     assert (back.errors, back.steps) == (rewards.errors, rewards.steps)
     assert restored_rewards(stored_rewards(Rewards({"a": values["b"]}, {}))).steps == {}
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_the_curve_does_not_fall_when_no_groups_are_begun_any_more(
+    background: Background, staleness: int
+) -> None:
+    """Each group counts when its rewards are known. Kept ones that wait for the last iterations do not count
+    again there, where nothing is dropped."""
+    world = World(third, slow=0.0)
+    found = recorded(world, setup())
+    collector = Collector(background, world.answer, ORDER, staleness, 12, group_filter=found)
+    shares = []
+    for _ in range(12):
+        background.run(asyncio.sleep(0.01))
+        sampled = collector.take()
+        assert sampled is not None
+        shares.append((sampled.metrics["reward/mean"], sampled.metrics["filter/accepted"]))
+        world.version += 1
+        collector.updates = world.version
+        collector.next_iteration()
+    counted = [[place_of(group.rollouts[0]) for group in groups] for groups in found.iterations]
+    assert sorted(place for places in counted for place in places) == list(range(collector.state().next))
+    for places, (mean, accepted), before in zip(counted, shares, [(0.0, 0.0), *shares], strict=False):
+        if not places:
+            assert (mean, accepted) == before, "the last groups describe the policy"
+            continue
+        assert accepted == pytest.approx(np.mean([third(place) for place in places]))
+        assert mean == pytest.approx(np.mean([0.5 if third(place) else 3.0 for place in places]))
+
+
+def test_the_first_error_ends_the_requests(background: Background) -> None:
+    world = World(third)
+    world.failing = True
+    found = recorded(world, setup())
+    collector = Collector(background, world.answer, ORDER, 2, 4, group_filter=found)
+    with pytest.raises(RewardsFailed, match="the source is gone"):
+        collector.take()
+    background.run(asyncio.sleep(0.05))
+    world.failing = False
+    asked = len(world.requests)
+    collector.stop()
+    assert len(world.requests) == asked == 1
+
+
+@pytest.mark.parametrize(("answers", "allowed"), [(1, 3), (32, 3), (33, 3), (64, 6), (320, 30)])
+def test_more_answers_may_fail_more_often(answers: int, allowed: int) -> None:
+    of = SimpleNamespace(allowed_failures=3, order=SimpleNamespace(batch=8), sampling=SimpleNamespace(n=4))
+    assert allowed_of(answers, of) == allowed  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_core.config.gates import GroupVerdict
+from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.ids import shown
 from rlhf_core.records import Answering, EvalReport
 from rlhf_core.runs.lineage import Ancestor, lineage, nodes, sources, stages, trained, tree
@@ -31,7 +31,7 @@ def header(text: str) -> dict[str, object]:
 
 
 def the_card(
-    chain: Chain, report: EvalReport | None = REPORT, gates: Sequence[GroupVerdict] = (), **changes: Any
+    chain: Chain, report: EvalReport | None = REPORT, gates: Sequence[Verdict] = (), **changes: Any
 ) -> str:
     model = CardModel(
         lineage(chain.checkpoint),

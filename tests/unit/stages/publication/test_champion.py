@@ -13,7 +13,7 @@ import pytest
 import flows.cli
 from flows.cli.artifacts_history import survey
 from rlhf_core.config import Publication, Recipe
-from rlhf_core.config.gates import GroupVerdict
+from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import Outcome, RunDir
@@ -220,9 +220,9 @@ def test_the_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "polite (bob); rolled back: rude" in shown and f"in place of {runs[1].name}: rude (ann)" in shown
 
 
-def failed(metric: str, stage: str = "evaluation") -> list[GroupVerdict]:
+def failed(metric: str, stage: str = "evaluation") -> list[Verdict]:
     return [
-        GroupVerdict.model_validate(
+        Verdict.model_validate(
             {"stage": stage, "gate": {"metric": metric, "min": 1.0}, "value": 0.0, "passed": False}
         )
     ]

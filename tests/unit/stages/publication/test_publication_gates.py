@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import flows.alignment
-from rlhf_core.config.gates import Gate, GroupVerdict
+from rlhf_core.config.gates import Gate, Verdict
 from rlhf_core.recipe.gate_checks import GateFailed, gates_behind, gates_of
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
@@ -147,9 +147,9 @@ def test_the_publication_hears_all_verdicts_and_no_digest_changes(
     assert started[0].digest == planned()["publication"].digest
 
 
-def verdict(stage: str, metric: str, value: float | None, passed: bool, meaning: str = "") -> GroupVerdict:
+def verdict(stage: str, metric: str, value: float | None, passed: bool, meaning: str = "") -> Verdict:
     gate = Gate(metric=metric, min=0.5, on_fail="stop" if passed else "warn")
-    return GroupVerdict(stage=stage, gate=gate, value=value, passed=passed, meaning=meaning)
+    return Verdict(stage=stage, gate=gate, value=value, passed=passed, meaning=meaning)
 
 
 def test_cards_list_the_gates(tmp_path: Path) -> None:
