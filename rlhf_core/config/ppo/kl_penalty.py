@@ -28,6 +28,14 @@ class KLPenalty(Config):
         ),
     )
     init_kl_coef: float = Field(0.01, ge=0, description="coefficient of the per-token KL")
+    final_kl_coef: Annotated[float | None, InDigestIfSet] = Field(
+        None,
+        ge=0,
+        description=(
+            "coefficient of the last iteration, to which it moves from init_kl_coef in a straight line;"
+            " default: it stays"
+        ),
+    )
     kl_in: Literal["reward", "loss"] = Field(
         "reward", description="the KL is subtracted from the reward, or added to the loss (k2, k3)"
     )
@@ -52,8 +60,20 @@ class KLPenalty(Config):
         """Whether a reference is loaded: the recipe names one, or a KL to it is measured."""
         return self.reference is not None or self.init_kl_coef > 0 or self.kl_target is not None
 
+    def kl_coef_of(self, iteration: int, iterations: int) -> float:
+        """Returns the coefficient of an iteration, the first being 0, without `kl_target`: `init_kl_coef`, or
+        on the straight line from it to `final_kl_coef` in the last of `iterations`."""
+        if self.final_kl_coef is None or iterations < 2:
+            return self.init_kl_coef
+        done = iteration / (iterations - 1)
+        return (1 - done) * self.init_kl_coef + done * self.final_kl_coef
+
     @check
     def _check_kl(self) -> Iterator[str]:
+        if self.final_kl_coef is not None and self.kl_target is not None:
+            yield "kl_target adapts the coefficient, and final_kl_coef schedules it: leave one of them out"
+        if self.final_kl_coef is not None and not self.init_kl_coef:
+            yield "final_kl_coef needs a KL from the first iteration on: set init_kl_coef above 0"
         if self.kl_target is not None and not self.init_kl_coef:
             yield (
                 "kl_target multiplies the coefficient, which stays 0 with init_kl_coef 0: set init_kl_coef"

@@ -186,9 +186,10 @@ class IterationLoop:
         step = number - 1
         last = number == self._iterations
         schedule = schedule_of(self._config, step, self._iterations, self._seed)
+        coef = self._kl.coef if self._kl.target else self._config.kl_coef_of(step, self._iterations)
         with at(f"iteration {number} of {self._iterations}"):
             metrics, mean_kl, self._carried, rollouts, rewards = ppo_iteration(
-                self._fleet, self._setup, self._carried, self._kl.coef, schedule, last, self._collector
+                self._fleet, self._setup, self._carried, coef, schedule, last, self._collector
             )
         self._kl = adapted(self._kl, self._config, step, mean_kl)
         return metrics, rollouts, rewards

@@ -39,6 +39,7 @@ PPO = [
     Change("actor_learning_rate", 1e-3, looped),
     Change("critic_learning_rate", 1e-3, looped),
     Change("init_kl_coef", 0.5, looped),
+    Change("final_kl_coef", 0.0, looped),
     Change("kl_in", "loss", credited, {"kl_estimator": "k3"}),
     Change("reset_reference_every", 1, looped),
     Change("kl_target", 3.0, looped),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,6 +113,36 @@ def test_the_adaptive_coefficient_waits_for_the_first_update_of_the_actor() -> N
     assert adapted(start, ppo(kl_target=0.1), 1, 0.5).coef > 0.3
     with pytest.raises(ValueError, match="stays 0 with init_kl_coef 0: set init_kl_coef above 0"):
         ppo(kl_target=0.1, init_kl_coef=0.0)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "iterations", "expected"),
+    [
+        (0.2, 0.0, 5, [0.2, 0.15, 0.1, 0.05, 0.0]),
+        (0.1, 0.3, 3, [0.1, 0.2, 0.3]),
+        (0.2, 0.0, 1, [0.2]),
+        (0.2, 0.2, 2, [0.2, 0.2]),
+        (0.2, None, 3, [0.2, 0.2, 0.2]),
+    ],
+)
+def test_the_coefficient_moves_in_a_straight_line(
+    start: float, end: float | None, iterations: int, expected: list[float]
+) -> None:
+    config = ppo(init_kl_coef=start, final_kl_coef=end)
+    assert [config.kl_coef_of(i, iterations) for i in range(iterations)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"kl_target": 0.1}, "kl_target adapts the coefficient, and final_kl_coef schedules it"),
+        ({"init_kl_coef": 0.0}, "final_kl_coef needs a KL from the first iteration on"),
+        ({"final_kl_coef": -0.1}, "final_kl_coef"),
+    ],
+)
+def test_a_schedule_of_the_coefficient_that_cannot_act_is_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ppo(**{"final_kl_coef": 0.0, **fields})
 
 
 # 4. Rewards are normalised with statistics that do not move with the rollout.
