@@ -85,6 +85,7 @@ def load_validation(
     known = {tuple(prompt.tokens) for prompt in training}
     prompts: list[Prompt] = []
     groups: dict[str, list[int]] = {}
+    of_files: set[str] = set()  # names of groups that are whole files
     shared = 0
     own_renderer = Renderer(
         renderer.tokenizer, config.eval_prompts.template, template_args=config.eval_prompts.template_args
@@ -100,10 +101,14 @@ def load_validation(
         column = "task" if source.reasoning_gym is not None else ENVIRONMENT
         if source.reasoning_gym is not None or config.environments:
             for place, prompt in zip(places, own, strict=True):
-                groups.setdefault(str(prompt.row.get(column)), []).append(place)
+                name = str(prompt.row.get(column))
+                group = f"{name}-{column}" if name in of_files else name
+                groups.setdefault(group, []).append(place)
         else:
-            name = Path(source.path.partition("@")[0]).stem
-            groups[name if name not in groups else f"{name}-{len(groups) + 1}"] = list(places)
+            stem = Path(source.path.partition("@")[0]).stem
+            group = stem if stem not in groups else f"{stem}-{len(groups) + 1}"
+            groups[group] = list(places)
+            of_files.add(group)
         prompts += own
     if shared:
         print(

@@ -237,6 +237,20 @@ def test_prompts_of_the_training_are_left_out(
     )
 
 
+def test_a_file_named_like_a_task_is_a_group_of_its_own(material: Path, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: make setup-dev")
+    (tmp_path / "gcd.jsonl").write_text('{"prompt": "a?"}\n{"prompt": "b?"}\n')
+    generated = {"reasoning_gym": {"tasks": ["gcd", "lcm"], "size": 6}, "probability": 0.5}
+    sources = [{"path": str(tmp_path / "gcd.jsonl"), "probability": 0.5}, generated]
+    renderer = Renderer(load_tokenizer(str(material / "base")), "chat")
+    prompts = {"sources": str(material / "prompts.jsonl")}
+    recipe = config(prompts=prompts, eval_prompts={"sources": sources}, prompt_max_len=512)
+    found = load_validation(recipe, renderer, [], [], [], 0)
+    assert found is not None
+    sizes = {name: len(places) for name, places in found.groups.items()}
+    assert sizes == {"gcd": 2, "gcd-task": 3, "lcm": 3}
+
+
 def test_fields_without_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="eval_prompts are not set, and stop_when are about these"):
         config(prompts={"sources": "x"}, stop_when=2)
