@@ -32,7 +32,6 @@ from rlhf_core.config.rewards import (
     RewardSource,
 )
 from rlhf_core.rewards.function import Function
-from rlhf_core.rewards.judge.judge_client import JudgeClient
 from rlhf_core.rewards.remote import HttpRewardClient
 from rlhf_core.rewards.reward_contract import (
     CodeError,
@@ -277,6 +276,8 @@ def client_of(
     which a function runs. `cache`: folder for a judge's verdicts. `group`: consecutive answers to one
     prompt. Raises ValueError when the server's key is not set."""
     if isinstance(source, JudgeReward):
+        from rlhf_core.rewards.judge.judge_client import JudgeClient  # its library's import takes a second
+
         return JudgeClient(source, None if cache is None else cache / f"{source.title}.jsonl", group)
     assert not isinstance(source, ModelReward | EnvironmentReward | NoReward), "these need no client"
     ready: RewardBackend

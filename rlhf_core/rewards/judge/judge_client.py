@@ -30,8 +30,6 @@ from rlhf_core.rewards.judge.rating_reply import Rating, read_rating
 from rlhf_core.rewards.reward_contract import RewardsFailed, Sample, SourceRewards, check_failures
 from rlhf_core.system.files import digest
 
-CACHE = "judge_cache"  # folder of a run directory
-
 
 class StoredVerdict(Frozen):
     """One line of the cache. `verdict`: the numbers of a rating, or the points of answer A. `reply`: the

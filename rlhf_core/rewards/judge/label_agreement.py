@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,8 +14,12 @@ from rlhf_core.config.rewards import RewardSource
 from rlhf_core.data.rows.columns import Located, preference_of, written
 from rlhf_core.data.rows.mixture import load_rows
 from rlhf_core.mean_interval import mean_interval
-from rlhf_core.rewards.judge.judge_client import JudgeClient
 from rlhf_core.rewards.reward_contract import RewardsFailed, Sample
+
+if TYPE_CHECKING:
+    from rlhf_core.rewards.judge.judge_client import JudgeClient
+
+JUDGE_CACHE = "judge_cache"  # folder of a run directory
 
 
 def agreement_metrics(
@@ -31,6 +36,10 @@ def agreement_metrics(
     metrics: dict[str, float] = {}
     for source in sources:
         if isinstance(source, JudgeReward) and source.agreement is not None:
+            from rlhf_core.rewards.judge.judge_client import (
+                JudgeClient,
+            )  # its library's import takes a second
+
             client = JudgeClient(source, None if cache is None else cache / f"{source.title}.jsonl", group=2)
             metrics |= _agreement(source, source.agreement, client, max_failed, seed)
     return metrics

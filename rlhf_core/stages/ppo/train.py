@@ -26,8 +26,7 @@ from rlhf_core.environments.row_environments import ENVIRONMENT, require_environ
 from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.environments.verifiers.verifier_checks import require_verifiable
 from rlhf_core.hub.vocabulary import require_same_vocabulary
-from rlhf_core.rewards.judge.judge_client import CACHE
-from rlhf_core.rewards.judge.label_agreement import agreement_metrics
+from rlhf_core.rewards.judge.label_agreement import JUDGE_CACHE, agreement_metrics
 from rlhf_core.rewards.own_tokens import OwnTokens, writers
 from rlhf_core.rewards.reward_trial import try_rewards
 from rlhf_core.rollout.dispatch import Background, Engines
@@ -71,7 +70,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     require_environments(config.environments, data.items, held_out_prompts)
     require_verifiable(config.reward, data.items, held_out_prompts)
     try_rewards(config.reward, data.items, renderer, held_out_prompts)
-    agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / CACHE, request.seed)
+    agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / JUDGE_CACHE, request.seed)
     engines = start_rollout_group(config, renderer, groups, [*data.items, *held_out_prompts])
     fleet = start_fleet(
         config,
@@ -83,7 +82,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         request.trust_remote_code,
         resumed_zero_stage,
         own_tokens,
-        run / CACHE,
+        run / JUDGE_CACHE,
     )
     with closing(fleet):
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)

@@ -30,8 +30,7 @@ from rlhf_core.environments.verifiers.verifier_checks import require_verifiable
 from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.rewards.batch import reward_batch, terms_of
 from rlhf_core.rewards.combine import Combined
-from rlhf_core.rewards.judge.judge_client import CACHE
-from rlhf_core.rewards.judge.label_agreement import agreement_metrics
+from rlhf_core.rewards.judge.label_agreement import JUDGE_CACHE, agreement_metrics
 from rlhf_core.rewards.own_tokens import OwnTokens, writers
 from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.rewards.reward_trial import try_rewards
@@ -66,7 +65,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     require_verifiable(config.reward, prompts)
     try_rewards(config.reward, prompts, renderer)
     require_servers(config.servers, judges_with_verdicts(config, run))
-    agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / CACHE, request.seed)
+    agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / JUDGE_CACHE, request.seed)
     prompt_tokens = conditioned(config, policy, tokenizer, prompts)
     answers = answers_of_round(config, policy, prompt_tokens, renderer.stop_token_ids, request, run)
     texts = [
@@ -108,7 +107,9 @@ def judges_with_verdicts(config: Preferences, run: RunDir) -> list[str]:
     """Returns the judges with verdicts of an earlier attempt, as messages name them."""
     judges = [source for source in config.reward if isinstance(source, JudgeReward)]
     return [
-        f"the reward {judge.title}" for judge in judges if (run / CACHE / f"{judge.title}.jsonl").is_file()
+        f"the reward {judge.title}"
+        for judge in judges
+        if (run / JUDGE_CACHE / f"{judge.title}.jsonl").is_file()
     ]
 
 
@@ -184,7 +185,7 @@ def rewards_of(
         config.dtype,
         scores_of,
         own_tokens,
-        run / CACHE,
+        run / JUDGE_CACHE,
         config.n_samples_per_prompt,
     )
 

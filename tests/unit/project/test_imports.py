@@ -55,11 +55,11 @@ def test_orchestration_needs_no_torch() -> None:
     import_without(absent, sorted(ours) + TORCH_FREE)
 
 
-def test_ranks_that_train_or_score_need_no_engine() -> None:
-    """They would import it for seconds."""
+def test_ranks_that_train_or_score_need_no_engine_and_no_judge() -> None:
+    """They would import them for seconds."""
     roles = [f"rlhf_core.stages.ppo.roles.{name}" for name in ("actor", "read_only", "trained")]
     import_without(
-        ["vllm", "prefect", "matplotlib"],
+        ["vllm", "prefect", "matplotlib", "openai"],
         [*roles, *(f"rlhf_core.stages.{name}" for name in ("sft", "reward_model", "dpo", "kto"))],
     )
 
