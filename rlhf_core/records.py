@@ -48,7 +48,10 @@ class InDigestIfSet:
 class Frozen(BaseModel):
     """Base of every record and config: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants")
+    # defer_build: a process builds the validators of the few classes that it uses, not of all at import
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants", defer_build=True
+    )
 
     @classmethod
     def read(cls, file: Path) -> Self | None:
@@ -76,7 +79,7 @@ def _checks(kind: type) -> tuple[str, ...]:
         name
         for base in reversed(kind.__mro__)
         for name, value in vars(base).items()
-        if hasattr(value, "is_check")
+        if not name.startswith("__") and hasattr(value, "is_check")
     )
     return tuple(dict.fromkeys(marked))
 
