@@ -136,7 +136,8 @@ def test_serve_passes_end_conditions_to_its_loops(
         for automation in client.read_automations_by_name(SILENT.name):
             client.delete_automation(automation.id)
     made = ask(prefect, "/deployments/filter", {"limit": 100})
-    found = {f"{item['entrypoint'].rpartition('.')[2]}/{item['name']}": item["parameters"] for item in made}
+    own = [item for item in made if item["entrypoint"]]  # others are of other tests
+    found = {f"{item['entrypoint'].rpartition('.')[2]}/{item['name']}": item["parameters"] for item in own}
     assert {name for name in names if found[name].get("max_rounds") == 4} == {
         "loop/micro",
         "loop/micro-scheduled",

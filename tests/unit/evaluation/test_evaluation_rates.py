@@ -144,6 +144,7 @@ def test_a_paid_judge_is_asked_until_the_interval_is_narrow_and_its_cost_is_told
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evaluation.judges.factory.LlmJudge", Scripted)
+    monkeypatch.setattr("evaluation.evaluation_stage.require_servers", lambda *_: None)  # nobody is asked
     Scripted.made.clear()
     prices = {
         "input_price": 2.0,
