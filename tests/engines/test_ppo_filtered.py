@@ -48,7 +48,7 @@ def prepare(folder: Path, material: Path, **fields: Any) -> Path:
 
 def looked_at(lines: Sequence[Mapping[str, float]]) -> int:
     """The groups that these iterations have looked at."""
-    return round(sum(line["filter/groups"] / line["filter/accepted"] for line in lines))
+    return int(sum(line["filter/looked_at"] for line in lines))
 
 
 def assert_every_prompt_once(run: Path, states: Path) -> None:
@@ -58,7 +58,8 @@ def assert_every_prompt_once(run: Path, states: Path) -> None:
     state = states / f"step-{step}"
     collected = read_collected(state, order)
     lines = read_metrics(run)
-    waiting = len(collected.open) + len(collected.ready) + len(collected.dropped)
+    new = collected.ready.keys() - set(collected.counted)
+    waiting = len(collected.open) + len(new) + len(collected.dropped)
     assert looked_at(lines[:step]) + waiting == collected.next, "each is in one place"
     rows = [
         json.loads(row)

@@ -267,9 +267,9 @@ ROLLOUT = (
         CONTINUOUS,
     ),
     Metric(
-        "filter/rounds filter/groups",
-        "rounds of sampling (with `max_staleness`: in which as many groups would be looked at); groups"
-        " that are trained on",
+        "filter/rounds filter/looked_at filter/groups",
+        "rounds of sampling (with `max_staleness`: in which as many groups would be looked at); groups whose"
+        " rewards came since the last iteration; groups that are trained on",
         "count",
         FILTERED,
     ),

@@ -220,7 +220,8 @@ class Collector:
         if new:
             self._looked_at = {name: value for name, value in sampled.metrics.items() if name not in OF_KEPT}
         # without new groups, at the end of a run, the last ones describe the policy
-        return sampled._replace(metrics=self._looked_at | sampled.metrics)
+        number = {"filter/looked_at": float(len(new))}
+        return sampled._replace(metrics=self._looked_at | sampled.metrics | number)
 
     def _in_time(self) -> bool:
         """Returns whether the finished groups suffice to keep every group from becoming too old. Of the

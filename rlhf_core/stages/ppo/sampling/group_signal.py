@@ -52,6 +52,7 @@ def looked_metrics(looked: Looked, statistics: Mapping[str, Running], setup: Set
     metrics = everything.metrics | shaped_rewards(looked.rollouts, everything, setup.config).metrics
     return metrics | {
         "filter/rounds": float(looked.rounds),
+        "filter/looked_at": len(looked.rollouts) / setup.sampling.n,
         "filter/accepted": looked.accepted * setup.sampling.n / len(looked.rollouts),
     }
 
