@@ -21,14 +21,16 @@ PAUSE_SECONDS = 2.0
 
 def require_servers(servers: Sequence[AskedServer], with_replies: Collection[str] = ()) -> None:
     """Waits at most WAIT_SECONDS until all servers can be reached, and prints what is awaited. Raises
-    Unreachable with one sentence. A reader in `with_replies` has stored replies, which may be all that it
-    needs: for its server there is a warning in place of both."""
+    Unreachable with one sentence, at once for an address that cannot be one. A reader in `with_replies` has
+    stored replies, which may be all that it needs: for its server there is a warning in place of both."""
     until = time.monotonic() + WAIT_SECONDS
     for server in servers:
         why = why_unreachable(server.address)
         if why and server.reader in with_replies:
             print(f"warning: {no_answer(server, why)}", flush=True)
             continue
+        if why and wrong_address(server.address):
+            raise Unreachable(no_answer(server, why))
         if why:
             print(f"waiting up to {WAIT_SECONDS:g} s: {no_answer(server, why)}", flush=True)
         while why:
@@ -44,6 +46,15 @@ def no_answer(server: AskedServer, why: str) -> str:
     shown = public_address(server.address)
     field = "url" if server.chat is None else "base_url"
     return f"{server.reader} cannot reach {shown} ({why}): start its server, or correct {field}"
+
+
+def wrong_address(address: str) -> str:
+    """Returns why an address cannot be one, such as for a port that is no number; "" for any other."""
+    try:
+        httpx.URL(address)
+    except (httpx.InvalidURL, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def why_unreachable(address: str) -> str:

@@ -1,4 +1,4 @@
-"""The servers that stages send requests to: what is told before work about their keys, and whether they answer."""
+"""Checks of the servers that stages send requests to: missing keys, and servers that do not answer."""
 
 from __future__ import annotations
 

@@ -125,3 +125,12 @@ def test_a_message_shows_no_password(closed: str) -> None:
 @pytest.mark.parametrize("address", ["http://localhost:PORT/v1", "http://.:80", "http://127.0.0.1:99999/v1"])
 def test_an_address_that_is_none_is_told(address: str) -> None:
     assert why_unreachable(address)
+
+
+def test_an_address_that_is_none_is_not_awaited(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(awaited_servers, "WAIT_SECONDS", 600.0)
+    with pytest.raises(Unreachable, match=r"cannot reach http://localhost:PORT/v1 .*correct url"):
+        require_servers([AskedServer("the judge m", "http://localhost:PORT/v1", None)])
+    assert "waiting" not in capsys.readouterr().out
