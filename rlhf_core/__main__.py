@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from rlhf_core.config import KINDS
 from rlhf_core.config.kinds import Kind
 from rlhf_core.runs.prepared import WAIT, awaited
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest, run_in_directory
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.system.machine import MachineLacks, NodeLost, Unreachable, disk_problem, num_gpus
 from rlhf_core.system.processes import (
@@ -85,7 +85,7 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
         )
     packages = {*OURS, KINDS[kind].module.partition(".")[0]}
     try:
-        run_stage(argv[0], partial(_work, KINDS[kind]), seconds_before)
+        run_in_directory(argv[0], partial(_work, KINDS[kind]), seconds_before)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in packages:
             raise

@@ -1,8 +1,10 @@
 """Computes the interval of a mean of scores from 0 to 1: win rates, accuracies, shares. Nothing is random.
 
+The method is the Bayesian bootstrap (Rubin 1981) with one half-won question added; no paper has it as such.
+
 The scores of n questions are a sample of an unknown distribution on [0, 1]. One more question is added, won
-or lost with probability one half each, and the n + 1 questions get weights from Dirichlet(1, ..., 1), as in
-the Bayesian bootstrap (Rubin 1981). The ends of the interval are quantiles of the weighted mean.
+or lost with probability one half each, and the n + 1 questions get weights from Dirichlet(1, ..., 1). The
+ends of the interval are quantiles of the weighted mean.
 
 - With scores 0 and 1 alone it is the mid-P interval of a proportion (Lancaster 1961; Berry & Armitage 1995).
 - With the added question always lost for the lower end, and always won for the upper one, it would be

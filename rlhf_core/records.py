@@ -42,7 +42,7 @@ class NotInDigest:
 
 class InDigestIfSet:
     """Marks a config field, `Annotated[TYPE, InDigestIfSet]`, that decides a result and is in the digest only
-    with another value than its default: adding the field recomputes nothing."""
+    if its value is not the default: adding the field recomputes nothing."""
 
 
 class Frozen(BaseModel):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from evaluation.alignment_tax.task_scores import ModelScores, Score
-from evaluation.scores.scoring import QuestionSums, difference_interval, interval
+from evaluation.scores.scoring import QuestionSums, bootstrap_interval, difference_interval
 from rlhf_core.records import Frozen
 
 TAX = "tax.json"
@@ -104,7 +104,9 @@ def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> ScoreDr
         elif (differences == differences[0]).all():
             return ScoreDrop(tax=lost, ci_low=None, ci_high=None, paired=True)
         else:
-            low, high = interval(QuestionSums(differences, np.ones(len(differences))), resamples, seed)
+            low, high = bootstrap_interval(
+                QuestionSums(differences, np.ones(len(differences))), resamples, seed
+            )
         return ScoreDrop(tax=lost, ci_low=low, ci_high=high, paired=True)
     if baseline.stderr is None or model.stderr is None:
         return ScoreDrop(tax=lost, ci_low=None, ci_high=None, paired=False)

@@ -45,7 +45,7 @@ class UsageLine(NamedTuple):
 
 
 class Bill(NamedTuple):
-    """The total of a run. `price`: of a GPU-hour; None: the recipe gives none."""
+    """The total of a run. `price`: price of a GPU-hour; None: the recipe gives none."""
 
     lines: list[UsageLine]
     price: Cost | None

@@ -16,7 +16,7 @@ LABELS = VERDICTS
 
 
 class ComparedPair(Frozen):
-    """Two answers to one prompt. `uid`: of the question; `model_...`: who answered, None if unknown;
+    """Two answers to one prompt. `uid`: uid of the question; `model_...`: who answered, None if unknown;
     `source`: the file or run.
 
     The texts contain no half characters: code that reads them from elsewhere puts U+FFFD in their place.

@@ -173,7 +173,7 @@ async def _read(request: Request, kind: type[Any]) -> Any:
             400, whole(f"{'.'.join(map(str, fault['loc'])) or 'the request'}: {fault['msg']}")
         ) from None
     except (ValueError, RecursionError):
-        raise WrongRequest(400, "the request is no JSON") from None
+        raise WrongRequest(400, "the request is not JSON") from None
 
 
 def _refused(request: Request, error: Exception) -> Response:

@@ -5,7 +5,7 @@ The curve is the one of Gao, Schulman & Hilton 2022 (arXiv:2210.10760, figure 1;
 root of the KL). KL is from the model that training started from. All three are measured on the same
 questions and answers, sampled at temperature 1. The KL is the mean over answers of `log p(answer | model) -
 log p(answer | baseline)`, in nats per answer, which is unbiased on the model's own samples. Limit: answers
-are stored as text and tokenised again, which may give other tokens than those sampled. A point is
+are stored as text and tokenised again, which may not give the tokens that were sampled. A point is
 suspicious when the proxy scores it higher, and the judge lower, than the best earlier point of its chain.
 """
 
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.scores.scoring import QuestionSums, difference_interval, interval
+from evaluation.scores.scoring import QuestionSums, bootstrap_interval, difference_interval
 from rlhf_core.records import Frozen, Judgment, WinRate
 
 FILE = "over_optimisation.json"
@@ -115,7 +115,7 @@ def suspicion_of(
     fall = (before.battle - after.battle)[judged]
     if rise.mean() <= 0 or fall.mean() <= 0:
         return "none"
-    rise_low, _ = interval(QuestionSums(rise, np.ones(len(rise))), resamples, seed, level)
+    rise_low, _ = bootstrap_interval(QuestionSums(rise, np.ones(len(rise))), resamples, seed, level)
     fall_low, _ = difference_interval(fall, level)
     return "sure" if min(rise_low, fall_low) > 0 else "possible"
 

@@ -5,8 +5,8 @@ A `Judgment` (a battle) is one question judged in two games with the answers swa
 0, 0.5 or 1, or has no verdict. A question's score is the mean of its games; the win rate is the mean over
 questions. Intervals are over *questions* (both games together). Treating games as independent, as
 arena-hard-auto treats its rows, understates the standard deviation by about a third. Every interval of a
-rate, or of a mean of scores from 0 to 1, is `rate_interval`; `interval` is a bootstrap, for means of other
-values. Style control and Bradley-Terry scores are in `arena_hard`.
+rate, or of a mean of scores from 0 to 1, is `rate_interval`; `bootstrap_interval` is for means of other
+values. Style control and Bradley-Terry scores are in `arena_hard`, the fit of the latter in `bradley_terry`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def sums_of(rows: Sequence[tuple[str, float, float]]) -> QuestionSums:
     return QuestionSums(score_sums, weight_sums, float(weight_sums.max()))
 
 
-def interval(sums: QuestionSums, resamples: int, seed: int, level: float = 0.95) -> tuple[float, float]:
+def bootstrap_interval(
+    sums: QuestionSums, resamples: int, seed: int, level: float = 0.95
+) -> tuple[float, float]:
     """Returns the percentile bootstrap interval of `sums.score` (Efron & Tibshirani 1993, ch. 13),
     resampling questions."""
     count = len(sums.total)

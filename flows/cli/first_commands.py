@@ -60,7 +60,7 @@ def demo(*, folder: Path = Path("."), plain: bool = False) -> int:
 
     Args:
         folder: where material and artifacts go: demo/ and artifacts/ in it.
-        plain: print the log, as where the output is no terminal, in place of live lines.
+        plain: print the log in place of live lines, as when the output is not a terminal.
     """
     missing = [
         name for name in ("torch", "transformers", "tokenizers") if importlib.util.find_spec(name) is None

@@ -63,21 +63,21 @@ def serve(
         home: folder of the server's database and logs, and of the auth string that its API asks for; one
             `serve` at a time.
         host: 0.0.0.0 listens to other machines too; the auth string passes the network as it is, without TLS.
-        port: of the server and its pages; 0 takes a free one.
+        port: port of the server and its pages; 0 takes a free one.
         allow_host: further names of this machine in the addresses of requests, such as a proxy's, separated
             by commas.
         schedule: let loops train a round when their schedule fires; a recipe without a loop runs as a whole
             then.
         cron: minute, hour, day, month, weekday.
-        timezone: of the cron schedule, such as Europe/Berlin.
+        timezone: time zone of the cron schedule, such as Europe/Berlin.
         every: seconds; an interval in place of the cron schedule.
-        max_rounds: loops of the recipes end after so many rounds.
+        max_rounds: loops of the recipes end after this many rounds.
         min_gain: loops end when the win rate of their last round is not more than this above the round before
             it.
-        dashboard_port: of the live page of the recipes' artifacts; 0 takes a free one.
-        feedback_port: of the endpoint that takes feedback, where a recipe has an inbox; 0 takes a free one.
-        trigger_port: of an endpoint that starts runs on requests with a token (webhooks), such as 4301; 0
-            takes a free one; default: none.
+        dashboard_port: port of the live page of the recipes' artifacts; 0 takes a free one.
+        feedback_port: port of the endpoint that takes feedback, if a recipe has an inbox; 0 takes a free one.
+        trigger_port: port of an endpoint that starts runs on requests with a token (webhooks), such as 4301;
+            0 takes a free one; default: none.
         starts_an_hour: the most runs of a deployment that such requests start in an hour.
     """
     check_addresses((port, feedback_port, dashboard_port, trigger_port or 0), allow_host)
@@ -142,7 +142,7 @@ def serve(
 
 
 def check_addresses(ports: Iterable[int], allow_host: str) -> None:
-    """Raises ValueError for a number that is no port, and for a wrong --allow-host."""
+    """Raises ValueError for a number that is not a port, and for an invalid --allow-host."""
     for number in ports:
         if not 0 <= number <= 65535:
             raise ValueError(f"there is no port {number}: give 1 to 65535, or 0 for a free one")

@@ -40,8 +40,8 @@ def run(
         name: of the run, for `alignflow runs`; the newest run of a name has it.
         dry_run: only show the stages, what would be skipped and why.
         latest: look up branches and tags of the Hub anew, unless the last run of this recipe is unfinished.
-        jobs: run so many stages at once when none needs the other, in place of the recipe's side_by_side.
-        plain: print the log, as where the output is no terminal, in place of live lines.
+        jobs: run this many stages at once when none needs the other, in place of the recipe's side_by_side.
+        plain: print the log in place of live lines, as when the output is not a terminal.
     """
     check_name(name)
     if jobs is not None and jobs < 1:
@@ -76,7 +76,7 @@ def stage(name: str, recipe: RecipePlace, *overrides: Override, plain: bool = Fa
 
     Args:
         name: name of the stage, as `alignflow run RECIPE --dry-run` shows it.
-        plain: print the log, as where the output is no terminal, in place of live lines.
+        plain: print the log in place of live lines, as when the output is not a terminal.
     """
     with working("reading the recipe and its inputs", plain):
         planned = plan(load_here(recipe, overrides))

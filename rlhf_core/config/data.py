@@ -151,7 +151,7 @@ class Data(Config):
 
 class Text(NamedTuple):
     """A data set of a stage: its config field, what its rows must hold (None: the stage checks them itself),
-    and its token limit. `to_newest`: of an inbox, it has all rows that the newest round of any loop has."""
+    and its token limit. `to_newest`: for an inbox, it has all rows that the newest round of any loop has."""
 
     field: str
     data: Data

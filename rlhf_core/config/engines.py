@@ -97,8 +97,8 @@ class EngineConfig(Config):
         0.0,
         ge=0,
         description=(
-            "GPUs of one engine; of each of its processes, with tensor_parallel_size or"
-            " pipeline_parallel_size"
+            "GPUs of one engine, or, with tensor_parallel_size or pipeline_parallel_size, of each of its"
+            " processes"
         ),
     )
     gpu_memory_utilization: Annotated[float, NotInDigest] = Field(
@@ -110,8 +110,8 @@ class EngineConfig(Config):
     seed_answers: bool = Field(
         False,
         description=(
-            "sampling on a GPU: a random stream for each answer, which then depends on no other; slower. On"
-            " CPU always"
+            "sampling on a GPU: a random stream for each answer, so that it depends on no other; slower. On a"
+            " CPU always on"
         ),
     )
     sleep: Annotated[bool, NotInDigest] = Field(
@@ -129,15 +129,15 @@ class EngineConfig(Config):
         ),
     )
     start_timeout: Annotated[Rate, NotInDigest] = Field(
-        900.0, description="of a server (a vllm judge, alignment_tax): seconds until it must be ready"
+        900.0, description="for a server (a vllm judge, alignment_tax): seconds until it must be ready"
     )
 
     options: dict[str, Any] = Field(
         {},
         description=(
             "further options of vLLM's engine by its own names, such as max_num_seqs or"
-            " enable_expert_parallel; they override ours. Of transformers: batch_size, the most answers that"
-            " it samples at once (64). Options that only decide speed or memory are not in the digest"
+            " enable_expert_parallel; they override ours. For transformers: batch_size, the most answers that"
+            " it samples at once (64). Options that only affect speed or memory are not in the digest"
         ),
     )
 

@@ -10,8 +10,8 @@ OWNERS = ((), ("judge",), ("judges", "*"), ("anchors", "judge"))
 
 
 def with_new_names(recipe: Any) -> Any:
-    """Returns a parsed recipe with today's names. What has both names, and what is no recipe, is left as it
-    is."""
+    """Returns a parsed recipe with today's names. Whatever has both names, or is not a recipe, is left
+    as it is."""
     stages = recipe.get("stages") if isinstance(recipe, dict) else None
     if not isinstance(stages, dict):
         return recipe
@@ -49,7 +49,7 @@ def _engine(key: str, value: Any) -> Any:
 
 
 def with_new_keys(keys: list[str], value: Any) -> tuple[list[str], Any]:
-    """Returns the keys of an override, a stage's name first, and its value with today's names."""
+    """Returns an override's keys (a stage's name first) and its value, both with today's names."""
     for owner in OWNERS:
         end = 1 + len(owner)
         here = all(wanted in (key, "*") for key, wanted in zip(keys[1:], owner, strict=False))

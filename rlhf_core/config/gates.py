@@ -264,7 +264,7 @@ class Gated(Config):
 
     @property
     def new_rows_needed(self) -> int | None:
-        """The new rows of inboxes that begin a round of a loop on feedback; None: it is no such loop."""
+        """The new rows of inboxes that begin a round of a loop on feedback; None: not such a loop."""
         return None
 
     @property

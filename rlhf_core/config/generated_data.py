@@ -27,7 +27,7 @@ class ReasoningGymPrompts(Config):
         min_length=1,
     )
     size: Positive = Field(1000, description="prompts to generate, over all tasks")
-    seed: int = Field(0, ge=0, description="decides the questions: another seed gives other ones")
+    seed: int = Field(0, ge=0, description="determines the questions: a different seed gives different ones")
     instruction: str = Field(
         "Write the final answer between <answer> and </answer>.",
         description="text after each question, such as the form of the answer; empty: none",

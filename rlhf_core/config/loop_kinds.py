@@ -34,7 +34,7 @@ class SamplingFields(Config):
     temperature: float = Field(
         1.0,
         ge=0,
-        description="sampling temperature; 0 is greedy. Of ppo above 0: it divides the trainer's logits",
+        description="sampling temperature; 0 is greedy. In ppo above 0: it divides the trainer's logits",
     )
     prompt_max_len: Positive = Field(
         1024,
@@ -63,7 +63,7 @@ class Rewarded(Gated, SamplingFields):
         gt=0,
         le=1,
         description=(
-            "sample from the most probable tokens that have this probability together (Holtzman et al. 2020);"
+            "sample from the most probable tokens whose probabilities add up to this (Holtzman et al. 2020);"
             " ppo trains that distribution"
         ),
     )
@@ -87,7 +87,7 @@ class Rewarded(Gated, SamplingFields):
     max_failed_rewards: Annotated[Share, NotInDigest] = Field(
         0.02,
         description=(
-            "share of the answers of a round (of ppo: an iteration) that a source may leave without a reward"
+            "share of the answers of a round (in ppo: an iteration) that a source may leave without a reward"
         ),
     )
     prompts: Data = Field(description="rows with a prompt")
@@ -149,8 +149,8 @@ class Rounds(Rewarded):
     min_reward: float | None = Field(
         None,
         description=(
-            "rejection_sampling: a prompt whose best answer scores lower is dropped (of the weighed sum; with"
-            " one reward model alone, in its own units)"
+            "rejection_sampling: a prompt whose best answer scores lower is dropped (weighted sum; with"
+            " a single reward model, in its own units)"
         ),
     )
     post_processor: PostProcessor = Field(
@@ -211,7 +211,7 @@ class Preferences(Rounds):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description=(
-            "of the policy and of reward models; auto: that of each checkpoint; in a loop the loop's dtype"
+            "dtype of the policy and reward models; auto: that of each checkpoint; in a loop the loop's dtype"
         ),
     )
     first_prompt: int = Field(0, ge=0, description="prompts skipped (a round takes its own slice)")
@@ -298,7 +298,7 @@ class IterativeFeedback(Loop, PreferenceLoss, UnpairedLoss):
     method: Literal["dpo", "kto"] = Field(
         description="dpo: edits and rankings, as pairs; kto: thumbs, as labelled answers"
     )
-    feedback: Data = Field(description="an inbox (NAME.inbox); files beside it are the same in each round")
+    feedback: Data = Field(description="an inbox (NAME.inbox); other sources are the same in each round")
     min_new_rows: Annotated[Positive, NotInDigest] = Field(
         1, description="new rows of this method that the inbox must have for a round to begin"
     )

@@ -40,8 +40,8 @@ class RequestedReward(StandardisedReward):
     max_attempts: Annotated[Positive, NotInDigest] = Field(
         6,
         description=(
-            "requests for one answer before it goes without a reward; as many in a row without success,"
-            " beyond those of a search for one answer, give up a batch"
+            "requests for one answer before it goes without a reward; a batch is given up after as"
+            " many in a row without success, beyond those of a search for one answer"
         ),
     )
 
@@ -54,9 +54,9 @@ class ModelReward(WeighedReward):
     normalize: Literal["none", "stored", "running", "group"] | None = Field(
         None,
         description=(
-            "stored: with the mean and std kept with the model; running: of all so far (of a round: its own);"
-            " group: of the answers to the same prompt (GDPO); default: stored if normalize_reward of ppo is"
-            " set, else none"
+            "stored: by the mean and std kept with the model; running: by those of all scores so far (in a"
+            " round: of the round's own); group: by those of the answers to the same prompt (GDPO); default:"
+            " stored if ppo sets normalize_reward, else none"
         ),
     )
     ranks: Annotated[Ranks | None, NotInDigest] = Field(

@@ -183,7 +183,7 @@ def _rows(path: Path, faults: list[str]) -> Iterator[tuple[int, dict[str, Any]]]
         if isinstance(row, dict):
             yield number, row
         else:
-            faults.append(f"line {number}: is no JSON object")
+            faults.append(f"line {number}: is not a JSON object")
 
 
 def _was_cut(line: bytes) -> bool:

@@ -70,7 +70,7 @@ def read_suite(file: Path, reason: str = "") -> list[SuiteQuestion]:
         try:
             row = json.loads(line.decode())
             if not isinstance(row, dict):
-                raise ValueError("is no JSON object")
+                raise ValueError("is not a JSON object")
             given = {name: value for name, value in row.items() if value is not None}
             question = SuiteQuestion.model_validate(({"reason": reason} if reason else {}) | given)
             uid = question.uid or digest(list(question.messages))

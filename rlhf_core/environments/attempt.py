@@ -36,8 +36,8 @@ class Clock:
 
 
 class EpisodeAttempt:
-    """One attempt at an episode. `number`: its ID in the environment's process. `seed`: of its answers.
-    `timeout`: the environment's own seconds, for messages."""
+    """One attempt at an episode. `number`: its ID in the environment's process. `seed`: seed of its
+    answers. `timeout`: the environment's own seconds, for messages."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class JoinedCalls:
 
     def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> CallPlace:
         """Returns the place of a call, and closes its conversation until `answered`. Raises ValueError for
-        messages that are no conversation that waits for an answer."""
+        messages that are not a conversation waiting for an answer."""
         asked = [plain_message(message) for message in messages]
         if not asked or asked[-1]["role"] == "assistant":
             raise ValueError("the messages need a last one that is not the assistant's")
@@ -122,8 +122,8 @@ def _compared(message: Message) -> list[Any]:
 
 def plain_message(message: Message) -> Message:
     """Returns a message of OpenAI's chat completions in the form that chat templates read: role, content as
-    one text, calls with their arguments as an object. Raises ValueError for what is no such message, or has
-    parts that are no text."""
+    one text, calls with their arguments as an object. Raises ValueError for anything that is not such a
+    message, or has parts that are not text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message is an object with a role and a content, not {message!r:.80}")
     plain: Message = {"role": ROLES.get(message["role"], message["role"]), "content": _text(message)}

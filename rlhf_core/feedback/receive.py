@@ -140,7 +140,7 @@ def rows_of(place: str) -> Iterator[ReceivedRow]:
             row = json.loads(line)
             json.dumps(row, ensure_ascii=False).encode()  # rejects lone surrogates
         except (ValueError, RecursionError):
-            yield ReceivedRow(where, None, "is no JSON in UTF-8")
+            yield ReceivedRow(where, None, "is not JSON in UTF-8")
             continue
         if undone is None:
             undone = _undone(place) if isinstance(row, dict) and "verdict" in row else set()

@@ -134,7 +134,7 @@ def bytes_of_weights(lora: Lora | None) -> float:
 
 def engine_needs(size: Size, over: int) -> float:
     """Returns the bytes that an engine needs on each of `over` GPUs to start: its weights, and the memory
-    that `rollout/vllm/patches/worker.py` sets aside with its largest batch."""
+    that `rollout/vllm/patches/gpu_worker.py` sets aside with its largest batch."""
     return 2 * size.parameters / over + 3 * GIB
 
 

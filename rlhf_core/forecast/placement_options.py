@@ -26,7 +26,7 @@ SWITCHES = (
 
 
 def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[str, Any]]:
-    """Returns the fields for each placement, by its name. `size`: of the actor."""
+    """Returns the fields for each placement, by its name. `size`: the actor's size."""
     on = PlacementOptions(config, count, size, gpu)
     options = on.all_together() | on.in_halves() | on.weights_on_host()
     least = 1 if config.deepspeed else 0  # DeepSpeed's options do not apply to plain torch
@@ -37,7 +37,7 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """The options for a stage on `count` GPUs, each as the fields that produce it. `size`: of the actor."""
+    """The options for a stage on `count` GPUs, each as the fields that produce it. `size`: the actor's."""
 
     config: PPO
     count: int

@@ -57,8 +57,8 @@ def uses_deepspeed(config: PPO) -> bool:
 
 
 def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, gpu_bytes: float) -> Chosen:
-    """Returns the stage for actor and critic, beside everything that shares their GPUs. `sizes`: of each
-    group's model, None if unknown; `gpu_bytes`: 0: no GPU."""
+    """Returns the stage for actor and critic, along with everything that shares their GPUs. `sizes`: size
+    of each group's model, None if unknown; `gpu_bytes`: 0: no GPU."""
     alone = bool(gpu_bytes) and not uses_deepspeed(config)
     return _choose(
         config, alone, sizes, lambda known, stage: peak_of_ppo(config, known, stage, gpu_bytes), gpu_bytes
@@ -123,7 +123,7 @@ def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
 
 def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str], float]]:
     """Returns the roles on each GPU that has models, and the bytes that they take there together: all of
-    them load at the same time, including engines. `sizes`: of the known models; others are left out."""
+    them load at the same time, including engines. `sizes`: sizes of known models; others are left out."""
     held = starts(config, {role: size for role, size in sizes.items() if role in ("actor", "critic")})
     weight = 4.0 if config.dtype == "float32" else 2.0
     if config.ref_reward_offload:

@@ -241,7 +241,7 @@ class ChatClient:
             self.connection.check()
             raise
         except ValueError:
-            raise Unreadable("the reply is no JSON") from None
+            raise Unreadable("the reply is not JSON") from None
         try:
             choice = completion.choices[0]
             usage = completion.usage

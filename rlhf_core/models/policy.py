@@ -89,7 +89,7 @@ class Policy(nn.Module):
 
     def leave_out_padding(self, path: str) -> None:
         """Restricts distributions to the tokens of the tokenizer at `path`, as in the engines' sampling: the
-        vocabulary's padding is no token."""
+        vocabulary's padding holds no tokens."""
         self.known = known_rows(path, self.model.config.vocab_size)
 
     @property

@@ -332,7 +332,7 @@ def logit_scale(model: PreTrainedModel) -> float:
     """Measures the factor between the model's logits and its head's outputs, capped by `logit_cap` (not 1 for
     Granite and Cohere), on random hidden states.
 
-    Raises ValueError when the logits are no multiple of the outputs: log-probs would be wrong.
+    Raises ValueError when the logits are not a multiple of the outputs: log-probs would be wrong.
     """
     head = model.get_output_embeddings()
     backbone = backbone_of(model)

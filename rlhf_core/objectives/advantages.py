@@ -150,7 +150,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 def grpo(scores: Tensor, eps: float = 1e-4) -> Tensor:
     """Returns `(r - mean) / (std + eps)` in each group (DeepSeekMath, Shao et al. 2024, section 4.1.2), with
-    the sample std (n - 1)."""
+    the sample std (n - 1). Equal scores give 0."""
     _check_group(scores)
     return (scores - scores.mean(-1, keepdim=True)) / (scores.std(-1, keepdim=True) + eps)
 
@@ -170,9 +170,9 @@ def rloo(scores: Tensor) -> Tensor:
 
 # by the name that a recipe gives as advantage_estimator
 GROUPED = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-# Estimators for the KL of answers: nothing divides it. If the mean contained the answer's own KL, as in
-# dr_grpo, it would weaken it by 1 - 1 / n.
-UNSCALED = GROUPED | {"grpo": rloo}
+# Estimators for the KL of answers. In place of grpo, which would divide the KL by a deviation, rloo: the mean
+# of dr_grpo includes the answer's own KL, which would shrink it by 1 - 1 / n.
+KL_ESTIMATORS = GROUPED | {"grpo": rloo}
 
 
 class InGroups(NamedTuple):

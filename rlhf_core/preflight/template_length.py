@@ -71,7 +71,7 @@ _known: dict[Key, MeasuredTemplate] = {}
 
 
 def frame_lengths(pairs: Iterable[Pair], trust_remote_code: bool = False) -> dict[Pair, int | str]:
-    """Returns `Renderer.frame_len`, in tokens, for each pair that can be read without torch and the Hub,
+    """Returns `Renderer.frame_len`, in tokens, for each pair that can be read without torch or the Hub,
     ENDLESS for a template that loops, and TOO_LARGE for one that takes too much memory. Other pairs are left
     out."""
     found = measured(dict.fromkeys(pairs, ()), trust_remote_code)

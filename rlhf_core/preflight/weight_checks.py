@@ -61,8 +61,8 @@ def _code(config: dict[str, Any]) -> str | None:
 
 
 def _stored(folder: Path, config: dict[str, Any]) -> str | None:
-    """Returns the fault if weight files are missing, pickled, damaged, or have other shapes than config.json
-    gives."""
+    """Returns the fault if weight files are missing, pickled, damaged, or differ in shape from what
+    config.json gives."""
     try:
         files = stored_tensors(folder)
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Checks the gates of a finished stage, and explains what a failed gate usually means. Pure functions of a
 result. Torch-free.
 
-`run_all` in flows/alignment.py stops the run, or the dependent stages, when a gate fails. Verdicts are not
+`OpenStages` in flows/alignment.py stops the run, or the dependent stages, when a gate fails. Verdicts are not
 stored: the same recipe and results give the same verdicts in every process, and a changed bound applies at
 once.
 """

@@ -62,8 +62,8 @@ class Term(NamedTuple):
 
 
 def term_of(source: RewardSource, path: str | None, default: Literal["none", "stored"] = "none") -> Term:
-    """Returns a source's term in the sum. `path`: of a reward model. `default`: the normalisation of models
-    whose recipe names none.
+    """Returns a source's term in the sum. `path`: path of a reward model. `default`: the normalisation
+    of models whose recipe names none.
 
     Raises ValueError when the requested statistics are not stored with the model.
     """

@@ -1,4 +1,4 @@
-"""Tokenises answers for a reward model with another tokenizer than the policy's, using the reward model's
+"""Tokenises answers for a reward model whose tokenizer differs from the policy's, using the reward model's
 chat template."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def writers(
     policy: str, reward_models: Mapping[str, str], trust_remote_code: bool = False
 ) -> dict[str, OwnTokens]:
     """Returns, by the keys of `reward_models`, an `OwnTokens` for each reward model that maps token ids to
-    other tokens than the policy.
+    tokens differently from the policy.
 
     Raises ValueError if such a model has no chat template.
     """

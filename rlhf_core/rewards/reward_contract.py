@@ -122,7 +122,7 @@ def read_reply(text: str | bytes, count: int) -> Reply:
     try:
         reply = json.loads(text)
     except (ValueError, RecursionError):
-        raise WrongReply(f"its answer is no JSON: {_shown(text)}") from None
+        raise WrongReply(f"its answer is not JSON: {_shown(text)}") from None
     if not isinstance(reply, dict) or "rewards" not in reply:
         raise WrongReply(f'its answer has no "rewards": {_shown(text)}')
     return read_rewards(reply["rewards"], count)

@@ -48,7 +48,7 @@ def read_request(text: bytes) -> list[AnswerToScore]:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError("the request is no JSON") from None
+        raise ValueError("the request is not JSON") from None
     if (
         not isinstance(body, dict)
         or not isinstance(body.get("prompts"), list)

@@ -49,7 +49,7 @@ def no_answer(server: AskedServer, why: str) -> str:
 
 
 def wrong_address(address: str) -> str:
-    """Returns why an address cannot be one, such as for a port that is no number; "" for any other."""
+    """Returns why an address cannot be one, such as for a port that is not a number; "" for any other."""
     try:
         httpx.URL(address)
     except (httpx.InvalidURL, ValueError) as error:

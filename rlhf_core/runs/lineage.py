@@ -46,8 +46,8 @@ class Ancestor:
 
 
 class Dataset(NamedTuple):
-    """A data set of a stage. `field`: the config field that names it; `digest`: of its current content; ''
-    when it is not on this machine."""
+    """A data set of a stage. `field`: the config field that names it; `digest`: digest of its current
+    content; '' when it is not on this machine."""
 
     stage: str
     field: str

@@ -222,7 +222,7 @@ class RunDir:
                 remember_digest(self / name, info.sha256)
 
 
-def run_stage(
+def run_in_directory(
     run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcome], seconds_before: float = 0.0
 ) -> StageResult:
     """Runs `work` for one run directory and returns the result, or returns the stored result of a finished

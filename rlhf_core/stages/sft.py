@@ -1,4 +1,5 @@
-"""Runs supervised fine-tuning: token-mean NLL over assistant tokens, documents packed into rows of `max_len`.
+"""Runs supervised fine-tuning: token-mean NLL over assistant tokens, documents packed into rows of `max_len`,
+or of `micro_train_tokens` evenly.
 
 Packing happens inside an optimiser step: a step holds the same documents packed or padded, so the loss curve
 is the same. Conditional SFT is this stage with `condition: reward` (`data.condition`); rejection sampling is

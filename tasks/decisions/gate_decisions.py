@@ -1,6 +1,6 @@
 """Checks the gates of a finished stage, and shows the verdicts in the log and as an artifact.
 
-`run_all` in flows/alignment.py stops the run, or the dependent stages, when a gate fails.
+`OpenStages` in flows/alignment.py stops the run, or the dependent stages, when a gate fails.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.questions import Question
 from rlhf_core.recipe.gate_checks import check
 from rlhf_core.records import EvalReport
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
 from tests.support.tiny_models import fit
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ def test_a_checkpoint_judges_two_others_over_http_and_nothing_twice(
         prompt_max_len=64, generate_max_len=24, engine=SMALL, bootstrap_rounds=200,
     )  # fmt: skip
     run = stage(tmp_path / "run", config, {"good": good, "base": unknowing, "judge": judge})
-    result = run_stage(run.path, evaluate)
+    result = run_in_directory(run.path, evaluate)
     report = EvalReport.model_validate_json((run / "report" / "eval.json").read_text())
     (rate,) = report.win_rates
     assert (report.judge, rate.win_rate, rate.swap_consistency, rate.num_failed) == ("judge", 0.5, 0.0, 0)
@@ -100,7 +100,7 @@ def test_a_checkpoint_judges_two_others_over_http_and_nothing_twice(
 
     (run / "result.json").unlink()
     capfd.readouterr()
-    run_stage(run.path, evaluate)
+    run_in_directory(run.path, evaluate)
     assert f"judge judge: {2 * COUNT} games, 0 to ask" in capfd.readouterr().out
     assert log.stat().st_size == before  # no verdict was missing, so no server was started
 
@@ -152,7 +152,7 @@ def test_lm_eval_sees_a_planted_regression_and_the_gate_trips(good: Path, tmp_pa
     limits = {"limit": COUNT, "max_model_len": 128, "bootstrap_rounds": 200, "engine": SMALL, "gates": gates}
     config = AlignmentTax(models=("same", "worse"), baseline="good", tasks=tasks, **limits)
     run = stage(tmp_path / "run", config, {"good": good, "same": same, "worse": worse})
-    result = run_stage(run.path, tax)
+    result = run_in_directory(run.path, tax)
 
     assert [verdict.passed for verdict in check("alignment_tax", config, result)] == [False, False, True]
     assert result.metrics["tax/digits_answer"] == result.metrics["tax/digits_answer/worse"] > 0.5
@@ -173,5 +173,5 @@ def test_lm_eval_sees_a_planted_regression_and_the_gate_trips(good: Path, tmp_pa
     sizes = {log: log.stat().st_size for log in (run / "servers").iterdir()}
     assert sorted(log.name for log in sizes) == ["good.log", "worse.log"]  # `same` has the files of `good`
     capfd.readouterr()
-    assert run_stage(run.path, tax).metrics == result.metrics
+    assert run_in_directory(run.path, tax).metrics == result.metrics
     assert {log: log.stat().st_size for log in sizes} == sizes and "is ready" not in capfd.readouterr().out

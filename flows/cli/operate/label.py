@@ -49,7 +49,7 @@ def label(
         agreement: a file of labels, as a calibration reads; show how far its annotators agree, and serve
             nothing.
         sample: pairs to label, drawn by the seed.
-        seed: of the pairs, the side of each answer, and the pairs that come twice.
+        seed: seed of the pairs, the side of each answer, and the pairs that come twice.
         per_item: annotators for each pair.
         repeat: share of an annotator's pairs that come a second time, with the sides swapped.
         models: two models of the evaluation, with a comma; without it, all pairs that its judges compared.
@@ -98,7 +98,7 @@ def refuse(wrong: Mapping[str, bool]) -> None:
 def serve_pairs(
     drawn: DrawnPairs, out: Path, rules: Rules, home: Path, host: str, port: int, names: Sequence[str]
 ) -> None:
-    """Serves the page on which pairs are compared, until Ctrl-C. `names`: of this machine."""
+    """Serves the page on which pairs are compared, until Ctrl-C. `names`: names of this machine."""
     import uvicorn
 
     from evaluation.labelling.assignment import Assignment

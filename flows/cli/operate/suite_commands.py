@@ -31,7 +31,7 @@ def add(
     Args:
         source: the directory ARTIFACTS/stages/NAME-DIGEST of a finished evaluation, or a file of questions
             with prompt and reason (.jsonl).
-        model: of an evaluation: the model whose lost questions are added, those that it lost in both games.
+        model: for an evaluation: the model whose lost questions are added, those that it lost in both games.
         lost_to: the model that it lost to; default: the evaluation's baseline.
         judge: the judge that decides; default: the evaluation's first.
         reason: of questions in a file that give none.

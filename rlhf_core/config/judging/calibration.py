@@ -39,18 +39,18 @@ class Calibration(Gated):
     max_labels: Positive | None = Field(
         None, description="at most this many pairs, those labelled last; default: all"
     )
-    template: str = Field("chat", description="of a reward judge: 'chat' or a plain template with one {}")
+    template: str = Field("chat", description="for a reward judge: 'chat' or a plain template with one {}")
     template_args: TemplateArgs = Field(
-        {}, description="of a reward judge: arguments of its chat template by name"
+        {}, description="for a reward judge: arguments of its chat template by name"
     )
     prompt_max_len: Positive = Field(
-        1024, description="of a reward judge: longest prompt in tokens; longer ones keep their end"
+        1024, description="for a reward judge: longest prompt in tokens; longer ones keep their end"
     )
     generate_max_len: Positive = Field(
-        1024, description="of a reward judge: longest answer in tokens; longer ones are cut"
+        1024, description="for a reward judge: longest answer in tokens; longer ones are cut"
     )
     micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(
-        8, description="of a reward judge: documents of one scoring pass"
+        8, description="for a reward judge: documents of one scoring pass"
     )
     bootstrap_rounds: Positive = Field(
         1000, description="bootstrap resamples of the pairs' uids, for kappas and error gaps"

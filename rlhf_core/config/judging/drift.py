@@ -23,8 +23,8 @@ class Anchors(Config):
     days: Rate = Field(
         7.0,
         description=(
-            "verdicts of an earlier result that are younger than this are taken over; older ones are given"
-            " again"
+            "verdicts of an earlier result that are newer than this are reused; pairs with older ones are"
+            " judged again"
         ),
     )
 

@@ -68,12 +68,12 @@ class Evaluation(Gated, SamplingFields):
     parents: dict[str, str] | None = Field(
         None,
         description=(
-            "model: the model it is also judged against; default: the stage each was trained from; {}: none"
+            "for each model, one it is also judged against; default: the one it was trained from; {}: none"
         ),
     )
     # not in the digest itself: the plan replaces a loop by its judged rounds, which are
     last_rounds: Annotated[Positive | None, NotInDigest] = Field(
-        None, description="of a loop in models, judge this many rounds, the last ones; default: all"
+        None, description="how many rounds of a loop in models to judge, counted from the last; default: all"
     )
     style_tokenizer: str | None = Field(
         None,
@@ -230,14 +230,14 @@ class Regression(Evaluation):
         description="the suite: a file that `alignflow suite add` writes, or rows with uid, prompt and reason"
     )
     parents: dict[str, str] | None = Field(
-        {}, description="model: the model it is also judged against; default: none"
+        {}, description="for each model, one that it is also judged against; default: none"
     )
     history: int = Field(
         5,
         ge=0,
         description=(
-            "this many earlier results of the stage, those whose gates passed, make the band; 0: there is"
-            " none"
+            "number of earlier results of the stage, of those whose gates passed, that make the band; 0: no"
+            " band"
         ),
     )
     band: Rate = Field(3.0, description="half width of the band, in standard deviations")

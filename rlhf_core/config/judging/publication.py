@@ -34,7 +34,7 @@ class Publication(Gated):
     round_branch: str | None = Field(
         None,
         description=(
-            "of a loop: every round is published too, to a branch of this name with the round's number for {}"
+            "in a loop: every round is published too, to a branch of this name with the round's number for {}"
             " (round-{})"
         ),
     )
@@ -46,7 +46,7 @@ class Publication(Gated):
         ),
     )
     base_repo: str | None = Field(
-        None, description="of an adapter whose base is a folder: Hub repository with that base"
+        None, description="for an adapter whose base is a folder: Hub repository with that base"
     )
     private: bool = Field(
         True,

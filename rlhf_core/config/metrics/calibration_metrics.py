@@ -7,7 +7,7 @@ from rlhf_core.config.metrics.metric import Condition, Metric
 
 BY_CHAT = Condition("of a chat judge", lambda config: isinstance(config.judge, ChatJudge))
 AGREES_NOT = (
-    "The judge names another winner than people too often: compare it with human_agreement, and try another"
+    "The judge and people name different winners too often: compare it with human_agreement, and try another"
     " judge or prompt."
 )
 LIKES_LENGTH = (
@@ -67,7 +67,7 @@ CALIBRATION = (
         "length_error_gap",
         "share of the pairs where people prefer the shorter answer and the judge the longer, minus the"
         " reverse; each"
-        " over the pairs with that choice of people",
+        " over the pairs in which people made that choice",
         LIKES_LENGTH,
         "difference",
     ),
@@ -81,7 +81,7 @@ CALIBRATION = (
     *estimated("markdown_error_gap", "the same for such answers", LIKES_MARKDOWN, "difference"),
     *estimated(
         "human_agreement",
-        "share of two annotators who name the same winner, mean over pairs with several",
+        "share of pairs of annotators who name the same winner, mean over pairs of answers with several",
         UNCLEAR,
     ),
     *estimated("human_kappa", "Fleiss' kappa of pairs with several annotators", UNCLEAR, ""),

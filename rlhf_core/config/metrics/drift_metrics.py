@@ -8,21 +8,21 @@ from rlhf_core.config.metrics.metric import Condition, Metric
 WITH_KL = Condition("with `kl`", lambda config: config.kl)
 WITH_ANCHORS = Condition("with `anchors`", lambda config: config.anchors is not None)
 OTHER_PROMPTS = (
-    "Users ask otherwise than the prompts that were trained on: read new prompts, and add such ones to"
+    "Users' prompts differ from those that were trained on: read new prompts, and add such prompts to"
     " training and evaluation."
 )
 OTHER_LENGTH = (
-    "Answers have another length than the reference's: a reward model or judge that likes length is the usual"
+    "Answers differ in length from the reference's: a reward model or judge that likes length is the usual"
     " cause."
 )
 OTHER_REFUSALS = (
-    "The model refuses another share of the questions than the reference: look at its refusals, and at the"
-    " last rounds' pairs."
+    "The model does not refuse the same share of the questions as the reference: look at its refusals, and at"
+    " the last rounds' pairs."
 )
-JUDGED_LONG_AGO = "The anchors were not judged again for long: lower anchors.days."
+JUDGED_LONG_AGO = "The anchors were not judged again for a long time: lower anchors.days."
 JUDGE_CHANGED = (
-    "The judge gives other verdicts on the same answers than before: its model or prompt has changed, so win"
-    " rates of different weeks do not compare. Calibrate it again."
+    "The judge's verdicts on the same answers have changed: its model or prompt is no longer the same, so win"
+    " rates of different weeks cannot be compared. Calibrate it again."
 )
 
 

@@ -33,7 +33,7 @@ def models_of(config: Evaluation) -> Places:
 
 
 def trained_of(config: Evaluation) -> Places:
-    """Returns the models whose parent is another model than the baseline."""
+    """Returns the models whose parent is a model other than the baseline."""
     parents = config.parents or {}
     return [
         (model,) for (model,) in models_of(config) if parents.get(model) not in (None, model, config.baseline)
@@ -86,7 +86,7 @@ def rates(suffix: str, of: Callable[[Evaluation], Places], opponent: str) -> tup
             "lower end of its 95 % interval",
             "share",
             of=of,
-            failed="It is not sure that the model is better: more questions narrow the interval, a better"
+            failed="It is not certain that the model is better: more questions narrow the interval, a better"
             " model moves it.",
         ),
         Metric(
@@ -186,7 +186,7 @@ REWARD_MODELS = (
         of=with_proxy,
     ),
     Metric("proxy/MODEL", "with `proxy`: mean score by the proxy", of=with_proxy),
-    Metric("over_optimised/MODEL", "with `proxy`: 1 when over-optimisation is sure, else 0", of=with_proxy),
+    Metric("over_optimised/MODEL", "with `proxy`: 1 if over-optimisation is certain, else 0", of=with_proxy),
     Metric(
         "reward_accuracy/REWARD",
         "with `reward_evaluation`: share of held-out pairs that a reward model ranks right; equal scores"
@@ -250,9 +250,8 @@ REGRESSION = (
     ),
     Metric(
         "newly_failed/MODEL",
-        "questions that the final model of the last earlier result whose gates passed (same baseline and"
-        " judge)"
-        " passed, and this one does not; 0 without such a result",
+        "questions that this model does not pass and an earlier one did: the final model of the last result"
+        " whose gates passed (same baseline and judge); 0 without such a result",
         "count",
         of=models_of,
         failed="The model loses questions that an earlier one passed: `report/regression.md` has them with"
@@ -272,7 +271,7 @@ REGRESSION = (
     ),
     Metric(
         "out_of_band",
-        "1 when it is beyond `band` of them on either side, else 0",
+        "1 when it is more than `band` standard deviations on either side, else 0",
         failed=OUTSIDE_BAND,
     ),
     *WITHOUT_RATES,

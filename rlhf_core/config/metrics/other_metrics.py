@@ -15,11 +15,10 @@ TAXED = (
     " was trained on."
 )
 SURELY_TAXED = (
-    "It is sure that alignment cost the model what it could do before: look at its KL to the reference first."
+    "It is certain that alignment cost the model what it could do before: look at its KL to the reference"
+    " first."
 )
-SCORES_OTHERWISE = (
-    "A model scores otherwise than expected on this task: compare it with the baseline's score."
-)
+SCORES_OTHERWISE = "A model's score on this task is not as expected: compare it with the baseline's score."
 
 
 def candidates_of(config: Select) -> Places:
@@ -78,7 +77,7 @@ ALIGNMENT_TAX = (
         "tax_high/TASK/MODEL",
         "upper end of its 95 % interval",
         of=taxed_of,
-        failed="It is not sure that the model kept what it could do before: more documents narrow the"
+        failed="It is not certain that the model kept what it could do before: more documents narrow the"
         " interval.",
     ),
     Metric("score/TASK/MODEL", "the task's main metric", of=scored_of, failed=SCORES_OTHERWISE),

@@ -38,7 +38,7 @@ FAR_AWAY = (
     " reward."
 )
 NO_SIGNAL = (
-    "The answers to most prompts have one reward, and nothing is learned from them: take prompts that are"
+    "The answers to most prompts have equal rewards, and nothing is learned from them: use prompts that are"
     " neither too easy nor too hard, or set dynamic_filtering."
 )
 ODD_ADVANTAGES = (
@@ -268,7 +268,7 @@ ROLLOUT = (
     ),
     Metric(
         "filter/rounds filter/looked_at filter/groups",
-        "rounds of sampling (with `max_staleness`: in which as many groups would be looked at); groups whose"
+        "rounds of sampling (with `max_staleness`: how many would look at as many groups); groups whose"
         " rewards came since the last iteration; groups that are trained on",
         "count",
         FILTERED,
@@ -318,7 +318,7 @@ ROLLOUT = (
         "response/length_p10 response/length_p50 response/length_p90 response/length_max",
         "percentiles of the answers' lengths, and the longest",
         "tokens",
-        failed="Answers have other lengths than expected: look at those of the page.",
+        failed="The lengths of answers are not as expected: look at the answers on the page.",
     ),
     Metric("tokens", "tokens of prompts and answers in an iteration", "tokens"),
     Metric("iterations", "iterations", "count"),

@@ -12,9 +12,9 @@ from rlhf_core.config.rewarding.verifiers import ReasoningGymReward
 MAKES_PAIRS = Condition("with `post_processor: dpo`", lambda config: config.post_processor == "dpo")
 MAKES_ANSWERS = Condition("unless `post_processor: dpo`", lambda config: config.post_processor != "dpo")
 NO_REWARDS = "A reward source gave no reward to many answers: look at its errors."
-OTHER_TASTE = "The judge prefers other answers than the labels: change its rubric, or take another judge."
+OTHER_TASTE = "The judge's preferences differ from the labels: change its rubric, or use another judge."
 REWARDED_OTHERWISE = (
-    "The sampled answers are rewarded otherwise than expected: the policy or the reward model before this"
+    "The rewards of the sampled answers are not as expected: the policy or the reward model before this"
     " stage is bad."
 )
 

@@ -9,7 +9,7 @@ BALANCE = "router/balance"  # mixture-of-experts models only
 SURVIVES = "lora/survives"
 BAD_DATA = "The data is not what was expected: `alignflow data RECIPE` shows what was dropped or cut and why."
 MERGED_AWAY = (
-    "Merging lost a part of the adapters' update, or the update is too small for it: take the adapter alone"
+    "Merging lost a part of the adapters' update, or the update is too small for it: export only the adapter"
     " (lora.export)."
 )
 EXPERTS = Metric(
@@ -38,7 +38,7 @@ ANSWERS = (
         "response/length",
         "mean tokens of an answer; of an episode, of all its answers",
         "tokens",
-        failed="Answers have another length than expected: a reward model that likes long answers is the"
+        failed="Answers are longer or shorter than expected: a reward model that likes long answers is the"
         " usual cause.",
     ),
     Metric(

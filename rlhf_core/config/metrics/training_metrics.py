@@ -118,8 +118,7 @@ REWARD_MODEL = (
         "mean and standard deviation of the scores of both answers of the held-out pairs (without"
         " `eval_data`, of"
         " the first 512 training pairs), stored with the checkpoint for `normalize: stored`",
-        failed="The reward model's scores lie on another scale than expected: normalise them, or set"
-        " centering.",
+        failed="The reward model's scores are not on the expected scale: normalise them, or set centering.",
     ),
     gradient_norm(),
     *STEPS,
@@ -138,7 +137,7 @@ _PAIRS = (
     Metric(
         "margin",
         "mean difference of the implicit rewards",
-        failed="DPO separates the pairs by another margin than expected: a huge one means it left its"
+        failed="DPO separates the pairs by an unexpected margin: a huge one means it left its"
         " reference far behind.",
     ),
     Metric(

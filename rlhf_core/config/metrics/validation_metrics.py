@@ -15,8 +15,8 @@ BY_HEART = (
     " reward, or learned its prompts by heart."
 )
 TOO_GOOD = (
-    "The validation that the checkpoint was chosen by is the largest of all, so it is too good: a gate on"
-    " eval/reward is about answers that were not chosen."
+    "This is the largest of all validations, because the checkpoint was chosen by it, so it is too good: put"
+    " the gate on eval/reward, whose answers played no part in the choice."
 )
 VALIDATED = Condition("with `eval_prompts`", lambda config: config.eval_prompts is not None)
 RIGHT = Condition(
@@ -47,7 +47,7 @@ VALIDATION = (
     Metric(
         "eval/reward/mean eval/reward/ci_low eval/reward/ci_high",
         "mean reward of the best iteration's answers, with seeds that were not used for the choice, and its"
-        " 95 % interval over prompts (none if all prompts have one reward, outside 0 to 1)",
+        " 95 % interval over prompts (none if all prompts have the same reward, outside 0 to 1)",
         "",
         VALIDATED,
         failed=BY_HEART,

@@ -23,7 +23,7 @@ class KLPenalty(Config):
     reset_reference_every: Annotated[Positive | None, InDigestIfSet] = Field(
         None,
         description=(
-            "iterations after which the reference gets the actor's weights, again and again (ProRL, Liu et"
+            "iterations between two updates of the reference to the actor's weights (ProRL, Liu et"
             " al. 2025); default: it stays the actor before training"
         ),
     )
@@ -32,8 +32,8 @@ class KLPenalty(Config):
         None,
         ge=0,
         description=(
-            "coefficient of the last iteration, to which it moves from init_kl_coef in a straight line;"
-            " default: it stays"
+            "coefficient of the last iteration; it moves there linearly from init_kl_coef; default: it stays"
+            " at init_kl_coef"
         ),
     )
     kl_in: Literal["reward", "loss"] = Field(

@@ -16,13 +16,13 @@ from rlhf_core.records import NotInDigest, Positive, Ranks, check
 
 
 class ModelPlacement(KLPenalty, PolicyObjective, Optimised, Rewarded):
-    """The ranks of each model, and the GPUs and memory that they share. None of it decides the result."""
+    """The ranks of each model, and the GPUs and memory that they share. None of it affects the result."""
 
     timeout: Annotated[Positive, NotInDigest] = Field(
         600,
         description=(
-            "seconds any rank may make no progress (passes, tokens, weights, bytes of files) before the run"
-            " stops and names it"
+            "seconds that any rank may go without progress (passes, tokens, weights, bytes of files) before"
+            " the run stops and names it"
         ),
     )
     actor_ranks: Annotated[Ranks, NotInDigest] = Ranks()

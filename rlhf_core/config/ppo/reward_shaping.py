@@ -28,8 +28,8 @@ class RewardShaping(PolicyObjective, Rewarded):
     ] = Field(
         {},
         description=(
-            "several environments by name, in place of environment: the column `environment` of a row has the"
-            " name of its own"
+            "several environments by name, in place of environment: the column `environment` of a row names"
+            " the one that it uses"
         ),
     )
     reward_clip: Rate = Field(10.0, description="rewards are clipped to +- this, before KL and penalties")
@@ -51,22 +51,22 @@ class RewardShaping(PolicyObjective, Rewarded):
     overlong_penalty: Rate = Field(
         1.0,
         description=(
-            "penalty of an answer of generate_max_len tokens, of an episode with what tools and users say"
-            " after the prompt"
+            "penalty for an answer of generate_max_len tokens; in an episode, what tools and users say after"
+            " the prompt counts as well"
         ),
     )
     truncated_penalty: float = Field(
         0.0,
         ge=0,
         description=(
-            "is subtracted from the reward of an answer or episode that a limit of tokens, turns or time cut "
-            "(missing_eos_penalty in TRL); use it where cut answers score too well, or never learn to end"
+            "is subtracted from the reward of an answer or episode cut off by a limit of tokens, turns or"
+            " time (missing_eos_penalty in TRL); use it if cut answers score too well, or never learn to end"
         ),
     )
     mask_truncated: bool = Field(
         False,
         description=(
-            "answers and episodes that a limit cut are not trained on, though their rewards count in the"
+            "answers and episodes cut off by a limit are not trained on, though their rewards count in the"
             " baselines of the others (overlong filtering, DAPO, section 3.4); use it where a cut answer may"
             " be right so far, as long reasoning is"
         ),
@@ -74,9 +74,9 @@ class RewardShaping(PolicyObjective, Rewarded):
     bootstrap_truncated: bool = Field(
         False,
         description=(
-            "gae: an answer that generate_max_len cut gets gamma times the critic's value of the whole text"
-            " in place of its reward (Pardo et al. 2018, time limits); use it where the limit is a matter of"
-            " cost and no part of the task"
+            "gae: an answer cut off at generate_max_len gets gamma times the critic's value of the whole text"
+            " in place of its reward (Pardo et al. 2018, time limits); use it if the limit is a matter of"
+            " cost and not part of the task"
         ),
     )
 

@@ -34,7 +34,7 @@ class RolloutBatches(PolicyObjective):
         ),
     )
     dynamic_filtering: bool = Field(
-        False, description="groups whose answers all have one reward are replaced by others (DAPO)"
+        False, description="groups whose answers all have the same reward are replaced by others (DAPO)"
     )
     max_filter_rounds: Positive = Field(
         10, description="rounds of sampling to fill an iteration; what is there then is trained on"

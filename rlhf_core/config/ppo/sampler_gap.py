@@ -18,18 +18,18 @@ class SamplerGap(SamplingFields):
     stream_batch_size: Annotated[Positive | None, NotInDigest] = Field(
         None,
         description=(
-            "prompts whose answers are scored together, as soon as engines on GPUs of their own have finished"
-            " these, while they answer others; default: all of the iteration, after the last answer"
+            "prompts whose answers are scored together as soon as they are finished, while the engines, on"
+            " GPUs of their own, answer others; default: all of the iteration, after the last answer"
         ),
     )
     max_staleness: int = Field(
         0,
         ge=0,
         description=(
-            "asynchronous training: iterations between the begin of an answer and its training, at most;"
+            "asynchronous training: iterations between the start of an answer and its training, at most;"
             " engines have GPUs of their own. 1: they answer the next prompts while this iteration trains. 2"
             " or more, and 1 with dynamic_filtering: they answer without pause, weights change between two"
-            " tokens, long answers go on over updates; sampler_is corrects for older weights"
+            " tokens, long answers continue across updates; sampler_is corrects for older weights"
         ),
     )
     sampler_is: Annotated[Literal["truncate", "clamp", "mask", "in_ratio", "off"], Off] = Field(

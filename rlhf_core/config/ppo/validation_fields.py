@@ -38,7 +38,8 @@ class ValidationFields(Rewarded):
         ge=0,
         description=(
             "temperature of the answers to eval_prompts; default: that of the training, so that what is"
-            " measured is what is trained; set it to that of the model's use (0: greedy, one answer each)"
+            " measured is what is trained; to measure the model as it will be used, set it to the temperature"
+            " of that use (0: greedy, one answer each)"
         ),
     )
     eval_top_p: float | None = Field(

@@ -19,11 +19,11 @@ FEW_PAIRS = 4
 
 
 class RatingModel(Remote):
-    """The chat model that rates. Its name decides the rewards; its address does not, so that a server may
+    """The chat model that rates. Its name affects the rewards; its address does not, so a server may
     move."""
 
     base_url: Annotated[str, NotInDigest] = Field(
-        "https://api.openai.com/v1", description="endpoint, which may move: it does not decide a result"
+        "https://api.openai.com/v1", description="endpoint, which may move: it does not affect a result"
     )
     max_tokens: Positive = Field(
         4096, description="longest reply, the judge's reasons and hidden thoughts included"

@@ -17,9 +17,9 @@ SPARE_SECONDS = 60.0  # of a request, beside the time of its answers
 
 
 class VerifierReward(StandardisedReward):
-    """Fields that all verifiers share. The reward is between 0 and 1; an answer that a limit cut gets 0. Each
-    has `column`, which it reads, `options`, the arguments of its function, and `request_seconds`, which a
-    request may take at most."""
+    """Fields that all verifiers share. The reward is between 0 and 1; an answer cut off by a limit gets 0.
+    Each has `column`, which it reads, `options`, the arguments of its function, and `request_seconds`, which
+    a request may take at most."""
 
     version: ClassVar[int]  # in the digest: raise it when a change of the verifier gives other rewards
     shipped: ClassVar[str]  # the verifier: SHIPPED_VERIFIERS/NAME_verifier.py
@@ -120,7 +120,7 @@ class CodeReward(VerifierReward):
 
 
 class ReasoningGymReward(VerifierReward):
-    """The score, 0 to 1, that reasoning-gym itself gives an answer to a question of its own: of a data source
+    """The score, 0 to 1, that reasoning-gym gives an answer to one of its own questions, from a data source
     `reasoning_gym`. The short form `reasoning_gym` means `{verifier: reasoning_gym}`. Needs the package
     reasoning-gym. Some of its tasks evaluate an answer as Python, so answers are scored in a sandbox."""
 
@@ -136,7 +136,7 @@ class ReasoningGymReward(VerifierReward):
         "answer",
         pattern=r"^[A-Za-z_][\w-]*$",
         description=(
-            "XML tag around the answer; of several in a response the last one counts, and without one the"
+            "XML tag around the answer; if a response has several, the last one counts; if it has none, the"
             " score is 0; null: the answer is the whole response"
         ),
     )

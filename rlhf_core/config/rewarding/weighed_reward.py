@@ -13,7 +13,7 @@ class WeighedReward(Config):
     """Fields that all reward sources share."""
 
     name: str | None = Field(
-        None, description="name in metrics; default: of the model, function or host", pattern=r"^[\w.:-]+$"
+        None, description="name in metrics; default: the model's, function's or host's", pattern=r"^[\w.:-]+$"
     )
     weight: float = Field(1.0, description="factor of this source in the sum")
 
@@ -24,7 +24,7 @@ class StandardisedReward(WeighedReward):
     normalize: Literal["none", "running", "group"] = Field(
         "none",
         description=(
-            "running: standardise with the mean and std of all rewards so far (of a round: its own); group:"
+            "running: standardise with the mean and std of all rewards so far (in a round: its own); group:"
             " of the answers to the same prompt (GDPO)"
         ),
     )

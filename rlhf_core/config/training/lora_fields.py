@@ -19,7 +19,7 @@ class Lora(Config):
     (Dettmers et al. 2023)."""
 
     rank: Positive = Field(16, description="rank of the adapters")
-    alpha: Rate = Field(32.0, description="scale: adapters count alpha / rank")
+    alpha: Rate = Field(32.0, description="scale: adapters are multiplied by alpha / rank")
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
         "all-linear",
         description=(

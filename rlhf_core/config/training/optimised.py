@@ -52,17 +52,17 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
             " without padding, passes equally full"
         ),
     )
-    max_epochs: Positive = Field(1, description="passes over the data; of ppo over each rollout")
-    betas: tuple[Momentum, Momentum] = Field((0.9, 0.95), description="AdamW's")
-    weight_decay: float = Field(0.0, ge=0, description="of AdamW and Muon, decoupled")
+    max_epochs: Positive = Field(1, description="passes over the data; in ppo, over each rollout")
+    betas: tuple[Momentum, Momentum] = Field((0.9, 0.95), description="AdamW's betas")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW and Muon, decoupled")
     max_norm: Rate = Field(1.0, description="gradient norm clip")
     logging_steps: Annotated[Positive, NotInDigest] = Field(
-        1, description="optimiser steps (of ppo: iterations) between two lines of metrics.jsonl"
+        1, description="optimiser steps (in ppo: iterations) between two lines of metrics.jsonl"
     )
     save_steps: Annotated[int, NotInDigest] = Field(
         0,
         ge=0,
-        description="optimiser steps (of ppo: iterations) between two resume checkpoints; 0: by save_minutes",
+        description="optimiser steps (in ppo: iterations) between two resume checkpoints; 0: by save_minutes",
     )
     save_minutes: Annotated[float, NotInDigest] = Field(
         30.0, ge=0, description="where save_steps is 0: minutes between two resume checkpoints; 0: none"
@@ -73,7 +73,7 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
         False,
         description=(
             "large linear layers multiply in FP8, their weights' gradients in bfloat16: faster on Hopper GPUs"
-            " and newer ones, with rounding errors of 3 to 4 % in each product; of ppo in all models (for"
+            " and newer ones, with rounding errors of 3 to 4 % in each product; in ppo, in all models (for"
             " engines set engine.options)"
         ),
     )
@@ -94,9 +94,9 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
     zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], NotInDigest] = Field(
         "auto",
         description=(
-            "0: plain torch, one rank (of ppo: one of actor and of critic); 1-3: DeepSpeed ZeRO; auto: 0 on"
-            " one rank, on several the lowest that fits their GPUs; 3 with param_offload or zero_hpz, and of"
-            " ppo without GPUs"
+            "0: plain torch, one rank (in ppo: one each for actor and critic); 1-3: DeepSpeed ZeRO; auto: 0"
+            " on one rank, on several the lowest that fits their GPUs; 3 with param_offload or zero_hpz, and"
+            " in ppo without GPUs"
         ),
     )
     sequence_parallel_size: Annotated[Positive, NotInDigest] = Field(
@@ -107,13 +107,13 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
         ),
     )
     lora: Lora | None = Field(
-        None, description="train low-rank adapters (of ppo: of actor and critic); default: all weights"
+        None, description="train low-rank adapters (in ppo: of actor and critic); default: all weights"
     )
     sweep: Annotated[dict[str, tuple[Value, ...]], NotInDigest] = Field(
         {},
         description=(
             "fields with lists of values: the stage is run once for each combination, as STAGE.FIELD=VALUE;"
-            " not of a loop"
+            " not in a loop"
         ),
     )
 

@@ -65,11 +65,11 @@ class OptimiserFields(Config):
         lt=1,
         description=(
             "a further model, which other stages name STAGE.ema: the moving average of the trained weights,"
-            " of which each optimiser step keeps this share (0.99: an average of about 100 steps); of ppo"
+            " of which each optimiser step keeps this share (0.99: an average of about 100 steps); in ppo"
             " that of the actor"
         ),
     )
     freeze: Annotated[Freeze | None, InDigestIfSet] = Field(
         None,
-        description="weights that stay as they are (of ppo: of actor and critic); default: all are trained",
+        description="weights that stay as they are (in ppo: of actor and critic); default: all are trained",
     )

@@ -19,7 +19,7 @@ class ScheduleFields(Config):
         "cosine",
         description=(
             "the learning rate after its warm-up. cosine, linear: it falls to min_lr_ratio of the peak;"
-            " constant: it stays; wsd: it stays, and falls on a line in the last decay_ratio of the steps"
+            " constant: it stays; wsd: it stays, then falls linearly in the last decay_ratio of the steps"
             " (MiniCPM, Hu et al. 2024)"
         ),
     )

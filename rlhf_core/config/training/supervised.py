@@ -66,7 +66,7 @@ class RewardModel(Trainable):
         "sft",
         description=(
             "model to start from: a language model gets a scalar head of zeros; a reward model keeps its"
-            " trained head, and goes on from its scores"
+            " trained head, and continues from its scores"
         ),
     )
     data: Data = Field(description="rows with prompt, chosen and rejected")

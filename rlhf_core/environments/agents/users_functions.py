@@ -63,7 +63,7 @@ def require_arguments(
 
 
 def reward_of(result: Any, what: str) -> float:
-    """Returns the reward that `what` returned. Raises ValueError for what is no number."""
+    """Returns the reward that `what` returned. Raises ValueError unless it is a number."""
     if not isinstance(result, bool | int | float) and not hasattr(result, "__float__"):
         raise ValueError(f"the {what} returned {result!r:.60}, no number: return the reward")
     return float(result)

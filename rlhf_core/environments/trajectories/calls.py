@@ -123,7 +123,7 @@ def _of_json(text: str, whole: bool) -> list[Call]:
         if isinstance(inner.get("name"), str):
             calls.append(_call(inner["name"], inner.get("arguments", inner.get("parameters", {}))))
         elif not whole:
-            calls.append(Call("", {}, f"this is no JSON object with a name and arguments: {text[:80]}"))
+            calls.append(Call("", {}, f"this is not a JSON object with a name and arguments: {text[:80]}"))
     return calls
 
 

@@ -2,8 +2,8 @@ r"""Finds the final answer in a text. Standard library only.
 
 The first of these that a text has decides, and of several the last one: `\boxed{...}`, a line `#### ...` (as
 in GSM8K), and a sentence with `answer is ...` or `answer: ...`. Of sentences, those without a number or a
-formula count only if none has one. A sentence with several values, or that hedges, is no answer. A text that
-is nothing but a number or a formula is its own answer.
+formula count only if none has one. A sentence with several values, or that hedges, is not an answer. A text
+that is nothing but a number or a formula is its own answer.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def same_answer(said: str, known: str) -> bool:
 
 def _spelt_out(answer: str) -> str:
     r"""Returns an answer with what the library misreads in other words: 1e-9, 3 1/2, 0.\overline{3},
-    5 percent, and signs that are no hyphens."""
+    5 percent, and signs that are not hyphens."""
     text = PERCENT.sub(r"\\%", plain_signs(answer))
     text = MIXED.sub(r"(\1+\2/\3)", SCIENTIFIC.sub(r"\1\\times 10^{\2}", text))
     return REPEATING.sub(_fraction, text)
@@ -145,7 +145,7 @@ def _plain(text: str) -> str:
 
 
 def _is_words(text: str) -> bool:
-    """Returns whether an answer is a word or words: letters that are no formula."""
+    """Returns whether an answer is a word or words: letters that are not a formula."""
     return bool(WORDS.fullmatch(text)) and text.casefold() not in CONSTANTS
 
 

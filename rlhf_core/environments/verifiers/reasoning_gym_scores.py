@@ -54,8 +54,8 @@ def main(folders: list[str]) -> None:
 
 
 def enclosed(response: str, tag: str) -> str | None:
-    """Returns what the last pair of tags encloses: the last opening tag that a closing one follows, up to the
-    next closing one. A tag that is only mentioned before it does not count."""
+    """Returns the text between the last opening tag with a closing tag after it and the next closing tag.
+    Tags that are only mentioned before that do not count."""
     opening = f"<{tag}>"
     closing = f"</{tag}>"
     start = response.rfind(opening, 0, max(0, response.rfind(closing)))

@@ -1,7 +1,7 @@
-"""`reward: reasoning_gym`: the score that reasoning-gym's task of a row gives the answer in a response.
+"""`reward: reasoning_gym`: the score that a row's reasoning-gym task gives to the answer in a response.
 
-The score is between 0 and 1, and 0 for a response without an answer and for one that a limit cut. An answer
-for which the task raises, or takes too long, has no reward. Scores are computed in a sandbox
+The score is between 0 and 1. It is 0 for a response without an answer, and for one cut off by a limit. If the
+task raises or takes too long, the answer has no reward. Scores are computed in a sandbox
 (reasoning_gym_scores.py), because some tasks evaluate an answer as Python.
 """
 
@@ -91,7 +91,7 @@ def _replies(answers: Sequence[tuple[str, str]], tag: str | None, seconds: float
 
 
 def _reply(line: str) -> dict[str, Any]:
-    """Returns a reply. An answer that is evaluated may write lines of its own, which are no score."""
+    """Returns a reply. An answer that is evaluated may write lines of its own, which are not scores."""
     try:
         reply = json.loads(line)
     except ValueError:

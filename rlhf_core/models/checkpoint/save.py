@@ -74,7 +74,7 @@ def plan_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], Stored]:
     """Returns the weights of an export as tensors without memory (`meta`), and the subset that `not_loaded`
     finds.
 
-    Raises ValueError for a weight of a language model that is not in its multimodal checkpoint.
+    Raises ValueError if a language model has a weight that its multimodal checkpoint lacks.
     """
     planned = planned_weights(model)
     whole = getattr(model, "whole", None)

@@ -3,8 +3,9 @@ models.
 
 The kernel accepts concatenated rows and the bounds of the documents: no padding, no mask. transformers' own
 flash-attn path is not used, because in each pass it reads from the GPU whether rows are packed, which makes
-the host wait. Without a GPU or in fp32, transformers' `sdpa` runs with a block-diagonal mask; with sequence
-parallelism `PLAIN` runs, which accepts the same bounds as the kernel.
+the host wait. Without a GPU or in fp32, transformers' `sdpa` runs: transformers makes its block-diagonal mask
+where positions begin again (`document_leak` tests this); with sequence parallelism `PLAIN` runs, which
+accepts the same bounds as the kernel.
 """
 
 from __future__ import annotations

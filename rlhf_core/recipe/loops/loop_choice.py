@@ -39,7 +39,7 @@ def check_judged(recipe: Recipe, loop: str) -> None:
 
 
 def with_rounds(recipe: Recipe, loop: str, rounds: int) -> Recipe:
-    """Returns the recipe with another number of rounds. Rounds in both recipes keep their digests."""
+    """Returns the recipe with another number of rounds. Rounds that both recipes have keep their digests."""
     return recipe.model_copy(
         update={"stages": recipe.stages | {loop: recipe.stages[loop].model_copy(update={"rounds": rounds})}}
     )

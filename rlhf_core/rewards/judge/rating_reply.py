@@ -2,7 +2,7 @@
 
 A verdict is [[N]], or with criteria [[NAME: N, NAME: N]]. Tolerated: N/HIGHEST, a word before the number
 ([[rating: 7]]), = for the colon, other order and case of the criteria. The last verdict counts; a number
-outside the scale is no verdict.
+outside the scale is not a verdict.
 """
 
 from __future__ import annotations

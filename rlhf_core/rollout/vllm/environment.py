@@ -111,7 +111,7 @@ def _config_file(model: str) -> Path:
 @contextmanager
 def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str]:
     """Yields a checkpoint folder or Hub id that vLLM can load: `model`, or a temporary folder with the merged
-    model of an adapter, or the language model of a multimodal checkpoint."""
+    model of an adapter or with the language model of a multimodal checkpoint."""
     with ExitStack() as stack:
         if (Path(model) / ADAPTER_CONFIG).is_file():
             from rlhf_core.models.checkpoint.save import save_merged

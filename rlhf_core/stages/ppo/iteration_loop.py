@@ -92,7 +92,7 @@ class IterationLoop:
 
     def begin(self, resume: resume_state.Resume | None) -> None:
         """Compares engines and trainer, loads the resume state, validates the starting model, and starts to
-        collect answers, each if there is such."""
+        collect answers, where configured."""
         fleet = self._fleet
         found = fleet.probe(
             self._setup.probe, synced=False

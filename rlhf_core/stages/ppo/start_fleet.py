@@ -104,7 +104,7 @@ def spec_of(
     own_tokens: Mapping[str, OwnTokens],
     role: str,
 ) -> ModelSpec:
-    """Returns what the processes of a role need to load its model. `pad_token_id`: of the actor."""
+    """Returns what the processes of a role need to load its model. `pad_token_id`: the actor's."""
     own = own_tokens.get(role.removeprefix("reward:")) if role.startswith("reward:") else None
     return ModelSpec(
         path=paths[role],

@@ -114,7 +114,7 @@ def judges_with_verdicts(config: Preferences, run: RunDir) -> list[str]:
 
 
 def own_tokens_of(request: StageRequest, config: Preferences, policy: str) -> dict[str, OwnTokens]:
-    """Returns the entries of reward models with another tokenizer than the policy's, by title."""
+    """Returns the entries of reward models whose tokenizer differs from the policy's, by title."""
     reward_models = {
         source.title: request.inputs[source.model]
         for source in config.reward

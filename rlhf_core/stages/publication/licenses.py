@@ -2,7 +2,7 @@
 is sent. Torch-free.
 
 It knows the licences that cards name (`upstream_cards`) and those in `publication.licenses`, and compares
-names with a short table. It is no legal advice, and an unknown licence does not stop a publication.
+names with a short table. It is not legal advice, and an unknown licence does not stop a publication.
 """
 
 from __future__ import annotations

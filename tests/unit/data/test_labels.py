@@ -98,7 +98,7 @@ def test_all_faults_of_a_file_are_told_at_once_with_their_lines(tmp_path: Path) 
         "line 4: verdict is missing",
         "line 5: column 'prompt' must be a string or a list of messages, found an empty list",
         "line 6: answer_a is 'None'",
-        "line 7: is no JSON object",
+        "line 7: is not a JSON object",
         "line 8: is not JSON in UTF-8",
         "line 9: is not JSON in UTF-8",
         "line 10: is not JSON in UTF-8",

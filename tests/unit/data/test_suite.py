@@ -72,7 +72,7 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     told = str(error.value)
     for part in (
         "line 1: reason: Field required",
-        "line 2: is no JSON object",
+        "line 2: is not a JSON object",
         "line 3: prompt",
         "line 4: ",
         "line 5: ",

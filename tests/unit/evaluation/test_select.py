@@ -15,7 +15,7 @@ from evaluation.scores.selection import choose
 from evaluation.select_stage import run
 from rlhf_core.config import Select
 from rlhf_core.records import EvalReport, Game, Judgment
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
 from rlhf_core.system import files
 
 ORDER = ("a", "b", "c")
@@ -136,7 +136,7 @@ def test_a_stage_links_the_winner_by_the_first_judge(
 ) -> None:
     (stage / "checkpoint").mkdir()
     (stage / "checkpoint" / "half").write_text("of a killed attempt")
-    result = run_stage(stage.path, run)
+    result = run_in_directory(stage.path, run)
     assert (stage / "checkpoint" / "weights").read_text() == "v.2"
     assert (stage / "checkpoint" / "weights").stat().st_nlink == 2, "no bytes are copied"
     assert set(result.files) == {"checkpoint/weights", "checkpoint/deep/more", "choice.json"}
@@ -155,5 +155,5 @@ def test_a_stage_links_the_winner_by_the_first_judge(
 def test_a_report_without_its_files_is_a_sentence(stage: RunDir) -> None:
     (Path(stage.request().inputs["trial"]) / "eval.json").unlink()
     with pytest.raises(ValueError, match=r"eval.json is missing or damaged: run the stage trial again"):
-        run_stage(stage.path, run)
+        run_in_directory(stage.path, run)
     assert stage.result() is None

@@ -161,8 +161,8 @@ def test_a_file_is_read_line_by_line_with_its_faults_and_labels_taken_back(
     done = receive(inbox, rows_of(str(tmp_path / "labels.jsonl")), Questions(()), "page")
     assert (done.read, done.new, done.wrong, sum(done.unusable.values())) == (4, 1, 2, 1)
     assert [fault.rpartition("labels.jsonl, ")[2] for fault in done.faults] == [
-        "line 4: is no JSON in UTF-8",
-        "line 5: is no JSON in UTF-8",
+        "line 4: is not JSON in UTF-8",
+        "line 5: is not JSON in UTF-8",
     ]
     assert [(stored.row.answers, stored.row.source) for stored in inbox.rows(ALL)] == [(("a", "c"), "page")]
 

@@ -34,7 +34,7 @@ def test_a_signature_of_a_url_is_neither_shown_nor_recorded(
     told = capsys.readouterr()
     assert told.out.startswith("opening the inbox: its rows are read\nreading memory://rows.jsonl\n")
     assert "memory://rows.jsonl: 2 rows: 1 new" in told.out
-    assert "memory://rows.jsonl, line 2: is no JSON" in told.out
+    assert "memory://rows.jsonl, line 2: is not JSON" in told.out
     assert "hidden" not in told.out + told.err
     assert [stored.row.source for stored in Inbox(box).rows(("thumb",))] == ["rows.jsonl"]
 

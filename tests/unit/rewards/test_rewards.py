@@ -105,8 +105,8 @@ def test_a_server_gets_the_contract_and_its_rewards_keep_their_order(served: Ser
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Reply], str]] = {
     "500": (lambda q: (500, {"rewards": [0.0] * 6}), "answers 500"),
     "429": (lambda q: (429, {"rewards": [0.0] * 6}), "answers 429"),
-    "garbage": (lambda q: (200, b"\xff<html>oops"), "is no JSON"),
-    "empty": (lambda q: (200, b""), "is no JSON"),
+    "garbage": (lambda q: (200, b"\xff<html>oops"), "is not JSON"),
+    "empty": (lambda q: (200, b""), "is not JSON"),
     "no rewards": (lambda q: (200, {"error": "busy"}), 'no "rewards"'),
     "a list": (lambda q: (200, [1.0] * 6), 'no "rewards"'),
     "one number": (lambda q: (200, {"rewards": 0}), "no list but int"),

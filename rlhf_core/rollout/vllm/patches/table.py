@@ -1,7 +1,8 @@
 """Lists every patch to private parts of vLLM: what it does, for which releases, and what would make it
 unnecessary.
 
-Each patch is a module in this folder. This module imports neither vLLM nor torch.
+Each patch is a module in this folder; `gpu_worker` applies them in vLLM's worker processes. This module
+imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ PATCHES = (
     Patch(
         "vocabulary_rows",
         TESTED,
-        "Rows of the vocabulary that are no token have no probability.",
+        "Rows of the vocabulary that are not tokens have no probability.",
         "An engine option for the number of tokens, for samples and log-probs of prompts.",
         at_start=False,
     ),

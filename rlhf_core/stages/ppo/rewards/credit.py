@@ -18,7 +18,7 @@ from rlhf_core.config import PPO
 from rlhf_core.config.rewards import EnvironmentReward, normalized_in_groups
 from rlhf_core.objectives.advantages import (
     GROUPED,
-    UNSCALED,
+    KL_ESTIMATORS,
     Credit,
     KLEstimator,
     dr_grpo,
@@ -337,7 +337,7 @@ def estimate(
                 of_answers, compared = in_groups(GROUPED[grouped], rewards, scored, n)
             if coef:
                 of_answers = (
-                    of_answers - coef * in_groups(UNSCALED[grouped], kl.sum(-1), scored, n).advantages
+                    of_answers - coef * in_groups(KL_ESTIMATORS[grouped], kl.sum(-1), scored, n).advantages
                 )
             return Estimated(Credit(of_answers[:, None], of_answers[:, None]), compared)
 

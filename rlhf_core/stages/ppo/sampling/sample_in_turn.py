@@ -110,7 +110,7 @@ def sample_filtered(
 def _rewarded(
     engines: RolloutGroup, models: ScoringModels, setup: Setup, position: int, count: int
 ) -> tuple[list[Rollout], Rewards]:
-    """Returns the answers to `count` prompts from a position on, and their rewards."""
+    """Returns the answers to `count` prompts, starting at a position, and their rewards."""
     part = setup.config.stream_batch_size
     if part is None:
         rollouts = start_sample(engines, setup, position, count)().rollouts

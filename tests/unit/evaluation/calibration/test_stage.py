@@ -21,7 +21,7 @@ from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.labels import load_labels
 from rlhf_core.recipe.gate_checks import check, meaning_of
 from rlhf_core.records import Judgment
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
 from tests.support.chat_endpoint import Reply, completion, error, serving
 from tests.support.evaluations import Setting, make_reward_model, make_setting
 from tests.support.labels import label, write_labels
@@ -131,7 +131,7 @@ def test_a_planted_position_bias_fails_its_gate(tmp_path: Path) -> None:
     )
     with serving(copying(file, lambda uid: int(uid[1:]) % 2 == 0)) as endpoint:
         config = calibration(endpoint.url, file, gates=gates)
-        result = run_stage(prepared(tmp_path, config).path, run)
+        result = run_in_directory(prepared(tmp_path, config).path, run)
     assert result.metrics["position_bias"] == pytest.approx(0.5)
     assert result.metrics["swap_consistency"] == pytest.approx(0.5)
     high, low, kappa = check("calibration", config, result)

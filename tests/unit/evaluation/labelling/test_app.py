@@ -225,8 +225,8 @@ def test_pages_have_no_script_of_their_own(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ("no", "the request is no JSON"),
-        ("[" * 100_000, "the request is no JSON"),
+        ("no", "the request is not JSON"),
+        ("[" * 100_000, "the request is not JSON"),
         ({}, "annotator: Field required"),
         ({"choice": 5}, "choice: Input should be less than or equal to 4"),
         ({"choice": -1}, "choice: Input should be greater"),

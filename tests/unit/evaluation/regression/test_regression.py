@@ -16,7 +16,7 @@ from evaluation.regression.regression_stage import run
 from rlhf_core.config import Gate, OpenAIJudge, Regression, RewardJudge, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.records import StageResult
-from rlhf_core.runs.run_dir import RESULT, RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RESULT, RunDir, StageRequest, run_in_directory
 from tests.support.chat_endpoint import Reply, completion, serving
 from tests.support.evaluations import COUNT, SKILL, Double, Setting, make_reward_model, make_setting
 
@@ -42,7 +42,7 @@ def regress(
     directory.prepare(
         StageRequest(name="regression", digest=digest, config=config, inputs=setting.inputs, seed=1)
     )
-    result = run_stage(directory.path, run)
+    result = run_in_directory(directory.path, run)
     assert [name for name in result.metrics if not has_metric(config, name)] == []
     order = 1_000_000 + int(digest)
     os.utime(directory / RESULT, (order, order))

@@ -11,7 +11,7 @@ import pytest
 import flows.cli
 from evaluation.evaluation_stage import run
 from rlhf_core.data.suite import read_suite
-from rlhf_core.runs.run_dir import RunDir, run_stage
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from tests.support.evaluations import SKILL, Setting, make_setting, request
 
 
@@ -23,7 +23,7 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Setting,
     Path(setting.inputs["dpo"], SKILL).write_text("0.3")
     directory = RunDir(tmp_path / "stages" / "evaluation-0")
     directory.prepare(request(setting))
-    run_stage(directory.path, run)
+    run_in_directory(directory.path, run)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return setting, directory.path

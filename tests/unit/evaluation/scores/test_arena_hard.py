@@ -19,7 +19,7 @@ from evaluation.scores.arena_files import (
 )
 from evaluation.scores.arena_hard import controlled, question_rows
 from evaluation.scores.leaderboard import How, boards
-from evaluation.scores.scoring import arena_sums, interval
+from evaluation.scores.scoring import arena_sums, bootstrap_interval
 from evaluation.scores.style import Style, style_of
 from rlhf_core.records import Game
 from tests.support.arena import (
@@ -121,7 +121,7 @@ def test_defect_1_rows_of_a_question_are_not_independent() -> None:
             outcomes = np.array([score for *_, score in their_rows(rows)])
             drawn = np.random.default_rng(seed).integers(len(outcomes), size=(300, len(outcomes)))
             rows_say.append(np.std(outcomes[drawn].mean(1)))
-            low, high = interval(sums, 300, seed, level=0.6827)
+            low, high = bootstrap_interval(sums, 300, seed, level=0.6827)
             ours_say.append((high - low) / 2)
     assert np.mean(ours_say) / np.std(truth) == pytest.approx(1.0, abs=0.1)
     assert np.mean(rows_say) / np.std(truth) < 0.8

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.scores.scoring import QuestionSums, agreement, arena_sums, interval, plain_sums, win_rate
+from evaluation.scores.scoring import (
+    QuestionSums,
+    agreement,
+    arena_sums,
+    bootstrap_interval,
+    plain_sums,
+    win_rate,
+)
 from rlhf_core.records import Game, Judgment, Label
 
 LABELS: tuple[Label, ...] = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
@@ -161,15 +168,15 @@ def test_strong_verdicts_count_three_times_in_arenas_score_only() -> None:
 
 def test_the_same_seed_gives_the_same_interval_and_another_one_another() -> None:
     sums = plain_sums(battles([("B>A", "A>B"), ("A=B", "B>A"), ("A>B", "B>A"), ("A>B", "A>B")] * 5))
-    assert interval(sums, 500, seed=7) == interval(sums, 500, seed=7)
-    assert len({interval(sums, 100, seed=seed) for seed in range(20)}) > 1
+    assert bootstrap_interval(sums, 500, seed=7) == bootstrap_interval(sums, 500, seed=7)
+    assert len({bootstrap_interval(sums, 100, seed=seed) for seed in range(20)}) > 1
 
 
 def test_many_questions_are_resampled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = plain_sums(battles([("B>A", "A>B"), ("A=B", "B>A"), ("A>B", "B>A")] * 5))
-    whole = interval(sums, 200, seed=7)
+    whole = bootstrap_interval(sums, 200, seed=7)
     monkeypatch.setattr("evaluation.scores.scoring.CELLS", 100)
-    assert interval(sums, 200, seed=7) == pytest.approx(whole)
+    assert bootstrap_interval(sums, 200, seed=7) == pytest.approx(whole)
 
 
 def test_intervals_cover_the_truth() -> None:
@@ -185,7 +192,7 @@ def test_intervals_cover_the_truth() -> None:
         rates = generator.beta(1.2, 0.8, size=150)  # mean 0.6
         games = generator.random((150, 2)) < rates[:, None]
         judged = battles([("B>A" if first else "A>B", "A>B" if second else "B>A") for first, second in games])
-        low, high = interval(plain_sums(judged), 400, seed=trial)
+        low, high = bootstrap_interval(plain_sums(judged), 400, seed=trial)
         covered += low <= truth <= high
     assert 0.92 <= covered / 500 <= 0.98
 
@@ -197,7 +204,7 @@ def test_ninety_percent_intervals_cover_the_truth_nine_times_in_ten() -> None:
     covered = 0
     for trial in range(2000):
         scores = generator.choice([0.0, 0.25, 0.5, 0.75, 1.0], size=200, p=[0.15, 0.12, 0.26, 0.24, 0.23])
-        low, high = interval(QuestionSums(scores, np.ones(200)), 400, seed=trial, level=0.9)
+        low, high = bootstrap_interval(QuestionSums(scores, np.ones(200)), 400, seed=trial, level=0.9)
         covered += low <= truth <= high
     assert np.dot([0.0, 0.25, 0.5, 0.75, 1.0], [0.15, 0.12, 0.26, 0.24, 0.23]) == pytest.approx(truth)
     assert 0.88 <= covered / 2000 <= 0.92
@@ -212,7 +219,7 @@ def test_games_of_one_question_are_not_independent() -> None:
         for judgment in judged
         for game, pair in enumerate(_single_games(judgment))
     ]
-    clustered, independent = (interval(plain_sums(each), 4000, seed=0) for each in (judged, rows))
+    clustered, independent = (bootstrap_interval(plain_sums(each), 4000, seed=0) for each in (judged, rows))
     assert (clustered[1] - clustered[0]) / (independent[1] - independent[0]) == pytest.approx(
         2**0.5, abs=0.08
     )
