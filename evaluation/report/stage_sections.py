@@ -12,18 +12,20 @@ from markupsafe import Markup
 
 from evaluation.report.drawing.charts import StageCurves, single_values, stage_chart
 from evaluation.report.drawing.dag import family_svg
+from evaluation.report.drawing.timeline_chart import timeline_chart
 from evaluation.report.iterations import WAIT, ShownRollout, TimedPhase, phases_of, rollouts
 from evaluation.report.summary import Evidence
 from rlhf_core.config import KINDS, Publication
 from rlhf_core.data.data_report import stored_warnings
 from rlhf_core.runs.lineage import data_of, lineage
+from rlhf_core.runs.timeline import read_timeline
 from rlhf_core.system.redaction import without_passwords
 
 
 class Chart(NamedTuple):
     """The chart of one stage or loop: its curves, the metrics that have one value instead of a curve
-    (`values`), and its result's metrics (`notes`) at `when`. For PPO also its phases, and the share of an
-    iteration during which each role waits for others."""
+    (`values`), and its result's metrics (`notes`) at `when`. For PPO also its phases, the share of an
+    iteration during which each role waits for others, and the timeline of the last logged iteration."""
 
     title: str
     seconds: float | None
@@ -33,6 +35,7 @@ class Chart(NamedTuple):
     notes: dict[str, float]
     phases: list[TimedPhase]
     waits: dict[str, float]
+    timeline: tuple[int, Markup] | None
     rollouts: list[tuple[int, list[ShownRollout]]]
 
 
@@ -63,8 +66,18 @@ def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> 
         waits = {name.removeprefix(WAIT): value for name, value in final.items() if name.startswith(WAIT)}
         shown = rollouts(chain[-1].view.run_dir)
         drawing = Markup(svg) if svg else None
-        found.append(Chart(title, seconds, drawing, values, when, final, phases_of(final), waits, shown))
+        timeline = last_timeline(title, chain[-1].view.run_dir)
+        phases = phases_of(final)
+        found.append(Chart(title, seconds, drawing, values, when, final, phases, waits, timeline, shown))
     return found
+
+
+def last_timeline(title: str, run_dir: Path) -> tuple[int, Markup] | None:
+    """Returns the last logged iteration of PPO and the drawing of its timeline; None for other stages."""
+    stored = read_timeline(run_dir)
+    if stored is None or not stored.timeline.seconds > 0:
+        return None
+    return stored.iteration, Markup(timeline_chart(title, stored.timeline))
 
 
 def data(stages: Sequence[Evidence]) -> tuple[list[str], dict[str, dict[str, float]]]:

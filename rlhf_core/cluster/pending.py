@@ -16,6 +16,7 @@ from rlhf_core.cluster.ray_cluster import (
     dead_nodes,
 )
 from rlhf_core.cluster.reach import lost, reach
+from rlhf_core.cluster.work_log import WorkLog
 from rlhf_core.system.machine import NodeLost
 
 R = TypeVar("R")
@@ -35,8 +36,8 @@ class RankDied(RoleFailed):
 class Pending(NamedTuple, Generic[R]):
     """Holds the references of work that ranks of a group are doing.
 
-    `keys`: the key under which each rank reports progress. `spent`: dict to which the slowest rank's seconds
-    are added under the name of the phase. `other_stages`: references of the engines' other pipeline stages,
+    `keys`: the key under which each rank reports progress. `work`: the log to which the ranks' time is added
+    under the name of the phase. `other_stages`: references of the engines' other pipeline stages,
     which become ready only when these have failed.
     """
 
@@ -44,7 +45,7 @@ class Pending(NamedTuple, Generic[R]):
     phase: str
     refs: list[Any]
     keys: Sequence[str]
-    spent: dict[str, float] | None = None
+    work: WorkLog | None = None
     other_stages: Sequence[Any] = ()
 
     def wait(self, timeout: float) -> list[R]:
@@ -55,9 +56,9 @@ class Pending(NamedTuple, Generic[R]):
     def results(self) -> list[Any]:
         """Returns the results of finished work, by rank."""
         results = [self.get(ref) for ref in self.refs]
-        if self.spent is None:
+        if self.work is None:
             return results
-        self.spent[self.phase] = self.spent.get(self.phase, 0.0) + max(seconds for _, seconds in results)
+        self.work.add(self.phase, [time for _, time in results])
         return [value for value, _ in results]
 
     def get(self, ref: Any) -> Any:

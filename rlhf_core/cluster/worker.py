@@ -16,6 +16,7 @@ import ray
 from rlhf_core.cluster.progress_watch import report
 from rlhf_core.cluster.rank_environment import set_rank_environment, store_address, use_card_of
 from rlhf_core.cluster.reach import end_when_alone, head, own_node
+from rlhf_core.cluster.work_log import RankTime
 from rlhf_core.runs.allotment import CORES_ENV
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
@@ -145,22 +146,24 @@ class Worker:
             self.role = factory(**options, **({"stage": (*stage, address)} if stage else {}))
         return RankReady(os.getpid(), self._imports, time.monotonic() - start)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, float]:
-        """Returns the method's result and the seconds it took. Results are in host memory, so the GPU has
+    def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, RankTime]:
+        """Returns the method's result and the time it took. Results are in host memory, so the GPU has
         finished too."""
+        begin = time.time()
         start = time.monotonic()
         with mark_library_errors():
             result = getattr(self.role, method)(*args, **kwargs)
-        return result, time.monotonic() - start
+        return result, RankTime(begin, time.monotonic() - start)
 
-    def call_after(self, method: str, count: int, *args: Any, **kwargs: Any) -> tuple[Any, float]:
+    def call_after(self, method: str, count: int, *args: Any, **kwargs: Any) -> tuple[Any, RankTime]:
         """Like `call`, but drops the first `count` arguments, which Ray waited for."""
         return self.call(method, *args[count:], **kwargs)
 
-    def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, float]]:
-        """Yields what the method yields, each item with the seconds since the start."""
+    def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, RankTime]]:
+        """Yields what the method yields, each item with the time since the start."""
+        begin = time.time()
         start = time.monotonic()
         with mark_library_errors():
             for item in getattr(self.role, method)(*args, **kwargs):
                 progress.made()
-                yield item, time.monotonic() - start
+                yield item, RankTime(begin, time.monotonic() - start)

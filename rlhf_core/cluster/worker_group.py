@@ -26,6 +26,7 @@ from rlhf_core.cluster.ray_cluster import (
     passed_environment,
     reserve,
 )
+from rlhf_core.cluster.work_log import GroupWork, RankTime, WorkLog
 from rlhf_core.cluster.worker import RankReady, Worker
 from rlhf_core.config import Ranks
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
@@ -92,8 +93,8 @@ class WorkerGroup:
         self._keys = keys[::span]
         self._stages = pipeline_stages
         self._following = dict[int, list[Any]]()  # by rank: references of its other stages
-        self._spent: dict[str, float] = {}
-        self._spent_alone: list[dict[str, float]] = [{} for _ in self._workers]  # from `call_rank`
+        self._work = WorkLog()
+        self._work_alone = [WorkLog() for _ in self._workers]  # from `call_rank`
 
     def prepare(self, function: str, *args: Any) -> None:
         """Makes every rank call `module:function`, to import what it will need, without waiting for it.
@@ -173,7 +174,7 @@ class WorkerGroup:
         """Starts a method of the role's class on every rank's object. An object of a subclass runs its own
         override."""
         refs = [worker.call.remote(method.__name__, *args, **kwargs) for worker in self._workers]
-        return Pending(self.name, phase, refs, self._keys, self._spent, self._others(range(self.world_size)))
+        return Pending(self.name, phase, refs, self._keys, self._work, self._others(range(self.world_size)))
 
     def call_after(
         self,
@@ -188,7 +189,7 @@ class WorkerGroup:
             worker.call_after.remote(method.__name__, len(before), *before, *args, **kwargs)
             for worker in self._workers
         ]
-        return Pending(self.name, phase, refs, self._keys, self._spent, self._others(range(self.world_size)))
+        return Pending(self.name, phase, refs, self._keys, self._work, self._others(range(self.world_size)))
 
     def after_work(self) -> list[Any]:
         """Returns references that become ready when each rank has finished all calls so far, successfully or
@@ -210,7 +211,7 @@ class WorkerGroup:
             phase,
             [ref],
             self._keys[rank : rank + 1],
-            self._spent_alone[rank],
+            self._work_alone[rank],
             self._others([rank]),
         )
 
@@ -229,8 +230,8 @@ class WorkerGroup:
             for worker in self._workers
         ]
         waiting = list(working)
-        slowest = 0.0
         stages = self._others(range(self.world_size))
+        times: dict[Any, RankTime] = {}
         work = Pending[Any](self.name, phase, working, self._keys, other_stages=stages)
         watch = Watch(
             dict(zip(working, self._keys, strict=True)),
@@ -246,23 +247,17 @@ class WorkerGroup:
             if ready in stages:
                 work.get(ready)
             try:
-                item, seconds = work.get(next(ready))
+                item, times[ready] = work.get(next(ready))
             except StopIteration:
                 waiting.remove(ready)
                 continue
-            slowest = max(slowest, seconds)
             yield item
-        self._spent[phase] = self._spent.get(phase, 0.0) + slowest
+        if times:
+            self._work.add(phase, list(times.values()))
 
-    def take_seconds(self) -> dict[str, float]:
-        """Returns the seconds of work by phase since the last call, and resets them. They are the slowest
-        rank's seconds, without waits for other groups."""
-        spent = dict(self._spent)
-        self._spent.clear()
-        for alone in self._spent_alone:
-            for phase in list(alone):
-                spent[phase] = max(spent.get(phase, 0.0), alone.pop(phase))
-        return spent
+    def take_work(self) -> GroupWork:
+        """Returns the work since the last call, and forgets it."""
+        return GroupWork(self._work.take(), [log.take() for log in self._work_alone])
 
 
 class Turns:

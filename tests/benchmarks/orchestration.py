@@ -30,7 +30,7 @@ SLEEP = 2.0  # seconds of a stage of the micro recipe
 ENDED = re.compile(r"^\+\+\+ .* ended after ([0-9.]+) s with code", re.MULTILINE)
 STAGE = f"""
 import sys, time
-from rlhf_core.runs.run_dir import Outcome, run_stage, write_text
+from rlhf_core.runs.run_dir import Outcome, run_in_directory, write_text
 
 def work(request, run):
     time.sleep({SLEEP})
@@ -38,7 +38,7 @@ def work(request, run):
     write_text(run / "checkpoint" / "made", request.digest)
     return Outcome({{"loss": 1.0}}, {{"checkpoint": "checkpoint"}})
 
-run_stage(sys.argv[1], work)
+run_in_directory(sys.argv[1], work)
 """
 COPY = """
 import shutil, sys

@@ -172,7 +172,7 @@ def test_the_failure_of_one_group_ends_the_wait_for_another(groups: tuple[Worker
 
 def test_a_stream_comes_while_the_ranks_still_work(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, _ = groups
-    critic.take_seconds()
+    critic.take_work()
     start = time.monotonic()
     seen = []
     for number in critic.stream("generate", 30, Role.counts, [0.1, 0.1, 10.0]):
@@ -181,7 +181,7 @@ def test_a_stream_comes_while_the_ranks_still_work(groups: tuple[WorkerGroup, Wo
     first = seen[0][1]
     last = seen[-1][1]
     assert last - first > 1, "the first is not held back for the last"
-    assert 10.2 <= critic.take_seconds()["generate"] <= last and critic.take_seconds() == {}
+    assert 10.2 <= critic.take_work().seconds()["generate"] <= last and critic.take_work().seconds() == {}
 
 
 def test_a_stream_that_fails_or_falls_silent_names_its_role(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
@@ -208,10 +208,10 @@ def test_a_preparation_that_fails_raises_when_the_role_is_built(
 
 def test_work_is_timed_by_phase_and_reported_once(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, _ = groups
-    critic.take_seconds()
+    critic.take_work()
     for _ in range(2):
         critic.call("score", Role.waits, 0.2).wait(100)
-    assert 0.4 <= critic.take_seconds()["score"] < 30 and critic.take_seconds() == {}
+    assert 0.4 <= critic.take_work().seconds()["score"] < 30 and critic.take_work().seconds() == {}
 
 
 def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[WorkerGroup, WorkerGroup]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from rlhf_core.config import SFT, Data
 from rlhf_core.runs.launch import launch
 from rlhf_core.runs.metrics_log import Tracker
-from rlhf_core.runs.run_dir import HOLDER_ENV, Outcome, RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import HOLDER_ENV, Outcome, RunDir, StageRequest, run_in_directory
 from rlhf_core.system.files import locked, write_text
 
 STEPS = 8
@@ -98,4 +98,4 @@ def work(request: StageRequest, run: RunDir) -> Outcome:
 
 
 if __name__ == "__main__":
-    run_stage(sys.argv[1], work)
+    run_in_directory(sys.argv[1], work)

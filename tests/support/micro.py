@@ -67,7 +67,7 @@ sys.meta_path.insert(0, Hook())
 STAGE = """
 import hashlib, json, os, signal, subprocess, sys, time
 from pathlib import Path
-from rlhf_core.runs.run_dir import Outcome, run_stage, write_text
+from rlhf_core.runs.run_dir import Outcome, run_in_directory, write_text
 from rlhf_core.records import EvalReport, WinRate
 
 def content(place):
@@ -111,7 +111,7 @@ def work(request, run):
     pause("end")
     return Outcome({"loss": 1.5}, {name: f"made/{name}"})
 
-run_stage(sys.argv[1], work)
+run_in_directory(sys.argv[1], work)
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlhf_core.recipe.plan import Node, Plan
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest, run_in_directory
 
 Planned = Callable[..., Plan]
 TEXT = """
@@ -32,7 +32,7 @@ def finish(plan: Plan, node: Node, outputs: dict[str, str]) -> None:
             (run / path).write_text(request.digest)
         return Outcome({"loss": 1.0}, outputs)
 
-    run_stage(run.path, work)
+    run_in_directory(run.path, work)
 
 
 def changed(before: Plan, after: Plan) -> set[str]:

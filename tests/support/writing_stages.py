@@ -31,7 +31,7 @@ ORDER = [
 STAGE = """
 import json, os, signal, sys, time
 from pathlib import Path
-from rlhf_core.runs.run_dir import Outcome, run_stage, write_text
+from rlhf_core.runs.run_dir import Outcome, run_in_directory, write_text
 from rlhf_core.records import EvalReport, WinRate
 
 def work(request, run):
@@ -66,7 +66,7 @@ def work(request, run):
     write_text(run / "made" / name, request.digest)
     return Outcome({"loss": 1.5}, {name: f"made/{name}"})
 
-run_stage(sys.argv[1], work)
+run_in_directory(sys.argv[1], work)
 """
 
 

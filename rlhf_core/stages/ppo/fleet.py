@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.cluster.pending import Pending, wait_all
+from rlhf_core.cluster.work_log import GroupWork
 from rlhf_core.cluster.worker_group import Turns, WorkerGroup, in_order, put_on_nodes
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
@@ -243,22 +244,30 @@ class Fleet:
             if group is not None
         ]
 
-    def forget_seconds(self) -> None:
-        """Excludes the work so far from the next `iteration_metrics`."""
-        for group in (*self.models, self.engines.sampler):
-            group.take_seconds()
+    def take_work(self) -> dict[str, GroupWork]:
+        """Returns each role's work since the last call, and forgets it."""
+        return {group.name: group.take_work() for group in (*self.models, self.engines.sampler)}
+
+    @property
+    def gpus(self) -> Mapping[str, Sequence[str]]:
+        """Returns the GPUs of each role, as `survey` found them."""
+        return self.machine.gpus if self.machine is not None else {}
 
     def iteration_metrics(
-        self, rollouts: Sequence[Rollout], passes: Mapping[str, float], seconds: float
+        self,
+        rollouts: Sequence[Rollout],
+        passes: Mapping[str, float],
+        seconds: float,
+        work: Mapping[str, GroupWork],
     ) -> dict[str, float]:
         """Returns metrics of an iteration of `seconds`: floors of its phases; the metrics of the last sync;
-        memory, work and waits of each role; what judges used; tokens per step of engines that draft."""
+        memory, `work` and waits of each role; what judges used; tokens per step of engines that draft."""
         metrics: dict[str, float] = {}
         if self.machine is not None:
             metrics |= floors(rollouts, passes, self.machine, self.config.scorings)
         metrics |= self.engines.synced
         metrics |= memory_metrics(self.models, self.timeout)
-        metrics |= work_metrics((*self.models, self.engines.sampler), seconds)
+        metrics |= work_metrics(work, seconds)
         metrics |= self.sources.clients.spent()
         return metrics | self.engines.draft_metrics()
 

@@ -3,12 +3,14 @@ iteration."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlhf_core.cluster.pending import wait_all
+from rlhf_core.cluster.work_log import GroupWork
 from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import PPO
 from rlhf_core.rollout.sampler_role import SamplerRole
+from rlhf_core.stages.ppo.measured.phase_clock import HOST
 from rlhf_core.stages.ppo.measured.roofline import RooflineInputs
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ModelRole
@@ -24,7 +26,7 @@ def survey(
     gpus["sampler"] = [gpu for engine in engines for gpu in engine]
     ceilings = actor.call("start", Actor.ceilings).wait(config.timeout)[0]
     assert ceilings is not None, "the first rank measures"
-    named = {role: [gpu or "host" for gpu in held] for role, held in gpus.items()}
+    named = {role: [gpu or HOST for gpu in held] for role, held in gpus.items()}
     span = len(engines[0]) // config.engine.pipeline_parallel_size
     return RooflineInputs(shapes | {"sampler": shapes["actor"]}, named, span, ceilings)
 
@@ -40,12 +42,11 @@ def memory_metrics(models: Sequence[WorkerGroup], timeout: float) -> dict[str, f
     return metrics
 
 
-def work_metrics(groups: Sequence[WorkerGroup], seconds: float) -> dict[str, float]:
-    """Returns each role's seconds of work by phase since the last call, and the share of `seconds` that it
-    waited."""
+def work_metrics(work: Mapping[str, GroupWork], seconds: float) -> dict[str, float]:
+    """Returns each role's seconds of work by phase, and the share of `seconds` that it waited."""
     metrics: dict[str, float] = {}
-    for group in groups:
-        spent = group.take_seconds()
-        metrics |= {f"work/{group.name}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()}
-        metrics[f"wait/{group.name}"] = max(0.0, 1 - sum(spent.values()) / seconds)
+    for role, done in work.items():
+        spent = done.seconds()
+        metrics |= {f"work/{role}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()}
+        metrics[f"wait/{role}"] = max(0.0, 1 - sum(spent.values()) / seconds)
     return metrics

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,7 +15,9 @@ from rlhf_core.environments.row_environments import ENVIRONMENT
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, with_answers
 from rlhf_core.rewards.named_rows import environment_metrics, task_metrics
+from rlhf_core.runs.timeline import Timeline
 from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.measured.phase_clock import PhaseClock, timeline_of
 from rlhf_core.stages.ppo.rewards.credit import Credited, Divergence, credit, distance_to_sampler, divergence
 from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.roles.trained import Update
@@ -52,13 +52,14 @@ class Carried(NamedTuple):
 
 class Iteration(NamedTuple):
     """Holds the metrics of an iteration, the mean KL per token (nats) of its rollout, the state for the next
-    iteration, and its rollouts with their rewards."""
+    iteration, its rollouts with their rewards, and its timeline."""
 
     metrics: dict[str, float]
     kl: float
     carried: Carried
     rollouts: Sequence[Rollout]
     rewards: Rewards
+    timeline: Timeline
 
 
 def ppo_iteration(
@@ -77,18 +78,17 @@ def ppo_iteration(
     """
     config = setup.config
     engines = fleet.engines
-    phases = dict[str, float]()
-    start = time.monotonic()
-    with _phase(phases, "generate"):
+    clock = PhaseClock()
+    with clock.phase("generate"):
         sampled = sampled_of(fleet, setup, carried, collector)
         rollouts = sampled.rollouts
     pending = start_sample(engines, setup, sampled.position) if config.one_ahead and not last else None
     if fleet.sleeps:
-        with _phase(phases, "sleep"):
+        with clock.phase("sleep"):
             engines.sleep(keep_weights="actor" not in schedule.rates)
-    with _phase(phases, "score"):
+    with clock.phase("score"):
         scores = (sampled.scores or fleet.start_score(rollouts, sampled.rewards, setup.allowed_failures))()
-    with _phase(phases, "credit"):
+    with clock.phase("credit"):
         statistics = sampled.statistics
         if statistics is None:
             statistics = with_answers(carried.statistics, scores.rewards.by_source, setup.terms)
@@ -101,12 +101,12 @@ def ppo_iteration(
                 divergence(rollouts, scores.logprobs, scores.ref_logprobs, credited.usable, kl_coef, config)
             )
 
-    with _phase(phases, "train"):
+    with clock.phase("train"):
         updates = updates_of(credited, schedule, kl_coef)
         steps, logprobs = fleet.train(credited.experience, updates, measure, scores.stored)
     diverged = measured[0] if measured else divergence_of(rollouts, scores, logprobs, kl_coef, config)
     if fleet.sleeps:
-        with _phase(phases, "wake"):
+        with clock.phase("wake"):
             fleet.wake_engines()
     metrics = credited.metrics | diverged.metrics | sampled.metrics | step_means(steps)
     if config.sampler_is == "in_ratio":
@@ -115,27 +115,28 @@ def ppo_iteration(
         metrics["rollout/age"] = float(sampled.age)
     ahead = None
     if pending is not None:  # before the weights change
-        with _phase(phases, "generate"):
+        with clock.phase("generate"):
             ahead = pending()._replace(age=int("actor" in updates))
     if "actor" in updates:
         metrics |= actor_metrics(steps, config)
-        with _phase(phases, "sync"):
+        with clock.phase("sync"):
             if collector:
                 collector.updates += 1
             engines.sync_weights(collector.updates if collector else 0)
-        with _phase(phases, "probe"):
+        with clock.phase("probe"):
             metrics["sync/probe_gap"], metrics["sync/probe_bound"] = fleet.probe(setup.probe)
     if collector:
         collector.next_iteration()
     metrics |= episode_metrics(rollouts) | size_metrics(rollouts)
     metrics |= metrics_by_name(rollouts, scores.rewards, config)
-    metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
+    metrics |= {f"phase/{name}": seconds for name, seconds in clock.seconds().items()}
+    work = fleet.take_work()
+    timeline = timeline_of(clock, work, fleet.gpus)
     metrics |= fleet.iteration_metrics(
-        rollouts, training_passes(updates, steps, schedule.max_epochs), time.monotonic() - start
+        rollouts, training_passes(updates, steps, schedule.max_epochs), timeline.seconds, work
     )
-    return Iteration(
-        metrics, diverged.kl, Carried(sampled.position, statistics, ahead), rollouts, scores.rewards
-    )
+    carried = Carried(sampled.position, statistics, ahead)
+    return Iteration(metrics, diverged.kl, carried, rollouts, scores.rewards, timeline)
 
 
 def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -225,16 +226,6 @@ def minibatches(usable: Sequence[int], schedule: IterationSchedule) -> list[list
         edges = [len(order) * i // steps for i in range(steps + 1)]
         batches += [order[start:end] for start, end in pairwise(edges)]
     return batches
-
-
-@contextmanager
-def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
-    """Adds the wall seconds of a phase. Each phase ends with a wait for its workers' results, so no work
-    counts in the next one. Sampling ahead and scoring that overlap other phases count only while something
-    waits for them."""
-    start = time.monotonic()
-    yield
-    phases[name] = phases.get(name, 0.0) + time.monotonic() - start
 
 
 def metrics_by_name(rollouts: Sequence[Rollout], rewards: Rewards, config: PPO) -> dict[str, float]:

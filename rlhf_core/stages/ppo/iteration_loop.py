@@ -19,6 +19,7 @@ from rlhf_core.rewards.combine import Running
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, STATE, RunDir
+from rlhf_core.runs.timeline import Timeline, write_timeline
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.ppo_setup import schedule_of
@@ -133,11 +134,12 @@ class IterationLoop:
         done = self._first
         while done < self._iterations:
             done += 1
-            metrics, rollouts, rewards = self._iterate(done)
+            metrics, rollouts, rewards, timeline = self._iterate(done)
             if self._held_out and self._validates(done):
                 metrics |= self._validate(self._held_out, done)
             if done % config.logging_steps == 0 or done == self._iterations or REWARD in metrics:
                 tracker.log(done, metrics, show=SHOWN)
+                write_timeline(self._run.path, done, timeline)
                 write_rollouts(
                     self._run / ROLLOUTS / f"iteration{done}.jsonl",
                     islice(shown(rollouts, rewards, self._fleet.decode), KEPT_ROLLOUTS),
@@ -181,18 +183,18 @@ class IterationLoop:
             self._named = (self.best.iteration,)
         print(f"resumed after iteration {self._first} of {self._iterations}", flush=True)
 
-    def _iterate(self, number: int) -> tuple[dict[str, float], Sequence[Rollout], Rewards]:
-        """Runs one iteration, the first being 1. Returns its metrics, rollouts and rewards."""
+    def _iterate(self, number: int) -> tuple[dict[str, float], Sequence[Rollout], Rewards, Timeline]:
+        """Runs one iteration, the first being 1. Returns its metrics, rollouts, rewards and timeline."""
         step = number - 1
         last = number == self._iterations
         schedule = schedule_of(self._config, step, self._iterations, self._seed)
         coef = self._kl.coef if self._kl.target else self._config.kl_coef_of(step, self._iterations)
         with at(f"iteration {number} of {self._iterations}"):
-            metrics, mean_kl, self._carried, rollouts, rewards = ppo_iteration(
+            metrics, mean_kl, self._carried, rollouts, rewards, timeline = ppo_iteration(
                 self._fleet, self._setup, self._carried, coef, schedule, last, self._collector
             )
         self._kl = adapted(self._kl, self._config, step, mean_kl)
-        return metrics, rollouts, rewards
+        return metrics, rollouts, rewards, timeline
 
     def _validates(self, done: int) -> bool:
         """Returns whether the actor is validated after this iteration."""
@@ -254,7 +256,7 @@ def validated(
             best = best._replace(answered_again=answer_again(fleet.engines, fleet, held_out, run))
     interval = f" ({metrics[LOW]:.4g} to {metrics[HIGH]:.4g})" if LOW in metrics else ""
     print(f"iteration {iteration}: mean reward {metrics[REWARD]:.4g}{interval} on eval_prompts", flush=True)
-    fleet.forget_seconds()
+    fleet.take_work()
     return metrics | {"phase/validate": time.monotonic() - start}, best
 
 

@@ -21,7 +21,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.questions import load_questions
 from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.records import EvalReport, Judgment
-from rlhf_core.runs.run_dir import RunDir, run_stage
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from tests.support.evaluations import (
     COUNT,
     Double,
@@ -200,13 +200,13 @@ def test_a_model_with_too_few_positions_is_refused_before_it_is_loaded(setting: 
 def test_a_finished_evaluation_is_not_done_again(setting: Setting) -> None:
     directory = RunDir(setting.folder / "run")
     directory.prepare(request(setting))
-    result = run_stage(directory.path, run)
+    result = run_in_directory(directory.path, run)
     assert {"report/eval.json", "report/answers/sft.jsonl", "report/judgments/rule.jsonl"} <= set(
         result.files
     )
     assert result.metrics["questions"] == COUNT
     Double.log.clear()
-    assert run_stage(directory.path, run) == result and Double.log == []
+    assert run_in_directory(directory.path, run) == result and Double.log == []
 
 
 def test_the_process_tells_the_user_in_one_line(setting: Setting, capsys: pytest.CaptureFixture[str]) -> None:

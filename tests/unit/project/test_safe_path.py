@@ -25,7 +25,7 @@ from tests.support import hostile
 SCRIPT = "import sys\nfrom flows.cli import main\nsys.exit(main())\n"
 STAGE = """
 import json, subprocess, sys
-from rlhf_core.runs.run_dir import Outcome, run_stage
+from rlhf_core.runs.run_dir import Outcome, run_in_directory
 
 def work(request, run):
     look = "import evaluation, flows, rlhf_core, tasks, tokenize as t; print(rlhf_core.__file__, tasks.__file__, flows.__file__)"
@@ -33,7 +33,7 @@ def work(request, run):
     (run / "seen").write_text(seen)
     return Outcome({"loss": 1.0}, {"checkpoint": "seen"})
 
-run_stage(sys.argv[1], work)
+run_in_directory(sys.argv[1], work)
 """
 FUNCTION = """
 import subprocess, sys

@@ -23,14 +23,14 @@ from tests.support.micro import wait_until
 STAGE = """
 import os, subprocess, sys, time
 from pathlib import Path
-from rlhf_core.runs.run_dir import Outcome, run_stage
+from rlhf_core.runs.run_dir import Outcome, run_in_directory
 
 def work(request, run):
     child = subprocess.Popen(["sleep", "200"], start_new_session=True)
     print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"), "pids", os.getpid(), child.pid, flush=True)
     time.sleep(200)
 
-run_stage(sys.argv[1], work)
+run_in_directory(sys.argv[1], work)
 """
 
 

@@ -25,7 +25,7 @@ Prepare = Callable[[str], Path]
 STAGE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from rlhf_core.runs.run_dir import Outcome, RunDir, run_stage
+from rlhf_core.runs.run_dir import Outcome, RunDir, run_in_directory
 
 def pid(folder):
     (folder / "pids").mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ def work(request, run):
     (run / "checkpoint" / "weights").write_text("1")
     return Outcome({"loss": 1.0}, {"checkpoint": "checkpoint"})
 
-run_stage(sys.argv[1], work)
+run_in_directory(sys.argv[1], work)
 """
 # A suite started in the background of a script inherits an ignored SIGINT; the parent under test is one a
 # person can interrupt.

@@ -29,12 +29,12 @@ import os, sys
 from pathlib import Path
 Path(os.environ["PIDS"], str(os.getpid())).touch()
 from rlhf_core.runs.prepared import WAIT, awaited
-from rlhf_core.runs.run_dir import Outcome, run_stage
+from rlhf_core.runs.run_dir import Outcome, run_in_directory
 
 run_dir = awaited(int(sys.argv[3])) if sys.argv[1] == WAIT else sys.argv[1]
 if run_dir:
     print("process", os.getpid(), os.environ.get("CHANGED", "as it was"), flush=True)
-    run_stage(run_dir, lambda request, run: Outcome({}, {}))
+    run_in_directory(run_dir, lambda request, run: Outcome({}, {}))
 """
 PARENT = f"""
 import sys, time

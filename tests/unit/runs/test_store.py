@@ -15,7 +15,7 @@ from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.remote.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.remote.store import Store
-from rlhf_core.runs.run_dir import RESULT, Outcome, RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RESULT, Outcome, RunDir, StageRequest, run_in_directory
 from rlhf_core.system.files import file_digest
 from rlhf_core.training.engine import TorchEngine
 from tasks.stored_stages import fetch_stage, states_uploaded, upload_stage
@@ -272,16 +272,16 @@ def test_a_wiped_machine_goes_on_from_the_stored_state(
     whole, first, second = (RunDir(tmp_path / name / "sft-0") for name in ("whole", "first", "second"))
     for run in (whole, first):
         run.prepare(request)
-    run_stage(whole.path, rlhf_core.stages.sft.run)
+    run_in_directory(whole.path, rlhf_core.stages.sft.run)
     monkeypatch.setattr(TorchEngine, "step", dies)
     with pytest.raises(OSError, match="gone"), states_uploaded(store, first, warn):
-        run_stage(first.path, rlhf_core.stages.sft.run)
+        run_in_directory(first.path, rlhf_core.stages.sft.run)
     said: list[str] = []
     fetch_stage(store, second, request, lambda text, *values: said.append(text % values))
     assert said == [f"sft resumes from step-2 of {store.files.url}"]
     second.prepare(request)
     with states_uploaded(store, second, warn, every=0.05):
-        run_stage(second.path, rlhf_core.stages.sft.run)
+        run_in_directory(second.path, rlhf_core.stages.sft.run)
     assert len(steps) == 4 + 4 and not warnings
     assert second.result().files == whole.result().files and second.result().metrics == whole.result().metrics
     upload_stage(store, second, lambda *_: None)

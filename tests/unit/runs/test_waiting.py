@@ -12,7 +12,16 @@ from filelock import FileLock
 
 from rlhf_core.config import SFT
 from rlhf_core.runs import run_dir as module
-from rlhf_core.runs.run_dir import HOLDER, HOLDER_ENV, LOCK, LOG, Outcome, RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import (
+    HOLDER,
+    HOLDER_ENV,
+    LOCK,
+    LOG,
+    Outcome,
+    RunDir,
+    StageRequest,
+    run_in_directory,
+)
 from rlhf_core.system.files import write_text
 from rlhf_core.system.machine import MachineLacks
 from tests.support.micro import WAIT_SECONDS, wait_until
@@ -50,7 +59,7 @@ def test_it_names_the_holder_and_repeats_its_last_line(run: RunDir, monkeypatch:
 def test_it_goes_on_when_there_is_nothing_to_wait_for(run: RunDir) -> None:
     said: list[str] = []
     run.wait("sft", said.append)
-    run_stage(run.path, lambda request, run: Outcome({}, {}))
+    run_in_directory(run.path, lambda request, run: Outcome({}, {}))
     with FileLock(run / LOCK):  # such as a copy to a store
         run.wait("sft", said.append)
     assert said == []
@@ -67,7 +76,7 @@ def test_of_two_that_begin_at_once_one_says_that_it_waits(
         assert go_on.wait(WAIT_SECONDS)
         return Outcome({"loss": 1.0}, {})
 
-    both = [threading.Thread(target=run_stage, args=(run.path, work)) for _ in range(2)]
+    both = [threading.Thread(target=run_in_directory, args=(run.path, work)) for _ in range(2)]
     both[0].start()
     assert begun.wait(60)
     begun.clear()

@@ -17,7 +17,7 @@ from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.receive import ReceivedRow, receive
 from rlhf_core.recipe.loops.loop_state import loop_state
 from rlhf_core.recipe.loops.round_steps import begin, finish
-from rlhf_core.runs.run_dir import RunDir, run_stage
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 
 WORK = {"dpo": rlhf_core.stages.dpo.run, "kto": rlhf_core.stages.kto.run}
 
@@ -73,7 +73,7 @@ def test_each_round_learns_what_is_new_from_the_round_before(
         (node,) = found.plan.stages_of(f"loop.round{number}")
         run = RunDir(node.run_dir)
         run.prepare(found.plan.request(node))
-        result = run_stage(node.run_dir, WORK[method])
+        result = run_in_directory(node.run_dir, WORK[method])
         finish(found)
         report = json.loads((run / "data_report.json").read_text())["data"]
         assert report["rows"] == done.new

@@ -16,6 +16,7 @@ from evaluation.report.template import duration, number, percent
 from rlhf_core.config import AlignmentTax
 from rlhf_core.records import Answering, StageResult
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.runs.timeline import Timeline, TimelineRow, write_timeline
 from tests.support.finished_run import (
     CONFIGS,
     PARENTS,
@@ -171,3 +172,21 @@ def test_the_page_says_where_an_iterations_time_went(tmp_path: Path) -> None:
     page = write_report(tmp_path / "demo", "demo", finished(tmp_path)).read_text(encoding="utf-8")
     table = page[page.index("Where an iteration's time goes") :].split("</details>")[0]
     assert "times the floor" in table and "sampler 70 %" in table and table.count("<tr>") == 6
+    assert "<svg" not in table, "no timeline was stored"
+
+
+def test_the_page_draws_the_last_iteration_as_a_timeline(tmp_path: Path) -> None:
+    stages = finished(tmp_path)
+    ppo = next(view for view in stages if view.kind == "ppo")
+    rows = [
+        TimelineRow("stage", [], [("generate", 0.0, 3.0), ("train", 3.0, 4.0)]),
+        TimelineRow("actor", [0, 1], [("train", 3.0, 3.9)]),
+        TimelineRow("<reward>", [], []),
+    ]
+    write_timeline(ppo.run_dir, 12, Timeline(4.0, rows))
+    page = write_report(tmp_path / "demo", "demo", stages).read_text(encoding="utf-8")
+    part = page[page.index("Where an iteration's time goes") :].split("</details>")[0]
+    assert "Iteration 12: what the stage waited for" in part
+    assert "actor · GPU 0, 1" in part and "&lt;reward&gt;" in part and part.count("generate") > 1
+    write_timeline(ppo.run_dir, 13, Timeline(0.0, []))
+    assert "Iteration 13" not in write_report(tmp_path / "demo", "demo", stages).read_text(encoding="utf-8")

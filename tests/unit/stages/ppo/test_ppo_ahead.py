@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from rlhf_core.cluster.work_log import GroupWork
 from rlhf_core.config import PPO, Data
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
 from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.roles.trained import Steps, Update
@@ -131,6 +132,13 @@ class Fleet:
         self.probed.append((self.actor, self.engine, synced))
         return Probe(0.0, 0.0)
 
+    @property
+    def gpus(self) -> dict[str, list[str]]:
+        return {}
+
+    def take_work(self) -> dict[str, GroupWork]:
+        return {}
+
     def iteration_metrics(self, *of: object) -> dict[str, float]:
         return {}
 
@@ -163,7 +171,7 @@ def ppo(
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
         run.prepare(StageRequest(name="ppo", digest="0", config=requested, inputs=inputs, seed=0))
         try:
-            run_stage(
+            run_in_directory(
                 run.path,
                 lambda request, run: train.train(request, run, dict.fromkeys(("actor", "sampler")), 0.0),
             )

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.cluster.work_log import GroupWork
 from rlhf_core.config import PPO, Data
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.timeline import Timeline
 from rlhf_core.stages.ppo import iteration_loop, train
 from rlhf_core.stages.ppo.iteration import Carried
 from rlhf_core.stages.ppo.measured.probe import Probe
@@ -41,7 +43,8 @@ class Roles:
     def engines(self) -> Roles:
         return self
 
-    def forget_seconds(self) -> None: ...
+    def take_work(self) -> dict[str, GroupWork]:
+        return {}
 
     def close(self) -> None: ...
 
@@ -108,7 +111,7 @@ def ppo(
             raise KeyboardInterrupt
         roles.weights += 1
         done.append(roles.weights)
-        return {"reward/mean": 0.1 * roles.weights}, 0.0, carried, [], Rewards({}, {})
+        return {"reward/mean": 0.1 * roles.weights}, 0.0, carried, [], Rewards({}, {}), Timeline(0.0, [])
 
     with monkeypatch.context() as patch:
         usual: dict[str, Any] = {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}
@@ -127,7 +130,7 @@ def ppo(
         requested = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **sizes, **config)
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
         run.prepare(StageRequest(name="ppo", digest="0", config=requested, inputs=inputs, seed=0))
-        run_stage(
+        run_in_directory(
             run.path, lambda request, run: train.train(request, run, dict.fromkeys(("actor", "sampler")), 0.0)
         )
     return done

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_core.cluster.work_log import GroupWork
 from rlhf_core.config import PPO, Data
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.documents import Document, Prompt
@@ -106,7 +107,14 @@ class Fleet:
     def lengths(self, tokens: Sequence[int]) -> list[int]:
         return list(range(1, 1 + len(tokens)))
 
-    def iteration_metrics(self, rollouts: object, passes: object, seconds: float) -> dict[str, float]:
+    @property
+    def gpus(self) -> dict[str, list[str]]:
+        return {}
+
+    def take_work(self) -> dict[str, GroupWork]:
+        return {}
+
+    def iteration_metrics(self, *of: object) -> dict[str, float]:
         return {}
 
     def sync_weights(self, version: int = 0) -> None:

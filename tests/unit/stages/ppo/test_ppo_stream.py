@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from rlhf_core.cluster.work_log import GroupWork
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Prompt
 from rlhf_core.rewards.clients import Rewards
@@ -105,6 +106,13 @@ class Fleet:
 
     def lengths(self, tokens: Sequence[int]) -> list[int]:
         return list(range(1, 1 + len(tokens)))
+
+    @property
+    def gpus(self) -> dict[str, list[str]]:
+        return {}
+
+    def take_work(self) -> dict[str, GroupWork]:
+        return {}
 
     def iteration_metrics(self, *of: object) -> dict[str, float]:
         return {}

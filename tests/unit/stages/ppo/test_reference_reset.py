@@ -12,6 +12,7 @@ import torch
 from rlhf_core.config import PPO, Data
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.runs.timeline import Timeline
 from rlhf_core.stages.ppo.iteration import Carried
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel
@@ -36,7 +37,7 @@ def references(
             raise KeyboardInterrupt
         roles.weights += 1
         found[roles.weights] = roles.reference
-        return {"reward/mean": 0.1}, 0.0, carried, [], Rewards({}, {})
+        return {"reward/mean": 0.1}, 0.0, carried, [], Rewards({}, {}), Timeline(0.0, [])
 
     doubles = {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}
     if killed_at is None:

@@ -14,7 +14,7 @@ import pytest
 from rlhf_core.config import SFT, Publication
 from rlhf_core.runs.lineage import lineage
 from rlhf_core.runs.remote.store import Store
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest, run_in_directory
 from rlhf_core.stages.publication import publication_stage as publication
 from rlhf_core.stages.publication.publication_folder import read_marker
 from rlhf_core.system import files
@@ -45,7 +45,7 @@ def trained(folder: Path) -> RunDir:
         save_model(run / "checkpoint")
         return Outcome({}, {"checkpoint": "checkpoint"})
 
-    run_stage(run.path, work)
+    run_in_directory(run.path, work)
     return run
 
 
@@ -61,7 +61,7 @@ def publish(trained: RunDir, root: Path, **config: Any) -> RunDir:
             seed=0,
         )
     )
-    run_stage(run.path, publication.run)
+    run_in_directory(run.path, publication.run)
     return run
 
 

@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from rlhf_core.__main__ import main
-from rlhf_core.runs.run_dir import run_stage
+from rlhf_core.runs.run_dir import run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import assemble
 from rlhf_core.stages.publication.upload import upload
@@ -204,7 +204,7 @@ def test_a_missing_token_or_wrong_id_stops_before_any_work(
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=sentence):
-        run_stage(stage(chain, tmp_path / "run", repo_id=repo_id).path, hub.run)
+        run_in_directory(stage(chain, tmp_path / "run", repo_id=repo_id).path, hub.run)
     assert not (tmp_path / "run" / "published").exists()
 
 
@@ -223,7 +223,7 @@ def test_the_stage_publishes_to_the_hub_and_no_file_or_line_holds_the_token(
     weights = WEIGHTS_REQUEST + 2  # after two about the base: its card, and who may read it
     server.break_at(weights, "refuse", times=2)
     run = stage(chain, tmp_path / "run", repo_id=REPO)
-    result = run_stage(run.path, hub.run)
+    result = run_in_directory(run.path, hub.run)
     # the address with a signature is the one that failed
     assert server.requests[weights].startswith("PUT /storage/")
     check_published(server, run / "published")

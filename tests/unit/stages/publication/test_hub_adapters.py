@@ -26,7 +26,7 @@ from rlhf_core.models.lora import base_of
 from rlhf_core.preflight.inputs import require_here
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.lineage import lineage, tree
-from rlhf_core.runs.run_dir import RunDir, run_stage
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import assemble
 from rlhf_core.stages.publication.upload import upload
@@ -63,7 +63,7 @@ def run(planned: Plan, node: Node) -> Path:
     """As the flow does: the stage in its run directory. Returns its output."""
     directory = RunDir(node.run_dir)
     directory.prepare(planned.request(node))
-    result = run_stage(node.run_dir, WORK[node.kind])
+    result = run_in_directory(node.run_dir, WORK[node.kind])
     return directory / result.outputs.get("checkpoint", "published")
 
 

@@ -21,7 +21,7 @@ from rlhf_core.hub.api import Retries
 from rlhf_core.preflight.inputs import tokenizer_of
 from rlhf_core.recipe.plan import plan
 from rlhf_core.records import Game, Judgment, LabelledAnswer, PreferencePair
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import read_marker
 from rlhf_core.stages.publication.upload import upload
@@ -97,7 +97,7 @@ def publish(output: Path, place: Path, digest: str = "00aa", **config: Any) -> R
             seed=0,
         )
     )
-    run_stage(run.path, hub.run)
+    run_in_directory(run.path, hub.run)
     return run
 
 

@@ -21,7 +21,7 @@ from rlhf_core.config import SFT, Data, Lora, Publication, RewardModel
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load_model import load_scorer
 from rlhf_core.models.reward_scoring import score_documents
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import adapter_base
 from tests.support.hub_server import TOKEN, Hub
@@ -55,7 +55,7 @@ def publish(checkpoint: Path, place: Path, **config: Any) -> RunDir:
             name="publication", digest="00aa", config=publication, inputs={"trained": str(checkpoint)}, seed=0
         )
     )
-    run_stage(run.path, hub.run)
+    run_in_directory(run.path, hub.run)
     return run
 
 
@@ -96,7 +96,7 @@ def train_reward_model(
             name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3
         )
     )
-    run_stage(run.path, rlhf_core.stages.reward_model.run)
+    run_in_directory(run.path, rlhf_core.stages.reward_model.run)
     return trained[0].eval()
 
 
@@ -152,7 +152,7 @@ def train_sft_adapter(material: Path, folder: Path) -> Path:
     run.prepare(
         StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
     )
-    run_stage(run.path, rlhf_core.stages.sft.run)
+    run_in_directory(run.path, rlhf_core.stages.sft.run)
     return folder / "checkpoint"
 
 

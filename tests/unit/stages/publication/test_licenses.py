@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import Publication
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.licenses import inherited, license_of, upstream_licenses
 from rlhf_core.stages.publication.upstream_cards import header_of, upstream_cards
@@ -108,8 +108,8 @@ def test_a_conflict_stops_the_stage_before_anything_is_written_or_sent(chain: Ch
             with pytest.raises(
                 ValueError, match=r"license is apache-2\.0, and sloppy\.jsonl is under cc-by-nc-4\.0"
             ):
-                run_stage(run.path, hub.run)
+                run_in_directory(run.path, hub.run)
             assert not (run / "published").exists()
         else:
-            run_stage(run.path, hub.run)
+            run_in_directory(run.path, hub.run)
             assert "license: cc-by-nc-4.0" in (run / "published" / "README.md").read_text()

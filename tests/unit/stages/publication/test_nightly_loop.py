@@ -18,7 +18,7 @@ from rlhf_core.config import Recipe
 from rlhf_core.recipe.gate_checks import GateFailed, gates_of
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.lineage import lineage, tree
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import assemble
 from rlhf_core.stages.publication.upload import upload
@@ -42,7 +42,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> I
         if run.result() is not None:
             return "skipped"
         run.prepare(request)
-        run_stage(run_dir, WORK[request.config.stage])
+        run_in_directory(run_dir, WORK[request.config.stage])
         return "done"
 
     @contextmanager
@@ -53,7 +53,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> I
         finally:
             record(planned, views_of(planned, statuses), this_run("mine"))
 
-    monkeypatch.setattr(flows.alignment, "run_stage", work)
+    monkeypatch.setattr(flows.alignment, "run_in_directory", work)
     monkeypatch.setattr(flows.alignment, "check_gates", gates_of)
     monkeypatch.setattr(flows.alignment, "reported", recorded)
     with serving_hub(monkeypatch) as running:

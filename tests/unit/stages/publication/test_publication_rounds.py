@@ -16,7 +16,7 @@ from rlhf_core.config import Publication
 from rlhf_core.hub.api import Retries
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import assemble
 from rlhf_core.stages.publication.upload import upload
@@ -287,7 +287,7 @@ def test_the_stage_publishes_to_its_branch_and_the_card_says_how_to_load_it(
         run.prepare(
             StageRequest(name="publication.round1", digest="aa", config=config, inputs=inputs, seed=0)
         )
-        run_stage(run.path, hub.run)
+        run_in_directory(run.path, hub.run)
         repository = server.repositories[REPO]
         assert repository.history() == ["initial commit"]
         assert list(repository.tags) == ["publication.round1-aa"]

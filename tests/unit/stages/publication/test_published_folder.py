@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.hub.model_files import check_loads, model_files
-from rlhf_core.runs.run_dir import RunDir, run_stage
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import MARKER, assemble, read_marker
 from tests.support.chain import Chain, build, remember_place, save_model
@@ -27,7 +27,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 def test_the_stage_publishes_a_whole_model_to_its_run_directory(chain: Chain, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    result = run_stage(stage(chain, tmp_path / "run").path, hub.run)
+    result = run_in_directory(stage(chain, tmp_path / "run").path, hub.run)
     out = tmp_path / "run" / "published"
     expected = {
         "model.safetensors",
@@ -59,13 +59,13 @@ def test_the_stage_publishes_a_whole_model_to_its_run_directory(chain: Chain, tm
 def test_a_folder_elsewhere_is_part_of_the_result(chain: Chain, tmp_path: Path) -> None:
     target = tmp_path / "models" / "mine"
     run = stage(chain, tmp_path / "run", folder=str(target))
-    run_stage(run.path, hub.run)
+    run_in_directory(run.path, hub.run)
     assert read_marker(target) is not None
     assert not (run / "published").exists()
     assert run.result() is not None
     (target / "model.safetensors").unlink()
     assert run.result() is None, "a published folder that lost a file is published again"
-    run_stage(run.path, hub.run)
+    run_in_directory(run.path, hub.run)
     assert (target / "model.safetensors").exists()
 
 
@@ -83,7 +83,7 @@ def test_a_foreign_folder_is_refused_and_untouched(chain: Chain, tmp_path: Path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match=r"mine holds files that were not .* alignflow: name another folder"):
-        run_stage(stage(chain, tmp_path / "run", folder=str(tmp_path / "mine")).path, hub.run)
+        run_in_directory(stage(chain, tmp_path / "run", folder=str(tmp_path / "mine")).path, hub.run)
     assert texts(tmp_path / "mine") == "years of work"
     with pytest.raises(ValueError, match="not published by alignflow"):
         assemble(chain.checkpoint, chain.checkpoint, {}, "publication", "1")
@@ -158,6 +158,6 @@ def test_no_pickle_no_foreign_file_and_no_place_of_the_machine_is_published(
 
 
 def test_nothing_published_by_the_stage_names_the_machine(chain: Chain, tmp_path: Path) -> None:
-    run_stage(stage(chain, tmp_path / "run").path, hub.run)
+    run_in_directory(stage(chain, tmp_path / "run").path, hub.run)
     shown = texts(tmp_path / "run" / "published")
     assert str(chain.root) not in shown and str(tmp_path) not in shown

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from rlhf_core.config import Publication
 from rlhf_core.hub.api import Retries
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
+from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
 from rlhf_core.stages.publication import publication_stage as publication
 from rlhf_core.stages.publication.terms import Terms, base_terms, gated_like
 from rlhf_core.stages.publication.upload import upload
@@ -64,7 +64,7 @@ def published(chain: Chain, place: Path, **config: Any) -> dict[str, Any]:
     )
     run = RunDir(place)
     run.prepare(request)
-    run_stage(run.path, publication.run)
+    run_in_directory(run.path, publication.run)
     return dict(yaml.safe_load((place / "published" / "README.md").read_text().split("---\n")[1]))
 
 
