@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout, arrange
 from rlhf_core.config import StageConfig
-from rlhf_core.preflight.inputs import needs
+from rlhf_core.preflight.machine_checks import needs
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.allotment import CORES_ENV
 from rlhf_core.system.machine import gpu_names, num_cpus

@@ -25,8 +25,8 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.system import orphan_watcher
+from rlhf_core.system.machine import MachineLacks
 from tasks.fresh_database import lay_database
 from tasks.server_process import AUTH, ours
 

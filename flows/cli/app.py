@@ -16,7 +16,6 @@ from typing import Any
 
 from cyclopts import App, CycloptsError
 
-from flows.cli import artifacts as cli_artifacts
 from flows.cli import first_commands as cli_start
 from flows.cli import loop_commands as cli_loops
 from flows.cli import prepare as cli_prepare
@@ -28,12 +27,12 @@ from flows.cli.operate import feedback_commands as cli_feedback
 from flows.cli.operate import label as cli_label
 from flows.cli.operate import suite_commands as cli_suite
 from flows.cli.operate import trigger_commands as cli_triggers
+from flows.cli.results import artifacts as cli_artifacts
 from flows.cli.show import FAILED, INTERRUPTED, OK, WAITS, errors
-from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.gate_checks import ApprovalAwaited, GateFailed
 from rlhf_core.runs.launch import SeveralFailed, StageFailed
 from rlhf_core.runs.remote.remote_files import StoreFault
-from rlhf_core.system.machine import Unreachable, disk_problem
+from rlhf_core.system.machine import MachineLacks, Unreachable, disk_problem
 from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT, raised_by_us
 
 COMMANDS: dict[str, Callable[..., int]] = {

@@ -13,11 +13,10 @@ from typing import Literal, get_args
 from flows.cli.show import OK, Whole, console
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.positions import positions_of, stored_config
-from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.yaml_text import parse
 from rlhf_core.system.files import write_text
-from rlhf_core.system.machine import num_cpus, num_gpus
+from rlhf_core.system.machine import MachineLacks, num_cpus, num_gpus
 from rlhf_core.system.processes import WRONG_INPUT, child_environment
 
 Kind = Literal["sft", "dpo", "ppo", "loop"]

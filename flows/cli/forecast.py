@@ -27,7 +27,7 @@ from rlhf_core.forecast.zero_stage import (
     starts_of_ppo,
 )
 from rlhf_core.hub.model_config import Size
-from rlhf_core.preflight.inputs import needs
+from rlhf_core.preflight.machine_checks import needs
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.yaml_text import dump
 

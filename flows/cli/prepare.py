@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from flows.cli.show import OK, Override, RecipePlace, Whole, console, errors, show_migration, show_pins
-from rlhf_core.preflight.inputs import check_inputs, check_machine, input_warnings, load_here, needs
+from rlhf_core.preflight.inputs import check_inputs, input_warnings, load_here
+from rlhf_core.preflight.machine_checks import check_machine, needs
 from rlhf_core.preflight.server_checks import SilentServers, key_warnings, silent_servers
 from rlhf_core.recipe.gate_checks import reset_reference_notes
 from rlhf_core.recipe.idle_fields import idle_fields

@@ -12,14 +12,15 @@ from contextlib import contextmanager
 
 import httpx
 
+from flows.cli.dry_run import outlook
 from flows.cli.show import OK, TERMINATED, Override, RecipePlace, Whole, console, show_pins, show_plan
 from flows.cli.terminal.live import Say, live_view, working
-from rlhf_core.preflight.inputs import MachineLacks, load_here, require_here
-from rlhf_core.recipe.dry_run import outlook
+from rlhf_core.preflight.inputs import load_here, require_here
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.run_records import RunRequest, asked, check_name, new_id
 from rlhf_core.system import orphan_watcher
+from rlhf_core.system.machine import MachineLacks
 from rlhf_core.system.proxies import proxy_of
 from tasks.run_log import without_tracebacks
 from tasks.server_process import ours, prepared

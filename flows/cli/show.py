@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flows.cli.dry_run import Outlook
 from rlhf_core.hub.revisions import PINS
-from rlhf_core.recipe.dry_run import Outlook
 from rlhf_core.recipe.plan import Plan
 
 if TYPE_CHECKING:  # scipy is imported by these, and most commands do not need it

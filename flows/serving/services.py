@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.system import orphan_watcher
 from rlhf_core.system.files import locked, read_json, write_text
+from rlhf_core.system.machine import MachineLacks
 from rlhf_core.system.pages.secret_file import kept_secret, make_private
 from rlhf_core.system.processes import LISTENER, module_path
 from tasks import server_process

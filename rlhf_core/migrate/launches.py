@@ -14,10 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from rlhf_core.migrate.shell import Command, Remark, Script, read_script
+from rlhf_core.migrate.shell import Command, Remark, Script, Variables, read_script
 from rlhf_core.migrate.trl_commands import KINDS as TRL_KINDS
 from rlhf_core.migrate.trl_commands import TrlProgram, trl_launch, trl_program
-from rlhf_core.migrate.variables import Variables
 
 # The module or file that a command starts, and the stage kind that it trains.
 PROGRAMS = {

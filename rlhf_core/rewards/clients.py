@@ -31,7 +31,7 @@ from rlhf_core.config.rewards import (
     NoReward,
     RewardSource,
 )
-from rlhf_core.rewards.function import Function
+from rlhf_core.rewards.functions.function import Function
 from rlhf_core.rewards.remote import HttpRewardClient
 from rlhf_core.rewards.reward_contract import (
     CodeError,
@@ -286,7 +286,7 @@ def client_of(
         options = source.options if isinstance(source, Verifier) else {}
         called = source.file, source.function_name, seconds, source.concurrency
         if others:
-            from rlhf_core.rewards.function_nodes import SpreadFunction  # imports Ray
+            from rlhf_core.rewards.functions.function_nodes import SpreadFunction  # imports Ray
 
             ready = SpreadFunction(*called, others, options)
         else:

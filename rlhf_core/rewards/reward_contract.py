@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -167,3 +168,15 @@ def _number(value: Any) -> float:
 def _shown(text: str | bytes) -> str:
     whole = text.decode(errors="replace") if isinstance(text, bytes) else text
     return repr(whole if len(whole) <= 80 else whole[:77] + "...")
+
+
+def on_tokens(steps: Steps, lengths: Sequence[int]) -> np.ndarray:
+    """Returns the reward of each token of an answer, (T,). A step's reward is at the token that completes the
+    step's last character, or at the last token.
+
+    `lengths` (T,): the number of complete characters of the answer after each token.
+    """
+    rewards = np.zeros(len(lengths), np.float32)
+    for end, reward in steps:
+        rewards[min(bisect_left(lengths, end), len(lengths) - 1)] += reward
+    return rewards

@@ -18,7 +18,7 @@ from rlhf_core.config.rewarding.verifiers import Verifier
 from rlhf_core.config.rewards import FunctionReward, RewardSource
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.required_columns import USUAL
-from rlhf_core.rewards.function import Function
+from rlhf_core.rewards.functions.function import Function
 from rlhf_core.rewards.reward_contract import CodeError, RewardError, Sample
 
 if TYPE_CHECKING:  # chat imports transformers

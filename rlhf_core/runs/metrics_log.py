@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlhf_core.runs.remote.wandb_mirror import mirror_of
 from rlhf_core.runs.run_dir import METRICS, RunDir
-from rlhf_core.runs.wandb_mirror import mirror_of
 from rlhf_core.system.files import write_text
 
 

@@ -13,12 +13,12 @@ from prefect import get_run_logger
 
 from rlhf_core.config import Publication
 from rlhf_core.config.gates import Verdict
-from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.gate_checks import gates_behind
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.remote.store import store_of
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.publication.champion_record import champions_of, complete, promote, rollback
+from rlhf_core.system.machine import MachineLacks
 from tasks.notify import notify_champion
 
 

@@ -26,7 +26,7 @@ from cases import CASES, ROOT, Case
 from measure import CLEAR, Measured, measure
 from transformers.utils.logging import disable_progress_bar
 
-from flows.cli.artifacts import REWARD_KEY
+from flows.cli.results.artifacts import REWARD_KEY
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.files import write_text
 from rlhf_core.system.machine import num_cpus

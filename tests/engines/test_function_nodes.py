@@ -14,7 +14,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rlhf_core.cluster.ray_cluster import RayNode, connect
-from rlhf_core.rewards.function_nodes import SpreadFunction
+from rlhf_core.rewards.functions.function_nodes import SpreadFunction
 from rlhf_core.rewards.reward_contract import RewardError, Sample
 from tests.support.micro import wait_until
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flows.cli.artifacts import REWARD_KEY
+from flows.cli.results.artifacts import REWARD_KEY
 from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.models.reward_scoring import RewardScorer

@@ -11,13 +11,13 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.markup import escape
 
-from flows.cli.artifacts import Artifacts
-from flows.cli.named_runs import place_of, recipe_folder
+from flows.cli.results.artifacts import Artifacts
+from flows.cli.results.named_runs import place_of, recipe_folder
 from flows.cli.show import OK, console, require_folder, table_of
-from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_records import RUN, RUNS
 from rlhf_core.system.files import read_json
+from rlhf_core.system.machine import MachineLacks
 
 RecipeOrRun = Annotated[str, Parameter(name="folder")]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.cli.artifacts import Artifacts
+from flows.cli.results.artifacts import Artifacts
 from flows.cli.show import OK, Whole
 from flows.serving.page_options import host_names, server_config, token_shown
 from rlhf_core.system.pages.secret_file import kept_secret

@@ -12,7 +12,7 @@ from evaluation.dashboard.artifacts_folder import Folder
 from evaluation.dashboard.state import PARENTS, Stage, run_stages
 from flows.cli.terminal.frame import RunMoment, StageLine
 from rlhf_core.recipe.plan import Node, Plan
-from rlhf_core.runs.noise import is_noise, plain
+from rlhf_core.runs.launch import is_noise, plain
 from rlhf_core.runs.run_dir import LOG
 from rlhf_core.runs.run_records import RUNS, RunRecord, read
 

@@ -80,7 +80,7 @@ def engine_arguments(
         language_model_only=wraps_text_by_config(of_model),
         **delta_rule(model),
         **graphs(config.options),
-        **({"worker_cls": "rlhf_core.rollout.vllm.patches.gpu_worker.GpuWorker"} if on_gpu else {}),
+        **({"worker_cls": "rlhf_core.rollout.vllm.gpu_worker.GpuWorker"} if on_gpu else {}),
         worker_extension_cls="rlhf_core.rollout.vllm.weight_receiver.WeightReceiver",
         disable_log_stats="speculative_config" not in config.options,
         use_tqdm_on_load=False,

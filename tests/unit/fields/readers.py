@@ -48,7 +48,7 @@ Publication.repo_id rlhf_core/stages/publication/publication_stage.py config.rep
 Publication.branch rlhf_core/stages/publication/publication_stage.py config.branch
 Publication.license rlhf_core/stages/publication/publication_stage.py config.license
 Notify.timeout tasks/notify.py notify.timeout
-Wandb.group rlhf_core/runs/wandb_mirror.py request.wandb.group
+Wandb.group rlhf_core/runs/remote/wandb_mirror.py request.wandb.group
 Gate.metric rlhf_core/recipe/gate_checks.py gate.metric
 Gate.approve rlhf_core/recipe/gate_checks.py gate.approve
 Lora.rank rlhf_core/models/lora.py lora.rank

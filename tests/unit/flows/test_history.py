@@ -12,7 +12,7 @@ import pytest
 from filelock import FileLock
 
 import flows.cli
-from flows.cli.artifacts_history import (
+from flows.cli.results.artifacts_history import (
     RunDifference,
     SurveyedItem,
     _win_rates,

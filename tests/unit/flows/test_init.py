@@ -12,7 +12,8 @@ import yaml
 
 from flows.cli import first_commands as start
 from flows.cli.app import main
-from rlhf_core.preflight.inputs import check_inputs, needs
+from rlhf_core.preflight.inputs import check_inputs
+from rlhf_core.preflight.machine_checks import needs
 from rlhf_core.recipe.load_recipe import load_recipe, recipe_of
 from rlhf_core.recipe.plan import plan
 

@@ -13,8 +13,7 @@ from rlhf_core.migrate.draft import find_field
 from rlhf_core.migrate.flags import DROPPED, FIELDS, RENAMED, flat
 from rlhf_core.migrate.launches import launches_in
 from rlhf_core.migrate.script import migrate
-from rlhf_core.migrate.shell import read_script
-from rlhf_core.migrate.variables import Variables
+from rlhf_core.migrate.shell import Variables, read_script
 from tests.support.launch_scripts import (
     DPO,
     KTO,

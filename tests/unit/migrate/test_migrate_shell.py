@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.migrate.shell import read_script
-from rlhf_core.migrate.variables import Variables
+from rlhf_core.migrate.shell import Variables, read_script
 
 # `show` is a command of these tests that prints its words; bash has it as a function.
 SHOW = 'show() { printf "<%s>" "$@"; echo; }\n'

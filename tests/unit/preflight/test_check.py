@@ -10,11 +10,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core.preflight import inputs as check
-from rlhf_core.preflight.inputs import MachineLacks, check_inputs, check_machine, needs, require_here
+from rlhf_core.preflight import inputs, machine_checks
+from rlhf_core.preflight.inputs import check_inputs, require_here
+from rlhf_core.preflight.machine_checks import check_machine, needs
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.system import machine
+from rlhf_core.system.machine import MachineLacks
 from tests.support.text_rows import rows_of_text
 from tests.support.tiny_models import save_weights
 
@@ -80,8 +82,8 @@ def check_here(plan: Plan) -> list[str]:
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(check, "num_cpus", lambda: 2)
-    monkeypatch.setattr(check, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine_checks, "num_cpus", lambda: 2)
+    monkeypatch.setattr(machine_checks, "num_gpus", lambda: 0)
     (tmp_path / "recipe.yaml").write_text(TEXT)
     for name, row in ROWS.items():
         (tmp_path / f"{name}.jsonl").write_text(
@@ -96,7 +98,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
         "def misspelt(responses): return [len(respones)]\n\ndef renamed(answers): return [0]\n"
     )
     save_tokenizer(tmp_path / "base", TEMPLATE)
-    monkeypatch.setattr(check, "available", lambda: False)  # bubblewrap
+    monkeypatch.setattr(machine_checks, "available", lambda: False)  # bubblewrap
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
     # a reward model too
     save_weights(
@@ -256,7 +258,7 @@ def test_a_file_is_read_once_for_all_rounds_of_a_loop(
 ) -> None:
     checked: list[object] = []
     monkeypatch.setattr(
-        check, "check_columns", lambda data, kind: checked.append((data.model_dump_json(), kind))
+        inputs, "check_columns", lambda data, kind: checked.append((data.model_dump_json(), kind))
     )
     check_here(planned())
     assert len(checked) == len(set(checked)) > 2
@@ -318,7 +320,7 @@ def test_the_users_mistakes_come_before_the_machines(planned: Planned) -> None:
 def test_a_vllm_that_is_not_tested_is_said_before_a_run(
     planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf_core.preflight.inputs.installed_release", lambda: "0.27.0")
+    monkeypatch.setattr("rlhf_core.preflight.machine_checks.installed_release", lambda: "0.27.0")
     plan = planned()
     (problem,) = [problem for problem in check_machine(plan, plan.nodes) if "vLLM" in problem]
     assert problem.startswith("vLLM 0.27.0 is not tested")

@@ -12,7 +12,7 @@ from flows.cli import prepare
 from flows.cli.prepare import validate
 from rlhf_core.config.rewarding.remote_models import Remote
 from rlhf_core.preflight import server_checks
-from rlhf_core.preflight.inputs import check_machine
+from rlhf_core.preflight.machine_checks import check_machine
 from rlhf_core.preflight.server_checks import key_warnings, silent_servers
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan

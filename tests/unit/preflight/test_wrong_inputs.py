@@ -346,7 +346,7 @@ def test_a_tokenizer_without_an_end_and_no_tokenizer(refused: Refused, base: Pat
 
 def test_an_endless_template(base: Path) -> None:
     """In a process of its own, as `validate` has no transformers."""
-    from rlhf_core.preflight import template_length
+    from rlhf_core.preflight.rows import template_length
 
     save_tokenizer(base, ENDLESS + TEMPLATE)
     shutil.copytree(base, base.parent / "good")
@@ -382,7 +382,7 @@ def test_a_template_that_raises(refused: Refused, base: Path, template: str, tol
 
 def test_a_template_that_takes_all_memory(base: Path) -> None:
     """In a process of its own, as `validate` has no transformers."""
-    from rlhf_core.preflight import template_length
+    from rlhf_core.preflight.rows import template_length
 
     save_tokenizer(base, "{% set s = 'a' * 2**33 %}{{ s }}" + TEMPLATE)
     told = (

@@ -27,7 +27,7 @@ TORCH_FREE = [  # and all of flows/ and tasks/
     "evaluation.report.run_page",
     "evaluation.report.summary",
     "rlhf_core.__main__",
-    "rlhf_core.recipe.dry_run",
+    "flows.cli.dry_run",
     "rlhf_core.preflight.inputs",
     "rlhf_core.config",
     "rlhf_core.runs.launch",

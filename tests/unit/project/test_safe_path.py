@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rlhf_core.config import SFT
-from rlhf_core.rewards.function import Function
+from rlhf_core.rewards.functions.function import Function
 from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.rollout.vllm.environment import server_environment
 from rlhf_core.runs.launch import launch

@@ -12,10 +12,10 @@ import pytest
 
 from evaluation.report.run_page import write_report
 from evaluation.report.summary import StageView
+from flows.cli.dry_run import outlook
 from rlhf_core.config import KINDS, Recipe, StageConfig
 from rlhf_core.config.gates import Verdict
 from rlhf_core.config.kinds import has_metric, metrics_of
-from rlhf_core.recipe.dry_run import outlook
 from rlhf_core.recipe.gate_checks import GateFailed, check, gates_of, holding, meaning_of
 from rlhf_core.recipe.load_recipe import dump_recipe, load_recipe, recipe_of
 from rlhf_core.recipe.plan import Plan, plan

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flows.cli.artifacts_history import survey
+from flows.cli.results.artifacts_history import survey
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.loops.loop_choice import loop_of, with_rounds
 from rlhf_core.recipe.loops.loop_record import FILE, folder_of, loop_lock, read

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.rewards.clients import Client
-from rlhf_core.rewards.function import Function
+from rlhf_core.rewards.functions.function import Function
 from rlhf_core.rewards.reward_contract import RewardError, RewardsFailed, Sample
 from rlhf_core.system.processes import raised_by_us
 

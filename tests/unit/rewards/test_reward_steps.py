@@ -14,8 +14,7 @@ import pytest
 
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.rewards.clients import Client, Rewards, join
-from rlhf_core.rewards.reward_contract import LISTS, Reply, Sample, read_rewards
-from rlhf_core.rewards.steps import on_tokens
+from rlhf_core.rewards.reward_contract import LISTS, Reply, Sample, on_tokens, read_rewards
 from rlhf_core.stages.ppo.rewards.texts import lengths_of
 
 

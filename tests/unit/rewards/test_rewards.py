@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.rewards import FunctionReward, HttpReward
 from rlhf_core.rewards.clients import Client, Clients, client_of
-from rlhf_core.rewards.function import Function, wanted_by
+from rlhf_core.rewards.functions.function import Function, wanted_by
 from rlhf_core.rewards.remote import HttpRewardClient
 from rlhf_core.rewards.reward_contract import (
     LARGEST,

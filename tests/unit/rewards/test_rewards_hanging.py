@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.rewards.clients import Client, RewardBackend
-from rlhf_core.rewards.function import Function
+from rlhf_core.rewards.functions.function import Function
 from rlhf_core.rewards.remote import HttpRewardClient
 from rlhf_core.rewards.reward_contract import LISTS, Reply, RewardError, RewardsFailed, Sample, read_rewards
 

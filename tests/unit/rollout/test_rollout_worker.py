@@ -14,7 +14,7 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.worker import gpu_worker
 
-from rlhf_core.rollout.vllm.patches.gpu_worker import GpuWorker
+from rlhf_core.rollout.vllm.gpu_worker import GpuWorker
 from rlhf_core.rollout.vllm.patches.memory_share import BESIDES
 from rlhf_core.system import progress
 

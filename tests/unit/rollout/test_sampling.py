@@ -29,7 +29,7 @@ def test_a_workers_process_chooses_the_runner_that_the_scheduler_chose(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is spawned with the worker's module alone, which patches before vLLM's worker chooses."""
-    from rlhf_core.rollout.vllm.patches import gpu_worker
+    from rlhf_core.rollout.vllm import gpu_worker
 
     said: list[str] = []
     monkeypatch.setattr(gpu_worker, "is_release", lambda release: True)

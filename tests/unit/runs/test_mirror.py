@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import SFT, Wandb
-from rlhf_core.preflight.inputs import check_machine
+from rlhf_core.preflight.machine_checks import check_machine
 from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.plan import plan
-from rlhf_core.runs import wandb_mirror
 from rlhf_core.runs.metrics_log import Tracker
+from rlhf_core.runs.remote import wandb_mirror
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tasks.keys import variables
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.runs.noise import is_noise, plain
+from rlhf_core.runs.launch import is_noise, plain
 
 NOISE = """\
 \x1b[36m(sampler pid=6263)\x1b[0m Triton is installed, but doesn't include CPU backend. Disabling Triton.

@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 
 import flows.cli
-from flows.cli.artifacts_history import remove, survey
+from flows.cli.results.artifacts_history import remove, survey
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.runs.run_records import RUNS, check_name, find_run, kept, pin, records
 from tests.support.chain import Chain, build

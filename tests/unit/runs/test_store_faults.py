@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from rlhf_core.cluster.rank_environment import free_port
-from rlhf_core.preflight.inputs import check_machine
+from rlhf_core.preflight.machine_checks import check_machine
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.remote.remote_files import RemoteFiles, StoreFault

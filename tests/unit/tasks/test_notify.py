@@ -21,7 +21,7 @@ import tasks.notify
 import tasks.served
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config import EVENTS, Recipe
-from rlhf_core.preflight.inputs import check_machine
+from rlhf_core.preflight.machine_checks import check_machine
 from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.plan import plan
 from tasks.notify import Sender, notify_state

@@ -35,8 +35,7 @@ from rlhf_core.objectives.masked import whiten
 from rlhf_core.objectives.sampler_weights import percentile, sampler_metrics
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term, combine
-from rlhf_core.rewards.reward_contract import Steps
-from rlhf_core.rewards.steps import on_tokens
+from rlhf_core.rewards.reward_contract import Steps, on_tokens
 from rlhf_core.stages.ppo.measured.answer_spread import (
     advantage_spread,
     group_signal,

@@ -242,7 +242,7 @@ def test_a_local_judge_is_a_parent_and_its_dependency_decides_the_digest() -> No
 
 
 def test_a_missing_key_and_the_gpus_of_a_judge_are_seen_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf_core.preflight.inputs import check_machine, needs
+    from rlhf_core.preflight.machine_checks import check_machine, needs
 
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     found = planned(recipe())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli.dry_run import outlook
 from rlhf_core.config import Preferences
-from rlhf_core.recipe.dry_run import outlook
 from rlhf_core.runs.run_dir import RunDir
 from tests.support.tiny_plan import Planned, changed, finish
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import flows.cli
-from flows.cli.artifacts_history import survey
+from flows.cli.results.artifacts_history import survey
 from rlhf_core.config import Publication, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.plan import Plan, plan

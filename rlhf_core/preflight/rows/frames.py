@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from rlhf_core.config.data import Text
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.vocabulary import tokenizer_place
-from rlhf_core.preflight.rows.template_rows import Rendered
-from rlhf_core.preflight.template_length import (
+from rlhf_core.preflight.rows.template_length import (
     MeasuredTemplate,
     Pair,
     RowsToRender,
@@ -18,6 +17,7 @@ from rlhf_core.preflight.template_length import (
     measured,
     pair_of,
 )
+from rlhf_core.preflight.rows.template_rows import Rendered
 from rlhf_core.recipe.plan import Node, Plan
 
 Frames = dict[Pair, MeasuredTemplate | str]  # a string: why the tokenizer or template cannot be used

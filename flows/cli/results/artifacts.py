@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from flows.cli import artifacts_history, named_runs
-from flows.cli.artifacts_tables import (
+from flows.cli.results import artifacts_history, named_runs
+from flows.cli.results.artifacts_tables import (
     show_board,
     show_differences,
     show_garbage,

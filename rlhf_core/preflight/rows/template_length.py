@@ -135,7 +135,7 @@ def _ask(
         sys.executable,
         "-P",
         "-m",
-        "rlhf_core.preflight.template_length",
+        "rlhf_core.preflight.rows.template_length",
         *["trust"] * trust_remote_code,
     ]
     environment = child_environment() | ENVIRONMENT

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_core.cluster.helper import Helper, HelperDied
 from rlhf_core.cluster.ray_cluster import RayNode
-from rlhf_core.rewards.function import Function
+from rlhf_core.rewards.functions.function import Function
 from rlhf_core.rewards.reward_contract import Reply, RewardError, Sample
 
 

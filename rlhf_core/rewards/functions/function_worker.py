@@ -1,5 +1,5 @@
-"""`python -m rlhf_core.rewards.function_worker FILE NAME`: calls a reward function for each line of JSON on
-stdin.
+"""`python -m rlhf_core.rewards.functions.function_worker FILE NAME`: calls a reward function for each line of
+JSON on stdin.
 
 The first output line reports that the function is loaded, or why not. Then each request `{"number": N,
 "question": {...}, "options": {...}}` gets one line: `{"number": N, "rewards": [...]}`, or N with a

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from flows.cli.artifacts_history import ListedStage, SurveyedItem
+from flows.cli.results.artifacts_history import ListedStage, SurveyedItem
 from flows.cli.show import COLOURS, table_of
 from rlhf_core.runs.differences import RunDifference
 from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree

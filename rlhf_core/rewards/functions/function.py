@@ -79,7 +79,8 @@ class Function:
         self.timeout = timeout
         self._options = json.dumps(dict(options))
         self.wanted = wanted_by(file, name)
-        self._command = [sys.executable, "-P", "-m", "rlhf_core.rewards.function_worker", str(file), name]
+        worker = "rlhf_core.rewards.functions.function_worker"
+        self._command = [sys.executable, "-P", "-m", worker, str(file), name]
         self._idle: queue.Queue[subprocess.Popen[bytes] | None] = queue.Queue()
         self._lock = Lock()
         self._closed = False

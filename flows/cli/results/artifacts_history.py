@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.cli.named_runs import is_record, recipe_folder
+from flows.cli.results.named_runs import is_record, recipe_folder
 from rlhf_core.config import KINDS
 from rlhf_core.recipe.loops import loop_record
 from rlhf_core.recipe.yaml_text import parse

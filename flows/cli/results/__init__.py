@@ -1,0 +1,1 @@
+"""Commands on the runs and stages in an artifacts folder."""
