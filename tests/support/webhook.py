@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support.http_handler import JsonHandler, handled_by
 
 TOKEN = "s3cr3t-t0ken"
 
@@ -32,15 +32,15 @@ class Receiver:
 def receiving() -> Iterator[Receiver]:
     receiver = Receiver()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JsonHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
+            message = self.question()
             if receiver.hang:
                 receiver.released.wait(60)
                 return
             code = receiver.answers.pop(0) if receiver.answers else 200
             if code == 200:
-                receiver.got.append(json.loads(body))
+                receiver.got.append(message)
             self.send_response(code)
             if code == 302:
                 self.send_header("Location", "/elsewhere")
@@ -50,16 +50,9 @@ def receiving() -> Iterator[Receiver]:
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    receiver.url = f"http://127.0.0.1:{server.server_address[1]}/hook?token={TOKEN}"
-    try:
-        yield receiver
-    finally:
-        receiver.released.set()
-        server.shutdown()
-        server.server_close()
+    with handled_by(Handler) as address:
+        receiver.url = f"{address}/hook?token={TOKEN}"
+        try:
+            yield receiver
+        finally:
+            receiver.released.set()

@@ -45,7 +45,7 @@ WITHOUT = {
     "Lora": "quantize",
     # Options of the engine itself: tests/unit/rollout/test_engine_options.py; random streams need a GPU.
     "EngineConfig": "options seed_answers",
-    # Requests: tests/unit/rewards/test_rewards.py.
+    # Requests: tests/unit/rewards/test_http_rewards.py.
     "FunctionReward": "batch_size",
     "HttpReward": "batch_size",
     # Requests: tests/unit/rewards/judge.

@@ -3,13 +3,10 @@ requests."""
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +17,7 @@ from rlhf_core.rewards.clients import Client, RewardBackend
 from rlhf_core.rewards.functions.function import Function
 from rlhf_core.rewards.remote import HttpRewardClient
 from rlhf_core.rewards.reward_contract import LISTS, Reply, RewardError, RewardsFailed, Sample, read_rewards
+from tests.support.http_handler import JsonHandler, handled_by
 
 COUNT = 256
 TIMEOUT = 1.0
@@ -40,30 +38,20 @@ def number(responses):
 def server() -> Iterator[tuple[str, list[int]]]:
     """Hangs on answer 77. Yields its address, and the sizes of the requests on which it hung."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JsonHandler):
         def do_POST(self) -> None:
-            responses = json.loads(self.rfile.read(int(self.headers["content-length"])))["responses"]
+            responses = self.question()["responses"]
             if "77" in responses:
                 hung.append(len(responses))
                 ended.wait(60)
                 return
-            data = json.dumps({"rewards": [float(response) for response in responses]}).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: Any) -> None: ...
+            self.reply(200, {"rewards": [float(response) for response in responses]})
 
     ended = threading.Event()
     hung: list[int] = []
-    serving = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    serving.daemon_threads = True
-    threading.Thread(target=serving.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{serving.server_address[1]}", hung
-    ended.set()
-    serving.shutdown()
-    serving.server_close()
+    with handled_by(Handler) as address:
+        yield address, hung
+        ended.set()
 
 
 def lost(source: RewardBackend, batch_size: int, allowed: int, attempts: int = 6) -> tuple[list[int], str]:

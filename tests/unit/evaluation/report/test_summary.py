@@ -143,7 +143,7 @@ def test_curves_keep_the_last_line_of_a_step_and_pass_over_a_cut_line(tmp_path: 
 
 def test_summary_is_strict_json(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     text = as_json({"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": "é"}})
     assert json.loads(text, parse_constant=refuse) == {"a": None, "b": [1.5, None], "c": {"d": "é"}}
