@@ -33,6 +33,7 @@ from tests.support.demo_recipe import demo_recipe  # noqa: E402
 from tests.support.hub_server import TOKEN, Hub  # noqa: E402
 from tests.support.hub_server import serve as hub_server  # noqa: E402
 from tests.support.micro import Serve, ask, left, wait_until  # noqa: E402
+from tests.support.programs import alive, hear_ctrl_c, logged  # noqa: E402
 
 NAME = "tiny-cpu"
 REPO = "me/model"
@@ -155,21 +156,14 @@ def interrupted(folder: Path, environment: dict[str, str], stage: str) -> dict[s
     spared = {process.pid for process in left(folder)}
     since = time.time()
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", *SMALL]
-    with (folder / "run.txt").open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdout=out,
-            stderr=out,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            # which a shell's background processes ignore
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+    log = folder / "run.txt"
+    log.unlink(missing_ok=True)
+    process = logged(
+        command, log, cwd=folder, env=environment, start_new_session=True, preexec_fn=hear_ctrl_c
+    )
 
     def told() -> str:
-        return (folder / "run.txt").read_text()[-3000:]
+        return log.read_text()[-3000:]
 
     wait_until(
         lambda: at_work(folder, stage, since) or process.poll() is not None,
@@ -195,13 +189,6 @@ def interrupted(folder: Path, environment: dict[str, str], stage: str) -> dict[s
 
 def ended(serve: Serve, api: str, run: str) -> bool:
     return serve.state(api, run) in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def kinds(processes: list[psutil.Process]) -> str:

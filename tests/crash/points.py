@@ -23,6 +23,7 @@ from typing import NamedTuple
 import psutil
 
 from tests.support.micro import Serve
+from tests.support.programs import logged
 
 ROOT = Path(__file__).parents[2]
 WHO = ("flow", "worker", "stage", "ray", "server")
@@ -73,10 +74,7 @@ def start(
     """`alignflow stage`; without the address of a Prefect server it starts its own."""
     command = [sys.executable, "-m", "flows.cli", "stage", stage, "recipe.yaml"]
     environment = environment | ({"PREFECT_API_URL": api} if api else {})
-    with (folder / "out.txt").open("ab") as out:
-        return subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL
-        )
+    return logged(command, folder / "out.txt", cwd=folder, env=environment)
 
 
 def directory(folder: Path, stage: str) -> Path | None:

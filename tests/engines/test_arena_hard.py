@@ -4,7 +4,6 @@ an evaluation."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from rlhf_core.config import (
 from rlhf_core.records import StageResult
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.programs import captured
 from tests.support.stage_work import reward_config
 
 QUESTIONS = Path(__file__).parents[3] / "shared" / "data" / "arena-hard" / "v0.1-question.jsonl"
@@ -37,13 +37,7 @@ pytestmark = [
 def finish(folder: Path, module: str, config: StageConfig, inputs: dict[str, str]) -> StageResult:
     run = RunDir(folder)
     run.prepare(StageRequest(name=config.stage, digest="0", config=config, inputs=inputs, seed=0))
-    process = subprocess.run(
-        [sys.executable, "-m", module, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        stdin=subprocess.DEVNULL,
-    )
+    process = captured([sys.executable, "-m", module, str(folder)], timeout=600)
     assert process.returncode == 0, process.stderr[-3000:]
     result = run.result()
     assert result is not None

@@ -25,6 +25,7 @@ from rlhf_core.config.metrics.shared_metrics import BALANCE
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir
 from tests.support.demo_recipe import demo_recipe
+from tests.support.programs import logged
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
@@ -58,16 +59,7 @@ STAGES = [
 def alignflow(folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "flows.cli", "run", str(demo_recipe(folder)), *SMALL]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with (folder / "out.txt").open("ab") as out:
-        return subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdout=out,
-            stderr=out,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    return logged(command, folder / "out.txt", cwd=folder, env=environment, start_new_session=True)
 
 
 def finish(folder: Path) -> dict[str, Any]:

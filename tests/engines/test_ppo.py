@@ -28,6 +28,7 @@ from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.micro import wait_until
+from tests.support.programs import logged
 from tests.support.sockets import beyond_loopback, listening
 from tests.support.stage_work import train_reward_model
 
@@ -108,16 +109,8 @@ def write_request(folder: Path, config: PPO, inputs: dict[str, str]) -> None:
 
 
 def start(folder: Path, **environment: str) -> subprocess.Popen[bytes]:
-    with (folder / "log.txt").open("ab") as log:
-        command = [sys.executable, "-m", "rlhf_core", str(folder)]
-        return subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env=os.environ | environment,
-        )
+    command = [sys.executable, "-m", "rlhf_core", str(folder)]
+    return logged(command, folder / "log.txt", start_new_session=True, env=os.environ | environment)
 
 
 def finish(folder: Path, **environment: str) -> None:

@@ -18,6 +18,7 @@ from rlhf_core.runs.run_dir import RunDir
 from tests.support.host_stages import CLOSE, COMMAND, log, prepare
 from tests.support.hosts import ROOT
 from tests.support.micro import wait_until
+from tests.support.programs import logged
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 TIMEOUT = 40.0  # seconds; the roles' imports are to take less
@@ -61,10 +62,7 @@ sys.meta_path.insert(0, Hook())
 
 def start(folder: Path, *paths: Path) -> subprocess.Popen[bytes]:
     path = {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))}
-    with (folder / "log.txt").open("ab") as out:
-        return subprocess.Popen(
-            [*COMMAND, str(folder)], stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=os.environ | path
-        )
+    return logged([*COMMAND, str(folder)], folder / "log.txt", env=os.environ | path)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -4,7 +4,6 @@ no models."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import ray
 
 from rlhf_core.cluster.ray_cluster import connect
+from tests.support.programs import captured
 from tests.support.sockets import beyond_loopback, listening
 from tests.support.strangers import as_nobody, as_root
 
@@ -41,17 +41,13 @@ def test_a_client_without_the_token_cannot_join(cluster: str, token: str | None)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     if token:
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    done = subprocess.run(
-        [sys.executable, "-c", JOIN, cluster], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = captured([sys.executable, "-c", JOIN, cluster], env=environment, timeout=300)
     assert done.returncode != 0 and "joined" not in done.stdout
     assert "ConnectionError" in done.stderr or "Authentication" in done.stderr, done.stderr[-2000:]
 
 
 def test_who_has_the_token_joins(cluster: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", JOIN, cluster], env=os.environ, capture_output=True, text=True, timeout=300
-    )
+    done = captured([sys.executable, "-c", JOIN, cluster], env=os.environ, timeout=300)
     assert done.returncode == 0 and "joined" in done.stdout, done.stderr[-2000:]
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import captured
+
 ROOT = Path(__file__).parents[2]
 VERSION = "9.8.7"
 PACKAGES = ("flows", "tasks", "evaluation", "rlhf_core")
@@ -30,15 +32,7 @@ def run(folder: Path, *command: str, seconds: float = 120) -> str:
         "PREFECT_HOME": str(folder / "home"),
         "PATH": f"{folder / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
     }
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=kept | home,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        stdin=subprocess.DEVNULL,
-    )
+    done = captured(command, cwd=folder, env=kept | home, timeout=seconds)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return done.stdout
 

@@ -30,6 +30,7 @@ from flows.triggers.events import NEW
 from rlhf_core.recipe.load_recipe import load_recipe
 from tasks.served import own_recipe
 from tests.support.micro import ROOT, ask, build, wait_until
+from tests.support.programs import captured
 
 FILE = ROOT / "deployments" / "prefect.yaml"
 
@@ -45,15 +46,7 @@ def test_all_deployments_are_created(prefect: str, tmp_path: Path, monkeypatch: 
     # the type kubernetes needs a package and a cluster
     ask(prefect, "/work_pools/", {"name": "alignflow", "type": "process"})
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(FILE)]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path / "here",
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        stdin=subprocess.DEVNULL,
-    )
+    done = captured(command, cwd=tmp_path / "here", env=environment, timeout=200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = {item["name"]: item for item in ask(prefect, "/deployments/filter", {"limit": 100})}
     written = yaml.safe_load(FILE.read_text())["deployments"]
@@ -277,9 +270,7 @@ def test_a_second_serve_says_where_the_first_one_is(tmp_path: Path) -> None:
     assert first.stdout is not None and first.stdout.readline() == b"held\n"
     (home / "serve.json").write_text('{"ui": "http://127.0.0.1:4321", "pid": 77}')
     command = [sys.executable, "-m", "flows.cli", "serve", "recipe.yaml", "--home", str(home), "--port", "0"]
-    second = subprocess.run(
-        command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=100
-    )
+    second = captured(command, cwd=tmp_path / "here", env=environment, timeout=100)
     first.kill()
     first.communicate()
     told = " ".join(second.stderr.split())

@@ -15,6 +15,7 @@ from rlhf_core.config import Recipe
 from rlhf_core.recipe.load_recipe import given_recipe, load_recipe
 from rlhf_core.runs.run_records import records
 from tests.support import micro
+from tests.support.programs import captured
 from tests.support.writing_stages import attempts
 
 CALL = """
@@ -109,12 +110,8 @@ def test_rounds_stop_when_the_win_rate_does_and_parts_run(here: tuple[Path, dict
         overrides=["loop.rounds=3", "evaluation.temperature=0.3"],
     ).ended()
     assert end.startswith("COMPLETED") and micro.begun(folder)[-1] == "evaluation"
-    status = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "loop", "status", "recipe.yaml"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
+    status = captured(
+        [sys.executable, "-m", "flows.cli", "loop", "status", "recipe.yaml"], cwd=folder, env=environment
     )
     assert "3 rounds are done. Round 4 is next" in status.stdout, status.stdout + status.stderr
     assert "0.600" in status.stdout, status.stdout + status.stderr

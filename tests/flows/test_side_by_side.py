@@ -19,6 +19,7 @@ from rlhf_core.runs.run_records import records
 from tests.crash.points import files
 from tests.support import micro
 from tests.support.micro import WAIT_SECONDS, Serve, ask, wait_until
+from tests.support.programs import alive, hear_ctrl_c, logged
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STAGES = ("sft", "one", "two", "evaluation")
@@ -38,21 +39,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def start(folder: Path, api: str | None, *arguments: str) -> subprocess.Popen[bytes]:
     environment = micro.environment(folder) | ({"PREFECT_API_URL": api} if api else {})
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", *arguments]
-    with (folder / "out.txt").open("ab") as out:
-        return subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdout=out,
-            stderr=out,
-            stdin=subprocess.DEVNULL,
-            preexec_fn=heard,
-        )
-
-
-def heard() -> None:
-    """A shell has commands in the background ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return logged(command, folder / "out.txt", cwd=folder, env=environment, preexec_fn=hear_ctrl_c)
 
 
 def told(folder: Path) -> str:
@@ -207,10 +194,3 @@ def test_cancelled_and_killed_under_serve(tmp_path: Path) -> None:
     finally:
         serve.stop()
     wait_until(lambda: not micro.left(folder), "all processes to end", told=lambda: str(micro.left(folder)))
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

@@ -17,6 +17,7 @@ import pytest
 from rlhf_core.runs.run_records import records
 from tests.support import micro
 from tests.support.micro import WAIT_SECONDS, wait_until
+from tests.support.programs import captured, hear_ctrl_c, logged
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Start = Callable[[str], subprocess.Popen[bytes]]
@@ -35,19 +36,10 @@ def start(prefect: str, folder: Path) -> Iterator[Start]:
 
     def start(name: str) -> subprocess.Popen[bytes]:
         environment = micro.environment(folder) | {"PREFECT_API_URL": prefect}
-        with (folder / f"{name}.txt").open("wb") as out:
-            command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", "seed=3", "--name", name]
-            started.append(
-                subprocess.Popen(
-                    command,
-                    cwd=folder,
-                    env=environment,
-                    stdout=out,
-                    stderr=out,
-                    stdin=subprocess.DEVNULL,
-                    preexec_fn=heard,
-                )
-            )
+        command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", "seed=3", "--name", name]
+        log = folder / f"{name}.txt"
+        log.unlink(missing_ok=True)
+        started.append(logged(command, log, cwd=folder, env=environment, preexec_fn=hear_ctrl_c))
         return started[-1]
 
     yield start
@@ -55,11 +47,6 @@ def start(prefect: str, folder: Path) -> Iterator[Start]:
         process.kill()
         process.wait()
     wait_until(lambda: not micro.left(folder), "all processes to end", told=lambda: str(micro.left(folder)))
-
-
-def heard() -> None:
-    """A shell has commands in the background ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def told(folder: Path, name: str) -> str:
@@ -117,9 +104,7 @@ def test_a_waiting_run_ended_by_a_signal_and_one_that_takes_over(folder: Path, s
 
     def alignflow(*arguments: str) -> str:
         command = [sys.executable, "-m", "flows.cli", *arguments]
-        return subprocess.run(
-            command, cwd=folder, env=micro.environment(folder), check=True, capture_output=True, text=True
-        ).stdout
+        return captured(command, cwd=folder, env=micro.environment(folder), check=True).stdout
 
     shown = alignflow("runs").splitlines()
     assert shown[0].split() == ["id", "name", "pinned", "state", "started", "recipe", "stages", "win", "rate"]

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import psutil
 
+from tests.support.programs import captured
+
 ROOT = Path(__file__).parents[2]
 ROUND_SECONDS = 900.0
 COMMAND_SECONDS = 120.0
@@ -73,15 +75,7 @@ class Here(NamedTuple):
     def alignflow(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end."""
         command = [sys.executable, "-m", "flows.cli", *arguments]
-        return subprocess.run(
-            command,
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS,
-            stdin=subprocess.DEVNULL,
-        )
+        return captured(command, cwd=self.folder, env=self.environment, timeout=COMMAND_SECONDS)
 
     def wait_until_none_is_left(self, flow: int) -> None:
         """Waits until no stage of the recipe works any more. Raises TimeoutError that names those that do."""

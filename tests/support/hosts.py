@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.micro import wait_until
+from tests.support.programs import captured, logged
 
 ROOT = Path(__file__).parents[2]
 NET = "10.83.0"
@@ -48,9 +49,7 @@ def unavailable() -> str:
     if missing:
         return f"{' and '.join(missing)} (iproute2, util-linux) are not installed"
     made = "ip link add switch type bridge && ip link add port1 type veth peer name card0"
-    done = subprocess.run(
-        [*UNSHARE, "sh", "-c", made], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL
-    )
+    done = captured([*UNSHARE, "sh", "-c", made], timeout=20)
     return f"namespaces are refused here: {done.stderr.strip()}" if done.returncode else ""
 
 
@@ -106,25 +105,11 @@ class Host:
     ) -> subprocess.Popen[bytes]:
         """Starts a command on the host, with its output in a file. The process returned is `nsenter`, with
         the command's exit code."""
-        with log.open("ab") as out:
-            return subprocess.Popen(
-                self.command(*command, folder=folder),
-                env=self.environment | environment,
-                stdout=out,
-                stderr=out,
-                stdin=subprocess.DEVNULL,
-            )
+        return logged(self.command(*command, folder=folder), log, env=self.environment | environment)
 
     def run(self, *command: str, **environment: str) -> str:
         """Runs a command on the host; returns what it prints."""
-        done = subprocess.run(
-            self.command(*command),
-            env=self.environment | environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            stdin=subprocess.DEVNULL,
-        )
+        done = captured(self.command(*command), env=self.environment | environment, timeout=120)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
         return done.stdout
 

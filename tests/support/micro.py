@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import subprocess
 import sys
 import time
 import urllib.error
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.support.programs import logged
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -237,16 +238,10 @@ class Serve:
             str(folder / "home"),
             *given,
         ]
-        with (folder / "serve.txt").open("wb") as out:
-            self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment,
-                stdout=out,
-                stderr=out,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        (folder / "serve.txt").unlink(missing_ok=True)
+        self.process = logged(
+            command, folder / "serve.txt", cwd=folder, env=environment, start_new_session=True
+        )
 
     def told(self) -> str:
         log = self.folder / "home" / "serve.log"

@@ -19,6 +19,7 @@ import pytest
 from tasks import server_process
 from tests.support import micro
 from tests.support.micro import Serve, ask, wait_until
+from tests.support.programs import alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 LIMIT_SECONDS = 40  # until all processes must have ended
@@ -78,13 +79,6 @@ class Working:
 
 def slow(folder: Path, *stages: str) -> None:
     (folder / "slow.json").write_text(json.dumps({"stubborn": True, **dict.fromkeys(stages, "middle")}))
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 @pytest.fixture

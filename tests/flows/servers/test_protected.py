@@ -28,6 +28,7 @@ from websockets.sync.client import connect
 from rlhf_core.recipe.load_recipe import load_recipe
 from tests.support import micro
 from tests.support.micro import AUTH, Serve, ask, wait_until
+from tests.support.programs import captured
 from tests.support.sockets import beyond_loopback, listening
 from tests.support.strangers import as_nobody, as_root
 
@@ -126,9 +127,7 @@ def test_requests_without_the_auth_string_are_refused(serve: Serve, api: str) ->
 def test_a_command_without_the_auth_string_is_one_sentence(serve: Serve, api: str) -> None:
     environment = micro.environment(serve.folder) | {"PREFECT_API_URL": api}
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml"]
-    done = subprocess.run(
-        command, cwd=serve.folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = captured(command, cwd=serve.folder, env=environment, timeout=300)
     assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
     assert "does not take the auth string of this shell: set PREFECT_API_AUTH_STRING" in " ".join(
         done.stderr.split()
@@ -203,7 +202,7 @@ def test_a_web_page_cannot_start_a_run(api: str, tmp_path: Path, content: str) -
                 browser.wait(30)
         pages.shutdown()
     command += ["--dump-dom", f"http://evil.example:{urlsplit(api).port}/"]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=180).stdout
+    text = captured(command, timeout=180).stdout
     assert "does not answer for that host" in text
     assert runs(api) == before
 

@@ -18,6 +18,7 @@ import yaml
 from rlhf_core.cluster.rank_environment import free_port
 from tests.support import micro
 from tests.support.micro import WAIT_SECONDS, ask, wait_until
+from tests.support.programs import captured, logged
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]
@@ -35,8 +36,7 @@ def serving(home: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     port = free_port()
     environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)]
-    with (home / "log.txt").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    process = logged(command, home / "log.txt", env=environment)
     url = f"http://127.0.0.1:{port}/api"
     deadline = time.monotonic() + WAIT_SECONDS
     try:
@@ -64,15 +64,7 @@ def test_a_run_is_visible_on_the_server(server: str, material: Path, tmp_path: P
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     environment = os.environ | {"PREFECT_API_URL": server, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "flows.cli", "run", str(tmp_path / "recipe.yaml")]
-    done = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-    )
+    done = captured(command, env=environment, timeout=WAIT_SECONDS, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (flow,) = ask(server, "/flow_runs/filter", {})
     assert flow["name"].startswith("publish-base-") and flow["state_type"] == "COMPLETED"
@@ -102,15 +94,7 @@ def test_a_dead_server_is_reported_in_one_sentence(material: Path, tmp_path: Pat
     api = "http://prefect.invalid/api" if proxy else f"http://127.0.0.1:{free_port()}/api"
     environment = os.environ | {"PREFECT_API_URL": api, "PYTHONPATH": str(ROOT), "http_proxy": proxy}
     command = [sys.executable, "-m", "flows.cli", "run", str(tmp_path / "recipe.yaml")]
-    done = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-    )
+    done = captured(command, env=environment, timeout=WAIT_SECONDS, cwd=tmp_path)
     assert (
         done.returncode == 3 and "no Prefect server answers" in done.stderr and "Traceback" not in done.stderr
     )

@@ -3,7 +3,6 @@ it again."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from rlhf_core.runs.approval_record import FILE, Approval
 from tests.crash.points import command_of
 from tests.support import micro
 from tests.support.micro import RECIPE, Serve, ask, wait_until
+from tests.support.programs import captured
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 GATED = RECIPE.replace(
@@ -76,9 +76,7 @@ def test_a_no_in_the_form_and_a_yes_by_the_command(tmp_path: Path) -> None:
         other = serve.run(api, "alignment/micro")
         serve.reaches(api, other, "FAILED")
         command = [sys.executable, "-m", "flows.cli", "approve", "artifacts/micro", "--by", "bob"]
-        told = subprocess.run(
-            command, cwd=folder, env=environment | micro.client(api), capture_output=True, text=True
-        )
+        told = captured(command, cwd=folder, env=environment | micro.client(api))
         assert told.returncode == 0 and "its suspended run goes on" in told.stdout, told
         serve.reaches(api, run, "COMPLETED")
         assert question(folder).told() == "approved by bob"

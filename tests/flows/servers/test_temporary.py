@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.support.micro import ROOT
+from tests.support.programs import captured, hear_ctrl_c
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SCRIPT = """
@@ -79,7 +80,7 @@ def started(script: str, home: Path) -> tuple[subprocess.Popen[str], IO[str]]:
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=hear_ctrl_c,
     )
     assert process.stdout is not None
     return process, process.stdout
@@ -98,9 +99,7 @@ def test_the_temporary_server_survives_ctrl_c(tmp_path: Path) -> None:
 
 def test_the_temporary_server_answers_only_its_own_process(tmp_path: Path) -> None:
     environment = environment_of(tmp_path) | {"PREFECT_API_AUTH_STRING": "another:servers"}
-    done = subprocess.run(
-        [sys.executable, "-c", ASKED], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = captured([sys.executable, "-c", ASKED], env=environment, timeout=300)
     assert done.stdout == "0\n[401, 400, 403]\nTrue False False\n", done.stderr
 
 
@@ -110,9 +109,7 @@ def test_a_flow_called_from_python_has_such_a_server(tmp_path: Path) -> None:
         name: value for name, value in environment_of(tmp_path).items() if not name.lower().endswith("_proxy")
     }
     environment = kept | {"HTTP_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9"}
-    done = subprocess.run(
-        [sys.executable, "-c", CALLED], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = captured([sys.executable, "-c", CALLED], env=environment, timeout=300)
     assert "missing.yaml" in done.stdout and done.stdout.endswith("True 401\n"), done.stderr
 
 
@@ -123,12 +120,7 @@ def test_a_configured_server_is_used() -> None:
         " start_server\nwith prepared(): start_server()\nfrom prefect.server.api.server import"
         " SubprocessASGIServer as Server; print(ours.server_process, Server._instances)"
     )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
-        ).stdout
-        == "None {}\n"
-    )
+    assert captured([sys.executable, "-c", code], env=environment, timeout=100).stdout == "None {}\n"
 
 
 def test_a_prepared_server_ends_when_another_one_is_configured(tmp_path: Path) -> None:
@@ -141,13 +133,7 @@ def test_a_prepared_server_ends_when_another_one_is_configured(tmp_path: Path) -
         "    from tasks.temporary_server import start_server\n"
         "    print(ours.server_process.poll()); start_server(); print(ours.server_process.poll(), ours.begun)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment_of(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = captured([sys.executable, "-c", code], env=environment_of(tmp_path), timeout=100)
     assert done.stdout == "None\n-9 False\n", done.stderr
 
 
@@ -175,15 +161,7 @@ def test_a_refused_recipe_leaves_no_server(tmp_path: Path) -> None:
     home = tmp_path / "home"
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml"]
     environment = environment_of(home)
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        start_new_session=True,
-    )
+    done = captured(command, cwd=tmp_path, env=environment, timeout=100, start_new_session=True)
     assert done.returncode == 2
     assert "there is no model folder" in done.stderr and "Traceback" not in done.stderr
     assert not [process for process in psutil.process_iter() if in_home(process, home)]
@@ -197,13 +175,7 @@ def test_a_second_flow_of_a_process_uses_the_same_server(tmp_path: Path) -> None
         "start_server(); first = ours.server_process; start_server()\n"
         "print(ours.server_process is first, first.poll())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment_of(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = captured([sys.executable, "-c", code], env=environment_of(tmp_path), timeout=300)
     assert done.stdout == "True None\n", done.stderr
 
 
@@ -215,9 +187,7 @@ def test_a_server_without_its_database_is_reported_in_one_sentence(tmp_path: Pat
         "from rlhf_core.preflight.inputs import MachineLacks; from tasks.temporary_server import"
         " start_server\ntry: start_server()\nexcept MachineLacks as error: print(error)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
-    )
+    done = captured([sys.executable, "-c", code], env=environment, timeout=100)
     assert done.stdout.startswith("Prefect's temporary server ended, or did not answer within 120 s (what it")
     assert "unable to open database file" in done.stderr
 

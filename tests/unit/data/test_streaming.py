@@ -31,6 +31,7 @@ from rlhf_core.data.sources import preference_pairs, sft_documents
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.training.train_loop import order_of_epoch
+from tests.support.programs import captured
 
 COMMON: dict[str, Any] = dict(
     train_batch_size=8, micro_train_batch_size=4, max_len=96, learning_rate=1e-3, max_epochs=2
@@ -217,13 +218,7 @@ def test_lazy_sequences_behave_as_lists() -> None:
 
 def train_under_limit(kind: str, material: Path, folder: Path, *how: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(MEMORY), kind, str(material / "base"), str(folder), *how]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, "PYTHONPATH": str(MEMORY.parents[2])},
-    )
+    return captured(command, timeout=900, env={**os.environ, "PYTHONPATH": str(MEMORY.parents[2])})
 
 
 @pytest.mark.slow

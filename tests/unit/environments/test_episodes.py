@@ -27,6 +27,7 @@ from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.stages.ppo.sampling.rollout_group import of_episode
 from rlhf_core.system.processes import raised_by_us
 from tests.support.templates import save_tokenizer
+from tests.support.text_rows import rows_of_text
 
 SAMPLING = Sampling(n=1, temperature=1.0, max_new_tokens=50, stop_token_ids=[])
 LIMIT = 8.0  # seconds; other tests may keep the machine busy
@@ -361,20 +362,16 @@ def test_close_leaves_nothing_behind(make: Make, renderer: Renderer) -> None:
 
 @pytest.mark.parametrize(
     ("text", "path", "told"),
-    [
-        ("x = 1", "bad.py:World", "has no class 'World' with `async def rollout"),
-        ("import nowhere", "bad.py:World", "cannot be imported: ModuleNotFoundError"),
-        ("class World:\n    def rollout(self, task, model): pass", "bad.py:World", "async def rollout"),
-        (
-            (
-                "class World:\n    def __init__(self, size): pass\n    async def rollout(self, task, model):"
-                " pass"
-            ),
-            "bad.py:World",
-            "its options",
-        ),
-        ("import os; os._exit(1)", "bad.py:World", "exited with status 1; look at the log above"),
-    ],
+    rows_of_text(
+        r"""
+    x = 1 | bad.py:World | has no class 'World' with `async def rollout
+    import nowhere | bad.py:World | cannot be imported: ModuleNotFoundError
+    "class World:\n    def rollout(self, task, model): pass" | bad.py:World | async def rollout
+    "class World:\n    def __init__(self, size): pass\n    async def rollout(self, task, model): pass" | bad.py:World | its options
+    import os; os._exit(1) | bad.py:World | exited with status 1; look at the log above
+    """,
+        yaml_columns={0},
+    ),
 )
 def test_a_wrong_environment_is_one_sentence(
     make: Make, tmp_path: Path, text: str, path: str, told: str

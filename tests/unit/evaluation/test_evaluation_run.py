@@ -4,7 +4,6 @@ files are real."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.support.evaluations import (
     make_setting,
     request,
 )
+from tests.support.programs import captured
 
 
 @pytest.fixture
@@ -225,7 +225,5 @@ def test_the_process_succeeds_and_wants_a_run_directory(setting: Setting) -> Non
     directory.prepare(request(setting))
     assert main([str(directory.path)], "evaluation") == 0 and directory.result() is not None
     command = [sys.executable, "-m", "evaluation", str(setting.folder / "nowhere")]
-    process = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3]
-    )
+    process = captured(command, timeout=120, cwd=Path(__file__).parents[3])
     assert process.returncode == 2 and "is no run directory" in process.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import pty
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from flows.cli.app import main
 from flows.cli.loop_commands import show_auth
+from tests.support.programs import captured
 
 API = "http://127.0.0.1:4200/api"
 AUTH = "alignflow:" + "x" * 43
@@ -41,11 +41,7 @@ def test_a_terminal_shows_the_auth_string_and_a_log_the_file_that_holds_it(
     assert asked == f"its pages ask once for the auth string: {AUTH if terminal else f'what is in {file}'}"
     assert AUTH not in shell
     command = shell.removeprefix("from another shell: ")
-    told = subprocess.run(
-        ["sh", "-c", f'{command}; echo "$PREFECT_API_URL $PREFECT_API_AUTH_STRING"'],
-        capture_output=True,
-        text=True,
-    )
+    told = captured(["sh", "-c", f'{command}; echo "$PREFECT_API_URL $PREFECT_API_AUTH_STRING"'])
     assert told.stdout == f"{API} {AUTH}\n"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.migrate.shell import Variables, read_script
+from tests.support.programs import captured
 
 # `show` is a command of these tests that prints its words; bash has it as a function.
 SHOW = 'show() { printf "<%s>" "$@"; echo; }\n'
@@ -55,9 +55,7 @@ def test_words_are_those_of_bash(name: str) -> None:
     bash = shutil.which("bash")
     assert bash
     script = SCRIPTS[name]
-    done = subprocess.run(
-        [bash, "-c", SHOW + script.replace("\r\n", "\n")], capture_output=True, text=True, timeout=20
-    )
+    done = captured([bash, "-c", SHOW + script.replace("\r\n", "\n")], timeout=20)
     # bash sends the first and the third away
     expected = "<a>\n<b>\n<c>\n<d>\n" if name == "redirections" else done.stdout
     assert done.stdout and words(script) == expected

@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_core.models.kernels import float8
 from rlhf_core.models.kernels.float8 import FP8, multiply, pays, rounded_rows, transposed, use_float8
+from tests.support.programs import captured
 
 INTERPRETED = """
 import torch
@@ -164,7 +164,5 @@ def test_a_model_learns_as_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_round_and_transpose_as_pytorch_does() -> None:
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = captured([sys.executable, "-c", INTERPRETED], env=environment, timeout=300)
     assert done.stdout == "compared\n", done.stderr[-2000:]

@@ -4,10 +4,11 @@ PyTorch's."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.support.programs import captured
 
 CODE = """
 from itertools import product
@@ -45,12 +46,5 @@ print("compared")
 def test_the_kernels_compute_what_pytorch_does() -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=240,
-        check=False,
-    )
+    done = captured([sys.executable, "-c", CODE], env=environment, timeout=240)
     assert done.returncode == 0 and done.stdout.strip() == "compared", done.stderr[-2000:]

@@ -191,18 +191,11 @@ def test_a_fault_is_told_once_and_where(planned: Planned, overrides: list[str], 
 
 @pytest.mark.parametrize(
     ("override", "told"),
-    [
-        (
-            "ppo.reward=[reward_model, wrong.py:misspelt]",
-            "stages.ppo.reward: the reward function misspelt: a call with a made-up answer raised NameError: name"
-            " 'respones' is not defined (",
-        ),
-        ("ppo.reward=[reward_model, wrong.py:renamed]", "stages.ppo.reward: a reward function may name"),
-        (
-            "loop.reward=wrong.py:misspelt",
-            "stages.loop.round1.preferences.reward: the reward function misspelt",
-        ),
-    ],
+    rows_of_text("""
+    ppo.reward=[reward_model, wrong.py:misspelt] | stages.ppo.reward: the reward function misspelt: a call with a made-up answer raised NameError: name 'respones' is not defined (
+    ppo.reward=[reward_model, wrong.py:renamed] | stages.ppo.reward: a reward function may name
+    loop.reward=wrong.py:misspelt | stages.loop.round1.preferences.reward: the reward function misspelt
+    """),
 )
 def test_a_run_calls_reward_functions_once_before_its_first_stage(
     planned: Planned, override: str, told: str

@@ -14,6 +14,7 @@ from rlhf_core.preflight.families.family import family_problems, option_problems
 from rlhf_core.preflight.model_checks import sampling_problems, unfit_models
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Node, plan
+from tests.support.text_rows import rows_of_text
 
 RECIPE = """
 name: tiny
@@ -108,20 +109,15 @@ def quantised(folder: Path, method: str, **config: object) -> Path:
 
 @pytest.mark.parametrize(
     ("method", "config", "told"),
-    [
-        (
-            "awq",
-            {},
-            "base has weights quantised as awq, which cannot be trained so: name its checkpoint in bfloat16",
-        ),
-        (
-            "fp8",
-            {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
-            "quantised as fp8 of a model with several parts",
-        ),
-        ("mxfp4", {}, None),
-        ("fp8", {}, None),
-    ],
+    rows_of_text(
+        """
+    awq | {} | 'base has weights quantised as awq, which cannot be trained so: name its checkpoint in bfloat16'
+    fp8 | {model_type: mistral3, text_config: {model_type: ministral3}} | quantised as fp8 of a model with several parts
+    mxfp4 | {} | null
+    fp8 | {} | null
+    """,
+        yaml_columns={2},
+    ),
 )
 def test_quantised_weights_that_cannot_be_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, config: dict[str, object], told: str | None

@@ -18,6 +18,7 @@ from rlhf_core.hub.model_config import TESTED
 from rlhf_core.preflight.families.family_trial import USES, Trial, Use, try_family
 from rlhf_core.preflight.families.small_copy import small_copies
 from tests.support.families import FAMILIES, config_class
+from tests.support.text_rows import rows_of_text
 
 ALL = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 
@@ -40,17 +41,11 @@ def test_of_a_multimodal_model_the_language_model_is_tried() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [
-        (
-            "bert-generation",
-            "it: BertGenerationDecoder reads the tokens after each token too: it is no causal language model",
-        ),
-        ("qwen2_vl", "it: transformers has no causal language model for Qwen2VLTextConfig"),
-        (
-            "modernbert-decoder",
-            "models of type modernbert-decoder do more with their logits than to scale and cap them",
-        ),
-    ],
+    rows_of_text("""
+    bert-generation | it: BertGenerationDecoder reads the tokens after each token too: it is no causal language model
+    qwen2_vl | it: transformers has no causal language model for Qwen2VLTextConfig
+    modernbert-decoder | models of type modernbert-decoder do more with their logits than to scale and cap them
+    """),
 )
 def test_what_cannot_be_trained_is_one_sentence(kind: str, told: str) -> None:
     problem = try_family(CONFIG_MAPPING[kind](), "it", "policy").problem

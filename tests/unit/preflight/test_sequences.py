@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_core.config import PPO, SFT, Ranks
 from rlhf_core.preflight.sequences import sequence_problems
+from tests.support.text_rows import rows_of_text
 from tests.unit.preflight.test_family import nodes
 
 LONG = [
@@ -24,18 +25,15 @@ LONG += [
 
 @pytest.mark.parametrize(
     ("config", "told"),
-    [
-        ({"num_attention_heads": 12}, ""),
-        (
-            {"num_attention_heads": 14},
-            "4 ranks cannot share the 14 attention heads of {base} equally: set it to a divisor",
-        ),
-        (
-            {"num_attention_heads": 12, "layer_types": ["full_attention", "linear_attention"]},
-            "{base} has layers that carry state along a row (linear_attention): leave it out",
-        ),
-        ({}, ""),
-    ],
+    rows_of_text(
+        """
+    {num_attention_heads: 12} | ''
+    {num_attention_heads: 14} | '4 ranks cannot share the 14 attention heads of {base} equally: set it to a divisor'
+    {num_attention_heads: 12, layer_types: [full_attention, linear_attention]} | '{base} has layers that carry state along a row (linear_attention): leave it out'
+    {} | ''
+    """,
+        yaml_columns={1},
+    ),
 )
 def test_models_that_ranks_cannot_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object], told: str

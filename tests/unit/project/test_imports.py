@@ -7,7 +7,6 @@ import gc
 import importlib
 import importlib.metadata
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.system.gc_pause import uncollected
+from tests.support.programs import captured
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("flows", "tasks", "evaluation", "rlhf_core")
@@ -69,9 +69,7 @@ def import_without(absent: Sequence[str], modules: Sequence[str]) -> None:
         f"importlib.import_module({module!r})\n" for module in modules
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = captured([sys.executable, "-c", script], env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -19,6 +19,8 @@ import pytest
 import yaml
 from jsonpatch import JsonPatch
 
+from tests.support.programs import captured
+
 ROOT = Path(__file__).parents[3]
 K8S = ROOT / "deployments" / "k8s"
 DOCKER = ROOT / "deployments" / "docker"
@@ -43,7 +45,7 @@ DEMANDED = {
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(K8S / "render.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
+    return captured(command, timeout=100)
 
 
 def rendered(out: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -268,14 +270,7 @@ def node(tmp_path: Path) -> Nodes:
             **settings,
         }
         (tmp_path / "log").write_text("")
-        return subprocess.run(
-            [str(NODE), *command],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            stdin=subprocess.DEVNULL,
-        )
+        return captured([str(NODE), *command], env=environment, timeout=100)
 
     return start
 

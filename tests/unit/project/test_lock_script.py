@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import captured
+
 ROOT = Path(__file__).resolve().parents[3]
 WHEELS = {
     "1" * 64: "one-1-cp311-cp311-manylinux_2_28_x86_64.whl",
@@ -33,9 +35,7 @@ def lock(project: Path, name: str, uv: str) -> subprocess.CompletedProcess[str]:
     (project / "uv").write_text(f"#!/bin/sh\n{uv}\n")
     (project / "uv").chmod(0o755)
     command = [sys.executable, str(project / "requirements/lock.py"), name]
-    return subprocess.run(
-        command, env={"PATH": f"{project}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=60
-    )
+    return captured(command, env={"PATH": f"{project}:{os.environ['PATH']}"}, timeout=60)
 
 
 def pylock(wheels: dict[str, str], marker: str = "") -> str:

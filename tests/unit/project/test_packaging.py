@@ -16,6 +16,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.programs import captured
+
 ROOT = Path(__file__).resolve().parents[3]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
@@ -153,13 +155,7 @@ def test_the_release_audits_the_locks_that_users_install() -> None:
 def test_setup_refuses_locks_of_other_machines(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     command = ["bash", str(tmp_path / "requirements/install.sh"), "gpu"]
-    done = subprocess.run(
-        command,
-        env={"PATH": os.environ["PATH"], "PYTHON": "/none"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = captured(command, env={"PATH": os.environ["PATH"], "PYTHON": "/none"}, timeout=60)
     assert done.returncode == 3
     assert done.stderr == "setup: gpu.txt is not for this environment: give dev, docs or nothing.\n"
 

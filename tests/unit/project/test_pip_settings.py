@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import captured
+from tests.support.text_rows import rows_of_text
 
 SCRIPT = Path(__file__).resolve().parents[3] / "requirements/pip_settings.py"
 CONFIG = """
@@ -42,9 +44,7 @@ def settings(folder: Path, config: str, **variables: str) -> dict[str, str]:
         | {"PIP_CONFIG_FILE": str(folder / "pip.conf"), "XDG_CONFIG_HOME": str(folder), "HOME": str(folder)}
         | variables
     )
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=True, timeout=60
-    )
+    done = captured([sys.executable, str(SCRIPT)], env=environment, check=True, timeout=60)
     words = [shlex.split(line) for line in done.stdout.splitlines()]
     return dict(word.split("=", 1) for export, word in words if export == "export")
 
@@ -74,21 +74,19 @@ def test_variables_of_pip_go_before_files_and_those_of_uv_before_all(tmp_path: P
 
 @pytest.mark.parametrize(
     ("pip", "environment", "has", "expected"),
-    [
-        ({"cert": "/ca.pem"}, {"REQUESTS_CA_BUNDLE": "/other.pem"}, True, {"SSL_CERT_FILE": "/ca.pem"}),
-        ({}, {"REQUESTS_CA_BUNDLE": "/other.pem"}, True, {"SSL_CERT_FILE": "/other.pem"}),
-        ({}, {}, True, {"UV_SYSTEM_CERTS": "1"}),
-        ({}, {"UV_SYSTEM_CERTS": "0"}, True, {}),
-        ({}, {}, False, {}),  # uv's own; it would fail with those of a machine that has none
-        (
-            {"no-index": "true", "find-links": "/wheels"},
-            {},
-            False,
-            {"UV_OFFLINE": "1", "UV_FIND_LINKS": "/wheels"},
-        ),
-        ({"no-index": "false"}, {}, False, {}),
-        ({"index-url": "https://a"}, {"UV_INDEX_URL": "https://b"}, False, {}),
-    ],
+    rows_of_text(
+        """
+    {cert: /ca.pem} | {REQUESTS_CA_BUNDLE: /other.pem} | true | {SSL_CERT_FILE: /ca.pem}
+    {} | {REQUESTS_CA_BUNDLE: /other.pem} | true | {SSL_CERT_FILE: /other.pem}
+    {} | {} | true | {UV_SYSTEM_CERTS: '1'}
+    {} | {UV_SYSTEM_CERTS: '0'} | true | {}
+    {} | {} | false | {}
+    {no-index: 'true', find-links: /wheels} | {} | false | {UV_OFFLINE: '1', UV_FIND_LINKS: /wheels}
+    {no-index: 'false'} | {} | false | {}
+    {index-url: 'https://a'} | {UV_INDEX_URL: 'https://b'} | false | {}
+    """,
+        yaml_columns={2},
+    ),
 )
 def test_certificates_and_indexes(
     pip: dict[str, str], environment: dict[str, str], has: bool, expected: dict[str, str]

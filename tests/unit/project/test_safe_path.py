@@ -4,7 +4,6 @@ reward functions."""
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from rlhf_core.rollout.vllm.environment import server_environment
 from rlhf_core.runs.launch import launch
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support import hostile
+from tests.support.programs import captured
 
 # What `alignflow`, the script that pip writes, does: its own folder is first on the module path, the working
 # directory is not on it.
@@ -70,13 +70,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_modules_are_found_where_the_path_is_not_safe(tmp_path: Path) -> None:
     """Else the tests below would show nothing."""
     hostile.write(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.cli"],
-        cwd=tmp_path,
-        env=hostile.environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = captured([sys.executable, "-m", "flows.cli"], cwd=tmp_path, env=hostile.environment())
     assert "flows of the working directory was imported" in done.stderr
     assert hostile.imported(tmp_path).startswith("flows by")
 
@@ -91,7 +85,7 @@ def test_validate_and_the_process_that_reads_its_tokenizers(
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "alignflow").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "bin" / "alignflow"), "validate", "recipe.yaml", "--here"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    done = captured(command, timeout=120)
     assert done.returncode == 0 and "everything they need is here" in done.stdout, done.stdout + done.stderr
 
 

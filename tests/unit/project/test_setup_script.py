@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import captured
+
 ROOT = Path(__file__).resolve().parents[3]
 STARTS = {
     "uv": "uv --quiet pip install --python .venv/bin/python ",
@@ -65,9 +67,7 @@ class Checkout:
         }
         variables |= {"PATH": os.environ["PATH"], "LOG": str(self.log), "PIP": pip, "UV": uv} | more
         command = ["bash", "requirements/install.sh", *extra]
-        return subprocess.run(
-            command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=60
-        )
+        return captured(command, cwd=self.folder, env=variables, timeout=60)
 
     def calls(self, tool: str) -> list[str]:
         """Returns what `uv` or `pip` was asked to install, in order; of `with`, uv's link mode, pip's setting

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import yaml
 
 from flows.cli.app import main
 from rlhf_core.system.processes import WRONG_INPUT
+from tests.support.programs import captured
 
 ROOT = Path(__file__).parents[3]
 TABLE: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "stories.yaml").read_text())
@@ -83,8 +83,8 @@ def test_a_story(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) ->
     story = STORIES[name]
     before = listing(folder)
     code = main(shlex.split(story["command"]))
-    captured = capsys.readouterr()
-    check(story, code, captured.out, captured.err)
+    printed = capsys.readouterr()
+    check(story, code, printed.out, printed.err)
     assert listing(folder) == before
 
 
@@ -95,9 +95,7 @@ def test_a_story_as_a_process(folder: Path, name: str) -> None:
     before = listing(folder)
     command = [sys.executable, "-P", "-m", "flows.cli", *shlex.split(story["command"])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120
-    )
+    done = captured(command, env=environment, timeout=120)
     check(story, done.returncode, done.stdout, done.stderr)
     assert listing(folder) == before
 

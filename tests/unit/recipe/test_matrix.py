@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.system.processes import WRONG_INPUT, raised_by_us
 from tests.support.config_cells import Cell, Place, cells, places
+from tests.support.programs import captured
 
 ROOT = Path(__file__).parents[3]
 PLACES = places()
@@ -92,14 +92,11 @@ def _sample() -> list[tuple[Place, Cell]]:
 @pytest.mark.parametrize(("place", "cell"), _sample(), ids=range(PROCESSES))
 def test_the_command_refuses(place: Place, cell: Cell, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(_text(place.having(cell.field, cell.value)))
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-P", "-m", "flows.cli", "validate", "recipe.yaml"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=300,
-        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == WRONG_INPUT, done.stderr
     assert named(done.stderr, place, cell)

@@ -20,23 +20,18 @@ from rlhf_core.rollout.vllm.environment import (
     require_known_options,
     unknown_option,
 )
+from tests.support.text_rows import rows_of_text
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [
-        ("dtype", "engine.options.dtype: the recipe has a field of this name, so leave it out"),
-        (
-            "tensor_parallel_size",
-            "engine.options.tensor_parallel_size: engine has a field of this name, so leave it out",
-        ),
-        (
-            "pipeline_parallel_size",
-            "engine.options.pipeline_parallel_size: engine has a field of this name, so leave it out",
-        ),
-        ("nnodes", "engine.options.nnodes: alignflow sets it, so leave it out"),
-        ("hf_token", "engine.options.hf_token: recipes and cards would show it"),
-    ],
+    rows_of_text("""
+    dtype | engine.options.dtype: the recipe has a field of this name, so leave it out
+    tensor_parallel_size | engine.options.tensor_parallel_size: engine has a field of this name, so leave it out
+    pipeline_parallel_size | engine.options.pipeline_parallel_size: engine has a field of this name, so leave it out
+    nnodes | engine.options.nnodes: alignflow sets it, so leave it out
+    hf_token | engine.options.hf_token: recipes and cards would show it
+    """),
 )
 def test_what_other_fields_set_is_refused(name: str, told: str) -> None:
     with pytest.raises(ValidationError, match=told):

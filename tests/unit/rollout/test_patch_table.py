@@ -4,7 +4,6 @@ not tested."""
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -25,6 +24,7 @@ from rlhf_core.rollout.vllm.patches.table import (
     untested,
 )
 from rlhf_core.system.machine import MachineLacks
+from tests.support.programs import captured
 
 # What each patch replaces or reads, in the releases that it is for; `memory_share` and `warm_up` need a GPU's
 # worker.
@@ -132,9 +132,7 @@ def test_the_table_is_read_without_heavy_libraries() -> None:
         "import sys, rlhf_core.rollout.vllm.patches.table; print([m for m in ('torch', 'vllm') if m in"
         " sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = captured([sys.executable, "-c", code], timeout=60, check=True)
     assert done.stdout == "[]\n"
 
 

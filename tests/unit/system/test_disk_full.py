@@ -17,6 +17,7 @@ import flows.cli.prepare
 from rlhf_core.config import SFT
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.system.machine import disk_problem
+from tests.support.programs import captured
 
 LIMIT = 1_000_000  # bytes of one file: less than the checkpoint, more than logs, metrics and data
 
@@ -27,14 +28,11 @@ def work(run: RunDir, limit: int | None) -> subprocess.CompletedProcess[str]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
     root = str(Path(flows.cli.__file__).parents[2])
-    return subprocess.run(
+    return captured(
         [sys.executable, "-P", "-m", "rlhf_core", str(run.path)],
         preexec_fn=limited,
         env=os.environ | {"PYTHONPATH": root},
-        capture_output=True,
-        text=True,
         timeout=240,
-        stdin=subprocess.DEVNULL,
     )
 
 
@@ -103,13 +101,8 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Pat
         " write_text(Path('loop.json'), 'x' * 1000)"
     )
     root = str(Path(flows.cli.__file__).parents[2])
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=60,
+    ended = captured(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, timeout=60
     )
     assert ended.stderr.strip().splitlines()[-1] == "OSError: [Errno 27] File too large: 'loop.json'"
     assert [file.name for file in tmp_path.iterdir()] == ["loop.json"]

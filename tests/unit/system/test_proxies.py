@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rlhf_core.system.proxies import bypass_loopback, proxy_of
 from tests.support.chat_endpoint import Reply, completion, serving
 from tests.support.judging import matches, openai_judge
 from tests.support.micro import ROOT
+from tests.support.programs import captured
 
 DEAD = "http://127.0.0.1:9"  # nothing listens there
 LOOPBACK = "127.0.0.1,localhost,::1"
@@ -64,13 +64,7 @@ def environment_of(**more: str) -> dict[str, str]:
 
 
 def said(script: str, *arguments: str, **more: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env=environment_of(**more),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = captured([sys.executable, "-c", script, *arguments], env=environment_of(**more), timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -26,6 +25,7 @@ from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.plan import plan
 from tasks.notify import Sender, notify_state
 from tasks.served import SERVED_ENV
+from tests.support.programs import captured
 from tests.support.webhook import TOKEN, receiving
 
 ROOT = Path(__file__).parents[3]
@@ -99,9 +99,7 @@ def test_a_process_ends_soon_also_when_the_receiver_hangs() -> None:
         for hang in (True, False):
             receiver.hang = hang
             environment = os.environ | {"HOOK": receiver.url, "PYTHONPATH": str(ROOT)}
-            done = subprocess.run(
-                [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=200
-            )
+            done = captured([sys.executable, "-c", script], env=environment, timeout=200)
             assert done.returncode == 0, done.stderr
             assert float(done.stdout) < 30 and TOKEN not in done.stdout + done.stderr
             assert ("has not taken 1 messages" in done.stderr) == hang

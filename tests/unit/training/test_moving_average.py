@@ -22,6 +22,7 @@ from rlhf_core.runs.resume_state import Cadence
 from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.moving_average import MovingAverage
 from tests.support.measured import LARGE_MODEL
+from tests.support.text_rows import rows_of_text
 from tests.unit.training.test_frozen_weights import policy, step
 from tests.unit.training.test_training import config_of, run
 
@@ -250,15 +251,11 @@ def test_other_stages_name_the_averages_of_a_sweep_over_ema() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "fields", "told"),
-    [
-        ("reward_model", {"data": {"sources": "p.jsonl"}}, "ema averages policies"),
-        ("iterative_dpo", {"prompts": {"sources": "p.jsonl"}, "reward": "org/r"}, "ema: a loop's rounds"),
-        (
-            "sft",
-            {"data": {"sources": "p.jsonl"}, "zero_hpz": True, "ranks": {"num_nodes": 2}},
-            "zero_hpz keeps",
-        ),
-    ],
+    rows_of_text("""
+    reward_model | {data: {sources: p.jsonl}} | ema averages policies
+    iterative_dpo | {prompts: {sources: p.jsonl}, reward: org/r} | ema: a loop's rounds
+    sft | {data: {sources: p.jsonl}, zero_hpz: true, ranks: {num_nodes: 2}} | zero_hpz keeps
+    """),
 )
 def test_an_average_that_cannot_be_made_is_refused(kind: str, fields: dict[str, Any], told: str) -> None:
     KINDS[kind].config.model_validate(fields)

@@ -11,6 +11,7 @@ from rlhf_core.config import SFT, Ranks
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.zero.zero_engine import library, unknown
 from rlhf_core.training.zero.zero_options import ZeroOptions, engine_config, options_of, require_known
+from tests.support.text_rows import rows_of_text
 
 ADAMW = AdamW((0.9, 0.95), 0.0, 1.0)
 FETCHING = {"stage3_prefetch_bucket_size": 7}
@@ -18,32 +19,19 @@ FETCHING = {"stage3_prefetch_bucket_size": 7}
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [
-        ({"zero_optimization": {"reduce_bucket_size": 5, "stage3_max_live_parameters": 5}}, ""),
-        (
-            {
-                "zero_optimization": {"max_live_parameters": 5},
-                "comms_logger": {"enabled": True},
-                "aio": {"block_size": 1},
-            },
-            "",
-        ),
-        (
-            {"zero_optimization": {"reduce_bucket_sz": 5}},
-            (
-                "has no option 'zero_optimization.reduce_bucket_sz'; did you mean"
-                " zero_optimization.reduce_bucket_size?"
-            ),
-        ),
-        ({"zero_optimisation": {}}, "has no option 'zero_optimisation'; did you mean zero_optimization?"),
-        ({"data_types": {"grad_accum_dtyp": "fp32"}}, "has no option 'data_types.grad_accum_dtyp'"),
-        (
-            {"zero_optimization": {"reduce_bucket_size": "a"}},
-            "refuses zero_optimization.reduce_bucket_size: Input should be a valid integer",
-        ),
-        ({"communication_data_type": "fp31"}, "refuses it: Invalid communication_data_type"),
-        ({"nebula": {}}, "refuses it: Nebula checkpointing has been removed"),
-    ],
+    rows_of_text(
+        """
+    {zero_optimization: {reduce_bucket_size: 5, stage3_max_live_parameters: 5}} | ''
+    {zero_optimization: {max_live_parameters: 5}, comms_logger: {enabled: true}, aio: {block_size: 1}} | ''
+    {zero_optimization: {reduce_bucket_sz: 5}} | has no option 'zero_optimization.reduce_bucket_sz'; did you mean zero_optimization.reduce_bucket_size?
+    {zero_optimisation: {}} | has no option 'zero_optimisation'; did you mean zero_optimization?
+    {data_types: {grad_accum_dtyp: fp32}} | has no option 'data_types.grad_accum_dtyp'
+    {zero_optimization: {reduce_bucket_size: a}} | 'refuses zero_optimization.reduce_bucket_size: Input should be a valid integer'
+    {communication_data_type: fp31} | 'refuses it: Invalid communication_data_type'
+    {nebula: {}} | 'refuses it: Nebula checkpointing has been removed'
+    """,
+        yaml_columns={1},
+    ),
 )
 def test_the_installed_release_says_what_it_knows(options: dict[str, Any], told: str) -> None:
     found = "".join(unknown(options))

@@ -11,35 +11,21 @@ from rlhf_core.data.chat import Renderer
 from rlhf_core.data.rows.mixture import check_columns
 from rlhf_core.data.sources import preference_pairs, prompts, sft_documents
 from tests.support.data_rows import assistant, data, user, write
+from tests.support.text_rows import rows_of_text
 
 
 @pytest.mark.parametrize(
     ("kind", "row", "named"),
-    [
-        ("sft", {"prompt": "x", "text": "y"}, ["'response'", "'messages'", "prompt, text", "response_key"]),
-        (
-            "sft",
-            {"text": "y"},
-            ["'prompt', nor 'response'", "set prompt_key and response_key in this data source"],
-        ),
-        (
-            "sft",
-            {"answer": "y", "question": "x"},
-            ["answer, question: set prompt_key: question and response_key: answer in"],
-        ),
-        ("prompt", {"prompt_id": "x", "instruction": "x"}, ["'prompt'", "set prompt_key: instruction in"]),
-        ("prompt", {"Prompts": "x"}, ["set prompt_key: Prompts in"]),
-        (
-            "preference",
-            {"prompt": "x", "response_chosen": "y", "response_rejected": "z"},
-            [
-                "'chosen', nor 'rejected'; its columns",
-                "set chosen_key: response_chosen and rejected_key: response_rejected in",
-            ],
-        ),
-        ("preference", {"prompt": "x", "chosen": "y"}, ["'rejected'", "prompt, chosen", "rejected_key"]),
-        ("preference", {"chosen": "y", "rejected": "z"}, ["'prompt'", "chosen, rejected", "prompt_key"]),
-    ],
+    rows_of_text("""
+    sft | {prompt: x, text: y} | ['''response''', '''messages''', 'prompt, text', response_key]
+    sft | {text: y} | ['''prompt'', nor ''response''', set prompt_key and response_key in this data source]
+    sft | {answer: y, question: x} | ['answer, question: set prompt_key: question and response_key: answer in']
+    prompt | {prompt_id: x, instruction: x} | ['''prompt''', 'set prompt_key: instruction in']
+    prompt | {Prompts: x} | ['set prompt_key: Prompts in']
+    preference | {prompt: x, response_chosen: y, response_rejected: z} | ['''chosen'', nor ''rejected''; its columns', 'set chosen_key: response_chosen and rejected_key: response_rejected in']
+    preference | {prompt: x, chosen: y} | ['''rejected''', 'prompt, chosen', rejected_key]
+    preference | {chosen: y, rejected: z} | ['''prompt''', 'chosen, rejected', prompt_key]
+    """),
 )
 def test_a_missing_column_is_named_with_those_that_exist(
     tmp_path: Path, renderer: Renderer, kind: Any, row: Any, named: list[str]

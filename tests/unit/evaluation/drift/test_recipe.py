@@ -94,20 +94,15 @@ def test_a_wrong_drift_stage_is_one_sentence(
 
 @pytest.mark.parametrize(
     ("row", "judge", "told"),
-    [
-        (None, "{kind: reward}", "anchors.jsonl"),
-        (
-            {"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "b"},
-            "{kind: reward}",
-            "A, B or tie, and here it is 'b'",
-        ),
-        (
-            {"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "B"},
-            "{kind: rule}",
-            "there is no column 'answer'",
-        ),
-        ({"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "B"}, "{kind: reward}", ""),
-    ],
+    rows_of_text(
+        """
+    null | '{kind: reward}' | anchors.jsonl
+    {prompt: x, answer_a: '1', answer_b: '2', verdict: b} | '{kind: reward}' | A, B or tie, and here it is 'b'
+    {prompt: x, answer_a: '1', answer_b: '2', verdict: B} | '{kind: rule}' | there is no column 'answer'
+    {prompt: x, answer_a: '1', answer_b: '2', verdict: B} | '{kind: reward}' | ''
+    """,
+        yaml_columns={0, 1, 2},
+    ),
 )
 def test_wrong_anchors_are_found_before_the_run(
     planned: Callable[..., Plan], row: dict[str, str] | None, judge: str, told: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,6 +20,8 @@ from rlhf_core.config import Drift
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.evaluations import Setting, evaluate, make_reward_model, make_setting
+from tests.support.programs import captured
+from tests.support.text_rows import rows_of_text
 
 RULE = {"kind": "rule"}
 REWARD = {"kind": "reward", "reward": "rm"}
@@ -134,16 +135,10 @@ def test_anchors_are_judged_again_when_their_verdicts_are_old(
 
 @pytest.mark.parametrize(
     ("row", "told"),
-    [
-        (
-            {"prompt": "x", "answer_a": "1", "answer_b": "2"},
-            r"anchors\.jsonl, row 1: the verdict of an anchor is A, B or tie",
-        ),
-        (
-            {"prompt": "x", "answer_a": "1", "verdict": "A"},
-            r"anchors\.jsonl, row 1: an anchor needs the text column 'answer_b'",
-        ),
-    ],
+    rows_of_text(r"""
+    {prompt: x, answer_a: '1', answer_b: '2'} | anchors\.jsonl, row 1: the verdict of an anchor is A, B or tie
+    {prompt: x, answer_a: '1', verdict: A} | anchors\.jsonl, row 1: an anchor needs the text column 'answer_b'
+    """),
 )
 def test_a_wrong_anchor_is_a_sentence(setting: Setting, row: dict[str, str], told: str) -> None:
     (setting.folder / "anchors.jsonl").write_text(json.dumps(row) + "\n")
@@ -184,9 +179,7 @@ def test_the_stage_runs_in_its_own_process(setting: Setting) -> None:
     done, _, metrics = drift(setting, "1", **with_anchors(setting))
     (done / "result.json").unlink()
     command = [sys.executable, "-m", "evaluation", str(done.path)]
-    ran = subprocess.run(
-        command, cwd=Path(__file__).parents[4], capture_output=True, text=True, timeout=300, check=False
-    )
+    ran = captured(command, cwd=Path(__file__).parents[4], timeout=300)
     result = done.result()
     assert ran.returncode == 0 and result, ran.stderr
     assert result.metrics == metrics and "prompts/divergence: " in ran.stdout

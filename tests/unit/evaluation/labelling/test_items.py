@@ -13,6 +13,7 @@ import pytest
 
 from evaluation.labelling.items import draw
 from tests.support.labelling import write_rows
+from tests.support.text_rows import rows_of_text
 
 COUNT = 30
 
@@ -166,18 +167,12 @@ def test_memory_is_bounded_by_the_draw(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("row", "told"),
-    [
-        (
-            {"prompt": "x", "answer_a": "1", "answer_b": 2},
-            "row 1: column 'answer_b' must be a string, found int",
-        ),
-        (
-            {"prompt": [], "answer_a": "1", "answer_b": "2"},
-            "row 1: column 'prompt' must be a string or a list of messages",
-        ),
-        ({"question": "x", "chosen": "1", "rejected": "2"}, "there is no column 'prompt'"),
-        ({"prompt": "x", "chosen": "1"}, "there is no column 'rejected'"),
-    ],
+    rows_of_text("""
+    {prompt: x, answer_a: '1', answer_b: 2} | row 1: column 'answer_b' must be a string, found int
+    {prompt: [], answer_a: '1', answer_b: '2'} | row 1: column 'prompt' must be a string or a list of messages
+    {question: x, chosen: '1', rejected: '2'} | there is no column 'prompt'
+    {prompt: x, chosen: '1'} | there is no column 'rejected'
+    """),
 )
 def test_wrong_rows_are_told(tmp_path: Path, row: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):

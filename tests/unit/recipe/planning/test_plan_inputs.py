@@ -9,6 +9,7 @@ import pytest
 from flows.cli.dry_run import outlook
 from rlhf_core.config import Preferences
 from rlhf_core.runs.run_dir import RunDir
+from tests.support.text_rows import rows_of_text
 from tests.support.tiny_plan import Planned, changed, finish
 
 
@@ -75,29 +76,17 @@ def test_a_plan_needs_no_files(planned: Planned, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "told"),
-    [
-        ("ppo.actor=sfft", "stages.ppo.actor: unknown name 'sfft'; did you mean sft?"),
-        ("ppo.reward=sft", "stages.ppo.reward: sft is of kind sft, but a reward model is needed here"),
-        ("ppo.reward=base", "a reward model is needed here"),
-        ("ppo.reward=[reward_model, rm]", "stages.ppo.reward.1: unknown name 'rm'"),
-        (
-            "sft.model=reward_model",
-            (
-                "stages.sft.model: reward_model is of kind reward_model, but a stage of kind sft or dpo or"
-                " kto or ppo or select is needed here"
-            ),
-        ),
-        (
-            "publication.evaluation=evaluatio",
-            "stages.publication.evaluation: unknown stage 'evaluatio'; did you mean evaluation?",
-        ),
-        ("evaluation.judges.1.reward=rm", "stages.evaluation.judges.1.reward: unknown name 'rm'"),
-        ("sft.model=sft", "stages need each other: sft -> sft"),
-        (
-            "ppo.actor=loop",
-            "stages need each other: loop.round2.dpo -> loop.round1.dpo -> ppo -> loop.round2.dpo",
-        ),
-    ],
+    rows_of_text("""
+    ppo.actor=sfft | stages.ppo.actor: unknown name 'sfft'; did you mean sft?
+    ppo.reward=sft | stages.ppo.reward: sft is of kind sft, but a reward model is needed here
+    ppo.reward=base | a reward model is needed here
+    ppo.reward=[reward_model, rm] | stages.ppo.reward.1: unknown name 'rm'
+    sft.model=reward_model | stages.sft.model: reward_model is of kind reward_model, but a stage of kind sft or dpo or kto or ppo or select is needed here
+    publication.evaluation=evaluatio | stages.publication.evaluation: unknown stage 'evaluatio'; did you mean evaluation?
+    evaluation.judges.1.reward=rm | stages.evaluation.judges.1.reward: unknown name 'rm'
+    sft.model=sft | stages need each other: sft -> sft
+    ppo.actor=loop | stages need each other: loop.round2.dpo -> loop.round1.dpo -> ppo -> loop.round2.dpo
+    """),
 )
 def test_wrong_references_are_one_sentence(planned: Planned, override: str, told: str) -> None:
     with pytest.raises(ValueError) as caught:

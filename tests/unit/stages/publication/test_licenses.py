@@ -12,6 +12,7 @@ from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.licenses import inherited, license_of, upstream_licenses
 from rlhf_core.stages.publication.upstream_cards import header_of, upstream_cards
 from tests.support.chain import BASE, Chain, build, save_model
+from tests.support.text_rows import rows_of_text
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +41,16 @@ def test_what_the_card_says(declared: str | None, upstream: dict[str, str], expe
 
 @pytest.mark.parametrize(
     ("declared", "upstream", "sentence"),
-    [
-        (
-            "apache-2.0",
-            {"chats": "cc-by-nc-4.0"},
-            "license is apache-2.0, and chats is under cc-by-nc-4.0: set license to",
-        ),
-        ("apache-2.0", {"base": "llama3.1"}, "license is apache-2.0, and base is under llama3.1"),
-        ("mit", {"chats": "cc-by-sa-4.0"}, "license is mit, and chats is under cc-by-sa-4.0"),
-        (
-            None,
-            {"base": "llama3.1", "chats": "cc-by-nc-4.0"},
-            "chats is under cc-by-nc-4.0 and base under llama3.1, and one model cannot",
-        ),
-        (None, {"chats": "cc-by-nd-4.0"}, "chats is under cc-by-nd-4.0, which allows no derived work"),
-    ],
+    rows_of_text(
+        """
+    apache-2.0 | {chats: cc-by-nc-4.0} | license is apache-2.0, and chats is under cc-by-nc-4.0: set license to
+    apache-2.0 | {base: llama3.1} | license is apache-2.0, and base is under llama3.1
+    mit | {chats: cc-by-sa-4.0} | license is mit, and chats is under cc-by-sa-4.0
+    null | {base: llama3.1, chats: cc-by-nc-4.0} | chats is under cc-by-nc-4.0 and base under llama3.1, and one model cannot
+    null | {chats: cc-by-nd-4.0} | chats is under cc-by-nd-4.0, which allows no derived work
+    """,
+        yaml_columns={0},
+    ),
 )
 def test_conflicts_are_one_sentence(declared: str | None, upstream: dict[str, str], sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
