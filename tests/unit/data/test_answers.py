@@ -197,20 +197,14 @@ def test_answers_are_cut_as_pairs_are(renderer: Renderer, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("row", "kind", "told"),
-    [
-        *rows_of_text("""
+    rows_of_text("""
     {prompt: a, response: b, label: maybe} | labelled | column 'label' must be true or false (or 1 or 0), found 'maybe'
     {prompt: a, chosen: b} | labelled | there is no column 'rejected' (and no column 'label' that labels single answers
     {prompt: a, response: b} | scored | there is no column 'reward'
     {prompt: a, response: b, reward: null} | scored | column 'reward' must be a finite number, found None
     {prompt: a, response: 3} | answer | column 'response' must be a string, found int
+    {prompt: a, response: b, reward: .nan} | scored | column 'reward' must be a finite number, found nan
     """),
-        (
-            {"prompt": "a", "response": "b", "reward": float("nan")},
-            "scored",
-            "column 'reward' must be a finite number, found nan",
-        ),
-    ],
 )
 def test_a_wrong_row_is_one_sentence(row: dict[str, Any], kind: Any, told: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:

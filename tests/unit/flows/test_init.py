@@ -16,6 +16,7 @@ from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.preflight.machine_checks import needs
 from rlhf_core.recipe.load_recipe import load_recipe, recipe_of
 from rlhf_core.recipe.plan import plan
+from tests.support.text_rows import rows_of_text
 
 DATA = {"sft": ["--sft-data", "s.jsonl"], "dpo": ["--preference-data", "p.jsonl"]}
 DATA |= {kind: [*DATA["dpo"], "--prompts", "prompts.jsonl"] for kind in ("ppo", "loop")}
@@ -110,27 +111,15 @@ def test_an_existing_recipe_is_not_overwritten(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(
     ("given", "told"),
-    [
-        ([], "give --kind and --base-model: the standard input is no terminal, so nothing can be asked"),
-        (["--kind", "ppo"], "give --base-model, --preference-data and --prompts: the standard"),
-        (["--kind", "sft", "--base-model", "org/base"], "give --sft-data: the standard"),
-        (
-            ["--kind", "sft", "--base-model", "b", *DATA["loop"]],
-            "a recipe of kind sft does not read --preference-data and --prompts:",
-        ),
-        (
-            ["--kind", "sft", "--base-model", "b", *DATA["sft"], "--gpus", "-1"],
-            "--gpus -1: give the number of GPUs",
-        ),
-        (
-            ["--kind", "sft", "--base-model", "b", *DATA["sft"], "--name", "a b"],
-            "name: string should match pattern",
-        ),
-        (
-            ["file/sub", "--kind", "sft", "--base-model", "b", *DATA["sft"]],
-            "file/sub cannot be made (Not a directory): name another",
-        ),
-    ],
+    rows_of_text("""
+    [] | give --kind and --base-model: the standard input is no terminal, so nothing can be asked
+    [--kind, ppo] | give --base-model, --preference-data and --prompts: the standard
+    [--kind, sft, --base-model, org/base] | give --sft-data: the standard
+    [--kind, sft, --base-model, b, --preference-data, p.jsonl, --prompts, prompts.jsonl] | a recipe of kind sft does not read --preference-data and --prompts:
+    [--kind, sft, --base-model, b, --sft-data, s.jsonl, --gpus, '-1'] | --gpus -1: give the number of GPUs
+    [--kind, sft, --base-model, b, --sft-data, s.jsonl, --name, a b] | name: string should match pattern
+    [file/sub, --kind, sft, --base-model, b, --sft-data, s.jsonl] | file/sub cannot be made (Not a directory): name another
+    """),
 )
 def test_missing_or_wrong_values_are_reported_in_one_sentence(
     given: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

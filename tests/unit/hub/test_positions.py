@@ -14,6 +14,7 @@ from rlhf_core.config import PPO, Data, Preferences, StageConfig
 from rlhf_core.hub.positions import positions_of
 from rlhf_core.runs.launch import StageFailed
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.text_rows import rows_of_text
 
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 LLAMA3 = {
@@ -31,34 +32,27 @@ BY_LAYER = {
 
 @pytest.mark.parametrize(
     ("config", "positions"),
-    [
-        ({"max_position_embeddings": 512}, 512),
-        ({"n_positions": 128}, 128),
-        ({"max_seq_len": 256}, 256),
-        ({"max_position_embeddings": 512, "model_max_length": 256}, 256),
-        ({"max_position_embeddings": 512, "rope_scaling": None}, 512),
-        ({"max_position_embeddings": 512, "rope_scaling": {"type": "linear", "factor": 2.0}}, 1024),
-        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 2048),
-        ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 1024),
-        ({"max_position_embeddings": 512, "rope_parameters": BY_LAYER}, 1024),
-        ({"max_position_embeddings": 512, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 512),
-        (
-            {"max_position_embeddings": 4096, "original_max_position_embeddings": 512, "rope_scaling": LONG},
-            4096,
-        ),
-        ({"max_position_embeddings": 2048, "rope_scaling": LLAMA3}, 2048),
-        (
-            {
-                "model_type": "gemma3_text",
-                "max_position_embeddings": 512,
-                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-            },
-            512,
-        ),
-        ({"text_config": {"max_position_embeddings": 64}}, 64),
-        ({"max_position_embeddings": "many"}, None),
-        ({}, None),
-    ],
+    rows_of_text(
+        """
+    {max_position_embeddings: 512} | 512
+    {n_positions: 128} | 128
+    {max_seq_len: 256} | 256
+    {max_position_embeddings: 512, model_max_length: 256} | 256
+    {max_position_embeddings: 512, rope_scaling: null} | 512
+    {max_position_embeddings: 512, rope_scaling: {type: linear, factor: 2.0}} | 1024
+    {max_position_embeddings: 512, rope_scaling: {rope_type: dynamic, factor: 4.0}} | 2048
+    {max_position_embeddings: 512, rope_parameters: {rope_type: linear, factor: 2.0}} | 1024
+    {max_position_embeddings: 512, rope_parameters: {full_attention: {rope_type: linear, factor: 2.0}, sliding_attention: {rope_type: default}}} | 1024
+    {max_position_embeddings: 512, rope_scaling: {type: yarn, factor: 4.0}} | 512
+    {max_position_embeddings: 4096, original_max_position_embeddings: 512, rope_scaling: {type: longrope, short_factor: [1.0, 1.0, 1.0, 1.0], long_factor: [2.0, 2.0, 2.0, 2.0]}} | 4096
+    {max_position_embeddings: 2048, rope_scaling: {rope_type: llama3, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 256}} | 2048
+    {model_type: gemma3_text, max_position_embeddings: 512, rope_scaling: {rope_type: linear, factor: 8.0}} | 512
+    {text_config: {max_position_embeddings: 64}} | 64
+    {max_position_embeddings: many} | null
+    {} | null
+    """,
+        yaml_columns={1},
+    ),
 )
 def test_positions_are_those_of_the_engine(config: dict[str, Any], positions: int | None) -> None:
     assert positions_of(config) == positions

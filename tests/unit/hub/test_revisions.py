@@ -31,6 +31,7 @@ from rlhf_core.stages.publication.upload import upload
 from rlhf_core.stages.publication.upstream_cards import upstream_cards
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository
 from tests.support.publishing import model_to_publish, serving_hub
+from tests.support.text_rows import rows_of_text
 
 REPO = "someone/tiny"
 OTHER = "ab" * 20
@@ -198,16 +199,10 @@ def test_rows_are_read_at_the_commit(monkeypatch: pytest.MonkeyPatch, planned: P
 
 @pytest.mark.parametrize(
     ("base", "sentence"),
-    [
-        (f"{REPO}@round-9", rf"^{REPO} has no revision round-9: name a branch, a tag or a commit of it$"),
-        (
-            "someone/other@main",
-            (
-                r"^the Hub has no model someone/other for you: correct it, or set HF_TOKEN to a token that"
-                r" may read it$"
-            ),
-        ),
-    ],
+    rows_of_text("""
+    someone/tiny@round-9 | ^someone/tiny has no revision round-9: name a branch, a tag or a commit of it$
+    someone/other@main | ^the Hub has no model someone/other for you: correct it, or set HF_TOKEN to a token that may read it$
+    """),
 )
 def test_a_revision_that_is_not_there_is_one_sentence(
     server: Hub, planned: Planned, base: str, sentence: str

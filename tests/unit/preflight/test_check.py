@@ -147,37 +147,16 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
     ['ppo.environment=none.py:World'] | [none.py cannot be read (No such file or directory); correct the path of the class]
     ['ppo.environment=checks.py:Wrld'] | ['checks.py: unknown class ''Wrld''']
     [loop.rounds=1, 'loop.reward=checks.py:shrt'] | ['checks.py: unknown function ''shrt''; did you mean short']
+    ['evaluation.questions={path: prompts.jsonl}'] | ['stages.evaluation.questions: prompts.jsonl, row 1: there is no column ''answer'', which the rule judge']
+    [evaluation.questions.prompt_key=question] | ['stages.evaluation.questions: q.jsonl, row 1: there is no column ''question'', nor ''turns''; its columns are']
+    ['ppo.reward=[reward_model, {url: ''http://host'', api_key_env: NO_SUCH_KEY}]'] | ['stages.ppo: the reward host needs a key in the environment variable NO_SUCH_KEY']
+    [loop.rounds=1, 'loop.reward=[{url: ''http://host'', api_key_env: NO_SUCH_KEY}]'] | ['stages.loop.round1.preferences: the reward host needs a key in the environment variable NO_SUCH_KEY']
     """),
         (
             ["reward_model.data={sources: [{path: pairs.jsonl, chosen_key: better}]}"],
             [
                 "pairs.jsonl: there is no column 'better'; its columns are prompt, chosen, rejected, uid: set"
                 " chosen_key: chosen in this"
-            ],
-        ),
-        (
-            ["evaluation.questions={path: prompts.jsonl}"],
-            [
-                "stages.evaluation.questions: prompts.jsonl, row 1: there is no column 'answer', which the"
-                " rule judge"
-            ],
-        ),
-        (
-            ["evaluation.questions.prompt_key=question"],
-            [
-                "stages.evaluation.questions: q.jsonl, row 1: there is no column 'question', nor 'turns'; its"
-                " columns are"
-            ],
-        ),
-        (
-            ["ppo.reward=[reward_model, {url: 'http://host', api_key_env: NO_SUCH_KEY}]"],
-            ["stages.ppo: the reward host needs a key in the environment variable NO_SUCH_KEY"],
-        ),
-        (
-            ["loop.rounds=1", "loop.reward=[{url: 'http://host', api_key_env: NO_SUCH_KEY}]"],
-            [
-                "stages.loop.round1.preferences: the reward host needs a key in the environment variable"
-                " NO_SUCH_KEY"
             ],
         ),
     ],

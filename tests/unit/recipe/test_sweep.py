@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from rlhf_core.config import DPO, Evaluation, Recipe, Select
 from rlhf_core.recipe.load_recipe import dump_recipe, load_recipe
 from rlhf_core.recipe.plan import plan
+from tests.support.text_rows import rows_of_text
 
 PAIRS = {"sources": "pairs.jsonl"}
 QUESTIONS = {"path": "q.jsonl"}
@@ -83,23 +84,17 @@ def test_a_recipe_with_a_sweep_is_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("sweep", "told"),
-    [
-        (
-            {"beat": [1, 2]},
-            "sweep.beat: give a field of dpo that decides its result and is a number or a choice",
-        ),
-        ({"policy": ["sft", "base"]}, "sweep.policy: give a field"),
-        ({"logging_steps": [1, 2]}, "sweep.logging_steps: give a field"),
-        ({"stage": ["dpo", "sft"]}, "sweep.stage: give a field"),
-        ({"beta": [0.1]}, "sweep.beta has 1 value: give two or more"),
-        ({"beta": [0.1, 0.1]}, "sweep lists a value twice"),
-        ({"beta": [0.1, -1]}, "sweep: beta: Input should be greater than"),
-        ({"loss": ["sigmoid", "cosine"]}, "sweep: loss: Input should be"),
-        (
-            {"beta": [i / 100 for i in range(1, 10)], "max_epochs": list(range(1, 10))},
-            "sweep has 81 combinations: give 64 at most",
-        ),
-    ],
+    rows_of_text("""
+    {beat: [1, 2]} | sweep.beat: give a field of dpo that decides its result and is a number or a choice
+    {policy: [sft, base]} | sweep.policy: give a field
+    {logging_steps: [1, 2]} | sweep.logging_steps: give a field
+    {stage: [dpo, sft]} | sweep.stage: give a field
+    {beta: [0.1]} | sweep.beta has 1 value: give two or more
+    {beta: [0.1, 0.1]} | sweep lists a value twice
+    {beta: [0.1, -1]} | sweep: beta: Input should be greater than
+    {loss: [sigmoid, cosine]} | sweep: loss: Input should be
+    {beta: [0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09], max_epochs: [1, 2, 3, 4, 5, 6, 7, 8, 9]} | sweep has 81 combinations: give 64 at most
+    """),
 )
 def test_mistakes_of_a_sweep(tmp_path: Path, sweep: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=r"stages\.dpo") as caught:

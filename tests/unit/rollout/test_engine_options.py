@@ -77,26 +77,17 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 @pytest.mark.parametrize(
     ("engine", "gpus", "told"),
-    [
-        (
-            {"speculative_config": {"method": "eagle"}},
-            1,
-            "drafts would not follow the weights: set method to ngram",
-        ),
-        (
-            {"speculative_config": "ngram"},
-            1,
-            "must be a mapping, such as {method: ngram, num_speculative_tokens: 3}",
-        ),
-        (
-            {"additional_config": {True: 1}},
-            0,
-            "engine.options.additional_config: the key True is no text: put it in quotes",
-        ),
-        ({"speculative_config": NGRAM}, 0, "engine.options.speculative_config needs a GPU"),
-        ({"quantization": "awq"}, 1, "new weights could be loaded as fp8 alone: set it to fp8"),
-        ({"quantization": "fp8"}, 0, "engine.options.quantization needs a GPU, and gpus is 0"),
-    ],
+    rows_of_text(
+        """
+    {speculative_config: {method: eagle}} | 1 | drafts would not follow the weights: set method to ngram
+    {speculative_config: ngram} | 1 | must be a mapping, such as {method: ngram, num_speculative_tokens: 3}
+    {additional_config: {true: 1}} | 0 | engine.options.additional_config: the key True is no text: put it in quotes
+    {speculative_config: {method: ngram, num_speculative_tokens: 3}} | 0 | engine.options.speculative_config needs a GPU
+    {quantization: awq} | 1 | new weights could be loaded as fp8 alone: set it to fp8
+    {quantization: fp8} | 0 | engine.options.quantization needs a GPU, and gpus is 0
+    """,
+        yaml_columns={1},
+    ),
 )
 def test_formats_and_drafts_that_cannot_work_are_refused(
     engine: dict[str, object], gpus: float, told: str

@@ -50,106 +50,36 @@ GOOD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "row", "message"),
     [
-        ("sft", {"messages": "x"}, "must be a list of"),
-        ("sft", {"messages": [user("x"), {"role": "assistant"}]}, "message 2 of column 'messages'"),
-        (
-            "sft",
-            {"messages": [user("x"), {**assistant(""), "tool_calls": [{"f": 1}]}]},
-            "must have a function with a name and arguments",
-        ),
-        (
-            "sft",
-            {"messages": [{**user("x"), "tool_calls": [{"name": "f"}]}]},
-            "tool_calls must be a list, and of an assistant message",
-        ),
-        (
-            "sft",
-            {"messages": [user("x"), {**assistant(""), "function_call": {"name": "f"}}]},
-            "an old form: write it as tool_calls",
-        ),
-        (
-            "sft",
-            {"messages": [user("x"), assistant("y")], "tools": "[{'name': 'f'}]"},
-            "column 'tools' must be a list of JSON schemas",
-        ),
-        (
-            "sft",
-            {"messages": [{"role": "human", "content": "x"}, assistant("y")]},
-            "'messages' has the role 'human', which is no chat role: write user",
-        ),
-        (
-            "sft",
-            {"messages": [user("x"), {"role": "GPT", "content": "x"}]},
-            "message 2 of column 'messages' has the role 'GPT'",
-        ),
-        ("sft", {"messages": [user("x"), {"role": "bot", "content": "x"}]}, "no chat role: write assistant"),
-        (
-            "sft",
-            {"messages": [user("x"), {"role": "Assistant", "content": "x"}]},
-            "no chat role: write assistant",
-        ),
-        ("prompt", {"prompt": [{"role": "Human", "content": "x"}]}, "no chat role: write user"),
-        (
-            "sft",
-            {"messages": [user("x"), assistant("y") | {"weight": 0.5}]},
-            "has the weight 0.5: write 0 (not trained on) or 1",
-        ),
-        ("sft", {"messages": [user("x"), assistant("y") | {"weight": True}]}, "has the weight True: write 0"),
-        (
-            "sft",
-            {"messages": [user("x") | {"weight": 1}, assistant("y")]},
-            "only answers of the assistant are trained on",
-        ),
-        (
-            "preference",
-            {"prompt": "x", "chosen": [assistant("y") | {"weight": 0}], "rejected": "z"},
-            "the chosen answer has weight 0",
-        ),
-        (
-            "sft",
-            {"messages": None},
-            "there is neither 'messages' nor 'prompt' with 'response': fill them or drop the row",
-        ),
-        ("sft", {"prompt": "x", "response": 3}, "'response' must be a string, found int: write it as text"),
-        (
-            "sft",
-            {"prompt": "x", "response": ["y"]},
-            "'response' must be a string, found list: correct or drop the row",
-        ),
-        ("sft", {"messages": []}, "found an empty list"),
-        (
-            "prompt",
-            {"prompt": 3},
-            "'prompt' must be a string or a list of messages, found int: write it as text",
-        ),
-        ("prompt", {"other": 3}, "column 'prompt' is missing or null: fill it or drop the row"),
-        ("prompt", {"prompt": [user("x"), assistant("y")]}, "nothing to answer"),
-        (
-            "preference",
-            {**GOOD["preference"], "rejected": None},
-            "column 'rejected' is missing or null: fill it or drop the row",
-        ),
-        ("preference", {**GOOD["preference"], "chosen": [user("x")]}, "must end with an assistant message"),
-        (
-            "preference",
-            {**GOOD["preference"], "margin": "much"},
-            "'margin' must be a finite number, found 'much'",
-        ),
-        (
-            "preference",
-            {**GOOD["preference"], "margin": float("nan")},
-            "'margin' must be a finite number, found nan",
-        ),
-        (
-            "preference",
-            {"chosen": [user("x"), assistant("y")], "rejected": [user("X"), assistant("z")]},
-            "differ before it",
-        ),
-        (
-            "preference",
-            {"chosen": [assistant("y")], "rejected": [assistant("z")]},
-            "column 'prompt' is missing or null",
-        ),
+        *rows_of_text("""
+    sft | {messages: x} | must be a list of
+    sft | {messages: [{role: user, content: x}, {role: assistant}]} | message 2 of column 'messages'
+    sft | {messages: [{role: user, content: x}, {role: assistant, content: '', tool_calls: [{f: 1}]}]} | must have a function with a name and arguments
+    sft | {messages: [{role: user, content: x, tool_calls: [{name: f}]}]} | tool_calls must be a list, and of an assistant message
+    sft | {messages: [{role: user, content: x}, {role: assistant, content: '', function_call: {name: f}}]} | an old form: write it as tool_calls
+    sft | {messages: [{role: user, content: x}, {role: assistant, content: y}], tools: '[{''name'': ''f''}]'} | column 'tools' must be a list of JSON schemas
+    sft | {messages: [{role: human, content: x}, {role: assistant, content: y}]} | 'messages' has the role 'human', which is no chat role: write user
+    sft | {messages: [{role: user, content: x}, {role: GPT, content: x}]} | message 2 of column 'messages' has the role 'GPT'
+    sft | {messages: [{role: user, content: x}, {role: bot, content: x}]} | no chat role: write assistant
+    sft | {messages: [{role: user, content: x}, {role: Assistant, content: x}]} | no chat role: write assistant
+    prompt | {prompt: [{role: Human, content: x}]} | no chat role: write user
+    sft | {messages: [{role: user, content: x}, {role: assistant, content: y, weight: 0.5}]} | has the weight 0.5: write 0 (not trained on) or 1
+    sft | {messages: [{role: user, content: x}, {role: assistant, content: y, weight: true}]} | has the weight True: write 0
+    sft | {messages: [{role: user, content: x, weight: 1}, {role: assistant, content: y}]} | only answers of the assistant are trained on
+    preference | {prompt: x, chosen: [{role: assistant, content: y, weight: 0}], rejected: z} | the chosen answer has weight 0
+    sft | {messages: null} | there is neither 'messages' nor 'prompt' with 'response': fill them or drop the row
+    sft | {prompt: x, response: 3} | 'response' must be a string, found int: write it as text
+    sft | {prompt: x, response: [y]} | 'response' must be a string, found list: correct or drop the row
+    sft | {messages: []} | found an empty list
+    prompt | {prompt: 3} | 'prompt' must be a string or a list of messages, found int: write it as text
+    prompt | {other: 3} | column 'prompt' is missing or null: fill it or drop the row
+    prompt | {prompt: [{role: user, content: x}, {role: assistant, content: y}]} | nothing to answer
+    preference | {prompt: x, chosen: y, rejected: null, margin: 1} | column 'rejected' is missing or null: fill it or drop the row
+    preference | {prompt: x, chosen: [{role: user, content: x}], rejected: z, margin: 1} | must end with an assistant message
+    preference | {prompt: x, chosen: y, rejected: z, margin: much} | 'margin' must be a finite number, found 'much'
+    preference | {prompt: x, chosen: y, rejected: z, margin: .nan} | 'margin' must be a finite number, found nan
+    preference | {chosen: [{role: user, content: x}, {role: assistant, content: y}], rejected: [{role: user, content: X}, {role: assistant, content: z}]} | differ before it
+    preference | {chosen: [{role: assistant, content: y}], rejected: [{role: assistant, content: z}]} | column 'prompt' is missing or null
+    """),
         (
             "preference",
             dict(prompt="zzz0", chosen=[user("a0"), assistant("x")], rejected=[user("a0"), assistant("y")]),

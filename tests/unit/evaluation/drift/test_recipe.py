@@ -65,8 +65,7 @@ def test_prompts_and_anchors_decide_the_digest(planned: Callable[..., Plan]) -> 
 
 @pytest.mark.parametrize(
     ("override", "sentence"),
-    [
-        *rows_of_text(r"""
+    rows_of_text(r"""
     drift.model=more | stages\.drift\.model: more does not answer in evaluation: add it to that stage's models
     drift.reference=base | stages\.drift\.reference: base does not answer in evaluation
     drift.reference=loop | stages\.drift: loop is model and reference, and does not drift from itself: name another
@@ -75,15 +74,8 @@ def test_prompts_and_anchors_decide_the_digest(planned: Callable[..., Plan]) -> 
     drift.anchors.judge.reward=sft | stages\.drift\.anchors\.judge\.reward: sft is of kind sft, but a reward model is needed here
     drift.anchors.pairs.path=chat.inbox | stages\.drift\.anchors: chat\.inbox is an inbox, and anchors are kept pairs: name a file
     drift.gates=[{metric: prompts/kl, max: 1}] | stages\.drift\.gates\.0\.metric: unknown metric 'prompts/kl'
+    drift.anchors.judge={kind: openai, model: x, verdict_cache: shared} | stages\.drift\.anchors: anchors are judged anew, and verdict_cache would return old verdicts: leave it out
     """),
-        (
-            "drift.anchors.judge={kind: openai, model: x, verdict_cache: shared}",
-            (
-                r"stages\.drift\.anchors: anchors are judged anew, and verdict_cache would return old"
-                r" verdicts: leave it out"
-            ),
-        ),
-    ],
 )
 def test_a_wrong_drift_stage_is_one_sentence(
     planned: Callable[..., Plan], override: str, sentence: str

@@ -107,20 +107,11 @@ def test_overrides_are_applied_together_before_the_check(recipe: Write) -> None:
     sft.data.sources.0.path='' | stages.sft.data.sources.0.path: string should have at least 1 character
     name=[ | correct the YAML
     evaluation.endpoints={gpt: {model: x, more: {top_p: .nan}}} | stages.evaluation.endpoints.gpt.more: cannot be sent as JSON
+    evaluation.endpoints={gpt: {model: x, base_url: 'localhost:8000/v1'}} | stages.evaluation.endpoints.gpt.base_url: 'localhost:8000/v1' is no address: begin it with http:// or https://
+    evaluation.judges=[{kind: openai, model: x, api_key_env: sk-123}] | stages.evaluation.judges.0.api_key_env: give the name of an environment variable
     """),
         ("ppo.xyzzy=1", "valid: router_aux_coef, "),
         ("sft.lora={targets: []}", "stages.sft.lora.targets: "),
-        (
-            "evaluation.endpoints={gpt: {model: x, base_url: 'localhost:8000/v1'}}",
-            (
-                "stages.evaluation.endpoints.gpt.base_url: 'localhost:8000/v1' is no address: begin it with"
-                " http:// or https://"
-            ),
-        ),
-        (
-            "evaluation.judges=[{kind: openai, model: x, api_key_env: sk-123}]",
-            "stages.evaluation.judges.0.api_key_env: give the name of an environment variable",
-        ),
         ("sft\n.max_len=3", "override 'sft\\n.max_len=3': write <stage>.<field>=<value>"),
         (
             "evaluation.endpoints={gpt: {model: x, more: {since: !!timestamp 2024-01-01}}}",
