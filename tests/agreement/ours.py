@@ -18,10 +18,11 @@ from rlhf_core.objectives.collate import Batch, collate
 from rlhf_core.objectives.losses import orpo_loss
 from rlhf_core.objectives.sampler_weights import importance_weights
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.rewards.credit import estimate
 from tests.agreement import material
 from tests.agreement.material import CLIP_HIGH, CLIP_LOW, MAX_LENGTH
+from tests.support.stage_request import stage_request
 from tests.support.stage_work import WORK
 
 CONFIGS = {"sft": SFT, "reward_model": RewardModel, "dpo": DPO, "kto": KTO}
@@ -55,9 +56,7 @@ def train(case: material.Case, folder: Path, run: Path) -> Curve:
     """
     run.mkdir(parents=True)
     config = config_of(case, folder)
-    request = StageRequest(
-        name="agreement", digest="0", config=config, inputs={"base": str(folder / "base")}, seed=material.SEED
-    )
+    request = stage_request(config, folder / "base", name="agreement", seed=material.SEED)
     WORK[case.stage](request, RunDir(run))
     lines = read_metrics(run)
     curve = {

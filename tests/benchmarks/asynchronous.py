@@ -23,7 +23,8 @@ from record import add_options, figure, save
 
 from rlhf_core.config import PPO
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
+from tests.support.stage_request import stage_request
 
 WORLD = """
 import asyncio, random
@@ -111,9 +112,7 @@ def main() -> None:
     for staleness in arguments.staleness:
         run = RunDir(arguments.out / f"staleness{staleness}")
         config = stage_config(arguments, staleness)
-        run.prepare(
-            StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0)
-        )
+        run.prepare(stage_request(config, arguments.model))
         code = run_child("-m", "rlhf_core", str(run.path))
         if code:
             sys.exit(code)

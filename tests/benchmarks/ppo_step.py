@@ -34,7 +34,8 @@ from rlhf_core.forecast.hardware import GPUS, Gpu
 from rlhf_core.forecast.placements import choose, forecast, placements
 from rlhf_core.hub.model_config import size_of
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
+from tests.support.stage_request import stage_request
 
 LETTERS = """
 def letters(responses):
@@ -151,7 +152,7 @@ def main() -> None:
     run = RunDir(arguments.out / "run")
     scored = str(headed(arguments.model, arguments.out / "rm"))
     inputs = {"base": str(arguments.model), "rm": scored, "other": scored}  # other: a second reward model
-    run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=0))
+    run.prepare(stage_request(config, inputs))
     peaks = watch_memory()
     start = time.time()
     ended = threading.Event()

@@ -27,7 +27,8 @@ from shapes import letters
 
 from rlhf_core.config import PPO
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
+from tests.support.stage_request import stage_request
 
 VOWELS = '''
 def vowels(responses):
@@ -113,7 +114,7 @@ def curve(
     }
     run = RunDir(arguments.out / f"{name}-{seed}")
     config = PPO.model_validate(stage | fields)
-    run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(model)}, seed=seed))
+    run.prepare(stage_request(config, model, seed=seed))
     code = run_child("-m", "rlhf_core", str(run.path))
     if code:
         sys.exit(f"{name}, seed {seed}: exit code {code}")

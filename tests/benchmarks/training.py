@@ -32,7 +32,8 @@ from rlhf_core.forecast.hardware import GPUS
 from rlhf_core.forecast.zero_stage import stage_of_training
 from rlhf_core.hub.model_config import size_of
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
+from tests.support.stage_request import stage_request
 
 PASSES = 4  # of one optimiser step, on one GPU
 PAIR = 1024  # tokens of each side of a pair
@@ -197,11 +198,7 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[lis
     )
     print(f"plan: ZeRO-{stage}; GiB of a GPU / of the host: {told}", flush=True)
     run = RunDir(arguments.out / "run")
-    run.prepare(
-        StageRequest(
-            name=arguments.what, digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0
-        )
-    )
+    run.prepare(stage_request(config, arguments.model, name=arguments.what))
     hide = "sys.modules['liger_kernel'] = None; " if arguments.no_liger else ""
     hide += (
         "from rlhf_core.models import document_leak; document_leak.leaks = lambda *_: True; "

@@ -21,8 +21,9 @@ from rlhf_core.config import (
 )
 from rlhf_core.records import StageResult
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support.programs import captured
+from tests.support.stage_request import stage_request
 from tests.support.stage_work import reward_config
 
 QUESTIONS = Path(__file__).parents[3] / "shared" / "data" / "arena-hard" / "v0.1-question.jsonl"
@@ -36,7 +37,7 @@ pytestmark = [
 
 def finish(folder: Path, module: str, config: StageConfig, inputs: dict[str, str]) -> StageResult:
     run = RunDir(folder)
-    run.prepare(StageRequest(name=config.stage, digest="0", config=config, inputs=inputs, seed=0))
+    run.prepare(stage_request(config, inputs))
     process = captured([sys.executable, "-m", module, str(folder)], timeout=600)
     assert process.returncode == 0, process.stderr[-3000:]
     result = run.result()

@@ -22,7 +22,8 @@ from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.questions import Question
 from rlhf_core.recipe.gate_checks import check
 from rlhf_core.records import EvalReport
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
+from tests.support.stage_request import stage_request
 from tests.support.tiny_models import fit
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def chat(tokenizer: Any, messages: Any) -> str:
 def stage(folder: Path, config: Any, inputs: dict[str, Path]) -> RunDir:
     run = RunDir(folder)
     named = {name: str(path) for name, path in inputs.items()}
-    run.prepare(StageRequest(name=config.stage, digest="0", config=config, inputs=named, seed=0))
+    run.prepare(stage_request(config, named))
     return run
 
 

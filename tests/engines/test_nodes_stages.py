@@ -21,6 +21,7 @@ from tests.support import host_stages
 from tests.support.host_stages import COMMAND, log, prepare
 from tests.support.hosts import ROOT, Cluster, cluster, unavailable
 from tests.support.micro import wait_until
+from tests.support.stage_request import stage_request
 
 pytestmark = [
     pytest.mark.slow,
@@ -73,9 +74,7 @@ def test_training_over_two_hosts_is_that_of_one_rank(
         )
         fields = {**FIELDS, "data": data, **more}
         config = SFT(model="base", **fields) if kind == "sft" else DPO(policy="base", **fields)
-        return StageRequest(
-            name=kind, digest="0", config=config, inputs={"base": str(material / "base")}, seed=5
-        )
+        return stage_request(config, material / "base", name=kind, seed=5)
 
     one = tmp_path / "one"
     over_two = tmp_path / "two"

@@ -26,10 +26,11 @@ from safetensors.torch import load_file
 
 from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support.micro import wait_until
 from tests.support.programs import logged
 from tests.support.sockets import beyond_loopback, listening
+from tests.support.stage_request import stage_request
 from tests.support.stage_work import train_reward_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -105,7 +106,7 @@ def prepare_filtered(folder: Path, material: Path, function: Path) -> None:
 
 
 def write_request(folder: Path, config: PPO, inputs: dict[str, str]) -> None:
-    RunDir(folder).prepare(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7))
+    RunDir(folder).prepare(stage_request(config, inputs, seed=7))
 
 
 def start(folder: Path, **environment: str) -> subprocess.Popen[bytes]:

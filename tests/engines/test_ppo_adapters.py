@@ -17,8 +17,9 @@ from rlhf_core.config import PPO, Data, EngineConfig, Lora, Ranks
 from rlhf_core.config.metrics.shared_metrics import SURVIVES
 from rlhf_core.models.load_model import load_policy
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support.families import make_family
+from tests.support.stage_request import stage_request
 from tests.support.stage_work import train_reward_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -81,7 +82,7 @@ def test_the_sampler_follows_the_actor(
     (tmp_path / "ppo").mkdir()
     try:
         rlhf_core.stages.ppo.ppo_stage.run(
-            StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7),
+            stage_request(config, inputs, seed=7),
             RunDir(tmp_path / "ppo"),
         )
     finally:

@@ -15,8 +15,9 @@ import pytest
 from rlhf_core.config import PPO, SFT, Data, Ranks
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.engines.test_ppo import SHARE, assert_same_end, common, finish, kill_and_finish, write_request
+from tests.support.stage_request import stage_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ITERATIONS = 40
@@ -71,9 +72,7 @@ def guesser(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_len=64, train_batch_size=64, micro_train_batch_size=16, learning_rate=3e-3, ranks=Ranks(cpus=1)
     )
     config = SFT(data=Data(sources=str(folder / "games.jsonl")), model="base", **sizes)
-    RunDir(folder / "sft").prepare(
-        StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
-    )
+    RunDir(folder / "sft").prepare(stage_request(config, material / "base", seed=3))
     finish(folder / "sft")
     return folder
 

@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 
 from rlhf_core.config import PPO, SFT, Data, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.engines.test_ppo import SHARE, common, finish, write_request
+from tests.support.stage_request import stage_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 STEPS = '''
@@ -100,9 +101,7 @@ def test_a_teacher_is_learned_without_a_reward(material: Path, tmp_path: Path) -
         max_len=96, train_batch_size=64, micro_train_batch_size=16, learning_rate=3e-3, ranks=Ranks(cpus=1)
     )
     sft = SFT(model="base", data=Data(sources=str(material / "sft.jsonl"), max_samples=1280), **sizes)
-    RunDir(tmp_path / "sft").prepare(
-        StageRequest(name="sft", digest="0", config=sft, inputs={"base": str(material / "base")}, seed=3)
-    )
+    RunDir(tmp_path / "sft").prepare(stage_request(sft, material / "base", seed=3))
     finish(tmp_path / "sft")
     how = dict(
         advantage_estimator="reinforce_pp", gamma=0, whiten_advantages=False, reward="none", init_kl_coef=1.0

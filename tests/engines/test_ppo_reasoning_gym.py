@@ -16,9 +16,10 @@ from rlhf_core.config.kinds import metrics_of
 from rlhf_core.data.rows.mixture import load_rows
 from rlhf_core.environments import sandbox
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.train import means_of_run
 from tests.engines.test_ppo import SHARE, finish, write_request
+from tests.support.stage_request import stage_request
 
 pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: make setup-dev")
 pytestmark = [
@@ -106,8 +107,7 @@ def test_the_score_rises(material: Path, tmp_path: Path) -> None:
         learning_rate=3e-3,
         ranks=Ranks(cpus=1),
     )
-    inputs = {"base": str(material / "base")}
-    request = StageRequest(name="sft", digest="0", config=sft, inputs=inputs, seed=3)
+    request = stage_request(sft, material / "base", seed=3)
     RunDir(tmp_path / "sft").prepare(request)
     finish(tmp_path / "sft")
     config = ppo(

@@ -12,8 +12,9 @@ import pytest
 
 from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support.families import make_family
+from tests.support.stage_request import stage_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ITERATIONS = 3
@@ -46,7 +47,7 @@ def test_ppo_trains_a_family_that_vllm_does_not_sample(way: str, material: Path,
         **WAYS[way],
     )
     run = RunDir(tmp_path / "run")
-    run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(base)}, seed=7))
+    run.prepare(stage_request(config, base, seed=7))
     command = [sys.executable, "-m", "rlhf_core", str(run.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=dict(os.environ))
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

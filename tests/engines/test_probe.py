@@ -14,11 +14,12 @@ import ray
 
 from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.rollout.sampler_role import SamplerRole
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo import ppo_stage as start
 from rlhf_core.stages.ppo import start_fleet as roles_start
 from rlhf_core.stages.ppo.measured.probe import EngineDiffers, WeightsDiffer
 from rlhf_core.stages.ppo.roles.actor import Actor
+from tests.support.stage_request import stage_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -103,9 +104,7 @@ def test_the_probe_names_what_is_at_fault(
         reference_ranks=share,
         engine=EngineConfig(cpus=0.25, kv_cache_gib=0.5),
     )
-    request = StageRequest(
-        name="ppo", digest="0", config=config, inputs={"base": str(tmp_path / "base")}, seed=7
-    )
+    request = stage_request(config, tmp_path / "base", seed=7)
     run = RunDir(tmp_path / "run")
     run.prepare(request)
     with pytest.raises(error, match=message):

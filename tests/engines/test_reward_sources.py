@@ -31,10 +31,11 @@ from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.rewards.reward_server import AnswerToScore, document
 from rlhf_core.rewards.reward_trial import ANSWER
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support.chat_endpoint import SECRET, Reply, completion, serving
 from tests.support.families import make_family
 from tests.support.sockets import beyond_loopback, listening
+from tests.support.stage_request import stage_request
 from tests.support.stage_work import train_reward_model
 from tests.unit.rewards.test_own_tokens import save_twin
 
@@ -135,9 +136,7 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         actor = make_family("granite-hybrid", material / "base", root / "actor")
         inputs = {"base": str(actor), "reward_model": str(root / "rm" / "checkpoint")}
         inputs["twin"] = str(save_twin(root / "rm" / "checkpoint", root / "twin"))
-        RunDir(root / "grpo").prepare(
-            StageRequest(name="grpo", digest="0", config=config, inputs=inputs, seed=7)
-        )
+        RunDir(root / "grpo").prepare(stage_request(config, inputs, name="grpo", seed=7))
         with (root / "log.txt").open("wb") as log:
             command = [sys.executable, "-m", "rlhf_core", str(root / "grpo")]
             environment = os.environ | {REWARD_KEY: (root / "home" / "reward-key").read_text().strip()}

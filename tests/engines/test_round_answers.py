@@ -17,9 +17,10 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import prompts
 from rlhf_core.models.reward_scoring import RewardScorer
-from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
+from rlhf_core.runs.run_dir import STATE, RunDir
 from rlhf_core.stages.preferences.sample_answers import answers_of_round
 from rlhf_core.stages.preferences.score_answers import scores_on_ranks
+from tests.support.stage_request import stage_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -57,7 +58,7 @@ def test_two_engines_give_the_answers_of_one_and_stored_answers_are_not_sampled_
             prompt_max_len=64, generate_max_len=12, engine=EngineConfig(num_engines=engines, cpus=0.5, kv_cache_gib=0.5),
         )  # fmt: skip
         asked = [prompt.tokens for prompt in prompts(config.prompts, renderer, 64, 0).items]
-        request = StageRequest(name="x", digest="0", config=config, inputs={"base": base}, seed=3)
+        request = stage_request(config, base, name="x", seed=3)
         run = RunDir(tmp_path / str(engines))
         (run / STATE).mkdir(parents=True)
         found.append(answers_of_round(config, base, asked, renderer.stop_token_ids, request, run))

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_core.config import DPO, KTO, SFT, Data, Lora, Ranks, RewardModel
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support.families import make_family
+from tests.support.stage_request import stage_request
 from tests.support.stage_work import WORK
 from tests.unit.models.test_document_leak import save_leaking
 
@@ -46,7 +47,7 @@ def train(
         config = DPO(policy="base", data=data("preferences.jsonl"), **{**FIELDS, **more})
     folder.mkdir()
     inputs = dict.fromkeys(("base", "other"), str(base or material / "base"))
-    request = StageRequest(name=kind, digest="0", config=config, inputs=inputs, seed=5)
+    request = stage_request(config, inputs, name=kind, seed=5)
     WORK[kind](request, RunDir(folder))
     return read_metrics(folder)
 

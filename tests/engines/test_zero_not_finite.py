@@ -8,10 +8,11 @@ import pytest
 import ray
 
 from rlhf_core.config import SFT, Data
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.sft import run
 from tests.engines.test_zero import FIELDS, TWO
 from tests.support.gloo_ranks import on_gloo_ranks
+from tests.support.stage_request import stage_request
 
 pytestmark = pytest.mark.slow
 RANK = """
@@ -51,9 +52,7 @@ def test_a_loss_on_two_ranks(material: Path, tmp_path: Path) -> None:
             FloatingPointError, match=r"^sft: step 2 of 4: the loss is nan, and training ends here"
         ):
             run(
-                StageRequest(
-                    name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=5
-                ),
+                stage_request(config, material / "base", seed=5),
                 RunDir(tmp_path),
             )
     finally:

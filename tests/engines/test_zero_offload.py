@@ -12,8 +12,9 @@ import pytest
 import rlhf_core.stages.sft
 from rlhf_core.config import SFT, Data
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support.gloo_ranks import on_gloo_ranks
+from tests.support.stage_request import stage_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RANKS = 4
@@ -138,9 +139,8 @@ def test_a_stage_on_one_rank_takes_options_of_deepspeed(
             **fields,
         )
         (tmp_path / name).mkdir()
-        inputs = {"base": str(material / "base")}
         rlhf_core.stages.sft.run(
-            StageRequest(name=name, digest="0", config=config, inputs=inputs, seed=5), RunDir(tmp_path / name)
+            stage_request(config, material / "base", name=name, seed=5), RunDir(tmp_path / name)
         )
         return read_metrics(tmp_path / name)
 

@@ -20,7 +20,8 @@ from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
 from rlhf_core.models.checkpoint.save import save_model
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
+from tests.support.stage_request import stage_request
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RNG = random.Random(0)
@@ -135,9 +136,7 @@ def trained(base: Path, material: Path, folder: Path) -> dict[str, str]:
     for config in stages:
         place = folder / config.stage
         place.mkdir()
-        request = StageRequest(
-            name=config.stage, digest="0", config=config, inputs={"base": str(base)}, seed=0
-        )
+        request = stage_request(config, base)
         try:
             import_module(KINDS[config.stage].module).run(request, RunDir(place))
             result[config.stage] = "yes"

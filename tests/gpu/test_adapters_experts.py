@@ -20,9 +20,10 @@ from rlhf_core.models.lora import lora_layers
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.training.engine import AdamW, TorchEngine
 from tests.support.families import make_family
+from tests.support.stage_request import stage_request
 from tests.support.tiny_models import reward_model
 
 pytestmark = [
@@ -37,7 +38,7 @@ NF4 = Lora(rank=8, quantize="nf4")
 
 
 def run(name: str, config: StageConfig, inputs: dict[str, str], folder: Path) -> list[dict[str, float]]:
-    RunDir(folder).prepare(StageRequest(name=name, digest="0", config=config, inputs=inputs, seed=0))
+    RunDir(folder).prepare(stage_request(config, inputs, name=name))
     command = [sys.executable, "-m", "rlhf_core", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
     if done.returncode:

@@ -15,9 +15,10 @@ from rlhf_core.config import DPO, PPO, SFT, Data, EngineConfig, Preferences, Ran
 from rlhf_core.data.documents import Document
 from rlhf_core.models.precision import dtype_of
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.roles.read_only import ReadOnlyModel, ReferenceModel, Reward
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
+from tests.support.stage_request import stage_request
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +75,7 @@ def chain(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     inputs = {"base": str(material / "base"), **{name: str(root / name / "checkpoint") for name in stages}}
     for name, config in stages.items():
-        RunDir(root / name).prepare(StageRequest(name=name, digest="0", config=config, inputs=inputs, seed=0))
+        RunDir(root / name).prepare(stage_request(config, inputs, name=name))
         command = [sys.executable, "-m", "rlhf_core", str(root / name)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
         assert done.returncode == 0, (name, done.stdout[-2000:], done.stderr[-4000:])

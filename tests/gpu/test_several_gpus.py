@@ -27,7 +27,8 @@ from rlhf_core.config import (
     StageConfig,
 )
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
+from tests.support.stage_request import stage_request
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not GPUS, reason="no GPU here")]
@@ -45,9 +46,7 @@ def of_gpus(*counts: int) -> list[Any]:
 
 
 def run(name: str, config: StageConfig, base: Path, folder: Path, **models: str) -> list[dict[str, float]]:
-    RunDir(folder).prepare(
-        StageRequest(name=name, digest="0", config=config, inputs={"base": str(base), **models}, seed=0)
-    )
+    RunDir(folder).prepare(stage_request(config, {"base": str(base), **models}, name=name))
     command = [sys.executable, "-m", "rlhf_core", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL)
     if done.returncode:

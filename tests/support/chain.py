@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from rlhf_core.config import DPO, PPO, SFT, Data, Evaluation, Preferences, RewardModel, Source, StageConfig
 from rlhf_core.records import EvalReport, WinRate
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import Outcome, RunDir
+from tests.support.stage_request import stage_request
 
 BASE = "stand-in/base-1m"
 CHAT = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
@@ -119,12 +120,8 @@ def build(root: Path) -> Chain:
     places = {"base": BASE}
     stages: dict[str, Path] = {}
     for number, (name, config) in enumerate(plan.items()):
-        request = StageRequest(
-            name=name,
-            digest=f"{number:016x}",
-            config=config,
-            inputs={used: places[used] for used in uses[name]},
-            seed=7,
+        request = stage_request(
+            config, {used: places[used] for used in uses[name]}, name=name, digest=f"{number:016x}", seed=7
         )
         run = RunDir(root / "stages" / f"{name}-{request.digest}")
         run.prepare(request)

@@ -21,6 +21,7 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.records import EvalReport
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.stage_request import stage_request
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -134,7 +135,7 @@ def request(setting: Setting, **changes: Any) -> StageRequest:
         "generate_max_len": 24,
     }
     config = Evaluation(**{**fields, "bootstrap_rounds": 200, **changes})
-    return StageRequest(name="evaluation", digest="0", config=config, inputs=setting.inputs, seed=1)
+    return stage_request(config, setting.inputs, seed=1)
 
 
 def evaluate(

@@ -34,8 +34,9 @@ from rlhf_core.config import (
     StageConfig,
 )
 from rlhf_core.records import EvalReport, Game, Judging, Judgment, Label, StyleEffect, WinRate
-from rlhf_core.runs.run_dir import METRICS, Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import METRICS, Outcome, RunDir
 from rlhf_core.system.files import digest
+from tests.support.stage_request import stage_request
 
 DATA = Data.model_validate({"sources": "data/rows.jsonl"})
 PROMPTS = Data.model_validate({"sources": "data/prompts.jsonl"})
@@ -102,7 +103,7 @@ def finish(
     }
     if name == "sft":
         inputs["base"] = str(artifacts.parent / "models" / "base")
-    request = StageRequest(name=name, digest=DIGESTS[name], config=config, inputs=inputs, seed=0)
+    request = stage_request(config, inputs, name=name, digest=DIGESTS[name])
     run = RunDir(run_dir(artifacts, name))
     run.prepare(request)
     rows = [{"step": i + 1, "time": 1.7e9 + i, **metrics(config.stage, i / lines, i)} for i in range(lines)]

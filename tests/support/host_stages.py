@@ -11,9 +11,10 @@ from pathlib import Path
 
 from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support.hosts import Host
 from tests.support.micro import wait_until
+from tests.support.stage_request import stage_request
 
 SAVED = 2  # iterations
 SPREAD = 0.6
@@ -74,9 +75,7 @@ def prepare(
 ) -> None:
     """Writes a run directory, or changes how its stage is placed."""
     config = config_of(folder, material, cpus, steps, timeout, stages)
-    RunDir(folder).prepare(
-        StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
-    )
+    RunDir(folder).prepare(stage_request(config, material / "base", seed=7))
 
 
 def log(folder: Path) -> str:

@@ -21,6 +21,7 @@ from rlhf_core.runs.launch import launch
 from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import HOLDER_ENV, Outcome, RunDir, StageRequest, run_in_directory
 from rlhf_core.system.files import locked, write_text
+from tests.support.stage_request import stage_request
 
 STEPS = 8
 DIGEST = "0123456789abcdef"
@@ -53,13 +54,7 @@ def start(artifacts: Path, identity: str) -> subprocess.Popen[bytes]:
 def run(artifacts: Path, identity: str) -> None:
     folder = artifacts / RECIPE / "runs"
     started = time.time()
-    request = StageRequest(
-        name="sft",
-        digest=DIGEST,
-        config=SFT(data=Data.model_validate({"sources": "rows.jsonl"})),
-        inputs={},
-        seed=0,
-    )
+    request = stage_request(SFT(data=Data.model_validate({"sources": "rows.jsonl"})), digest=DIGEST)
 
     def record(status: str, state: str = "", ended: float | None = None) -> None:
         stage = dict(

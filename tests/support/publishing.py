@@ -17,11 +17,12 @@ from huggingface_hub.utils import _http as client_http
 
 from rlhf_core.config import Publication
 from rlhf_core.hub.api import Retries
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.publication.publication_folder import AdapterBase, assemble, put
 from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import Chain, save_model
 from tests.support.hub_server import TOKEN, Hub, Repository, serve
+from tests.support.stage_request import stage_request
 
 REPO = "someone/tiny"
 TAG = "publication-00000000000000aa"
@@ -119,12 +120,10 @@ def things(root: Path) -> dict[str, Thing]:
 
 def stage(chain: Chain, place: Path, **config: Any) -> RunDir:
     """Prepares the run directory of a publication stage."""
-    request = StageRequest(
-        name="publication",
+    request = stage_request(
+        Publication(model="dpo-1", evaluation="evaluation", **config),
+        {"dpo-1": str(chain.checkpoint), "evaluation": str(chain.report)},
         digest="00000000000000aa",
-        config=Publication(model="dpo-1", evaluation="evaluation", **config),
-        inputs={"dpo-1": str(chain.checkpoint), "evaluation": str(chain.report)},
-        seed=0,
     )
     run = RunDir(place)
     run.prepare(request)

@@ -9,7 +9,8 @@ import rlhf_core.stages.kto
 import rlhf_core.stages.reward_model
 import rlhf_core.stages.sft
 from rlhf_core.config import Data, RewardModel
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
+from tests.support.stage_request import stage_request
 
 WORK = {
     "sft": rlhf_core.stages.sft.run,
@@ -27,9 +28,8 @@ def reward_config(material: Path, samples: int | None = None) -> RewardModel:
 
 def train_reward_model(material: Path, folder: Path, samples: int | None = None) -> Path:
     """Trains the demo's base model in `folder`. Returns the checkpoint."""
-    inputs = {"base": str(material / "base")}
     config = reward_config(material, samples)
     folder.mkdir(exist_ok=True)
-    request = StageRequest(name="reward_model", digest="0", config=config, inputs=inputs, seed=7)
+    request = stage_request(config, material / "base", seed=7)
     rlhf_core.stages.reward_model.run(request, RunDir(folder))
     return folder / "checkpoint"

@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.stage_request import stage_request
+
 ROWS = {"sft": 40_000, "dpo": 30_000}
 WORDS = 100
 MAX_LEN = 600
@@ -65,7 +67,7 @@ def main(kind: str, model: str, folder: Path, in_memory: bool) -> None:
     import rlhf_core.stages.dpo
     import rlhf_core.stages.sft
     from rlhf_core.config import DPO, SFT, Data
-    from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
+    from rlhf_core.runs.run_dir import STATE, RunDir
     from rlhf_core.training.engine import TorchEngine
     from rlhf_core.training.train_loop import order_of_epoch
 
@@ -108,7 +110,7 @@ def main(kind: str, model: str, folder: Path, in_memory: bool) -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         try:
             module.train(
-                StageRequest(name=kind, digest="0", config=config, inputs={"base": model}, seed=0),
+                stage_request(config, model, name=kind),
                 RunDir(run),
             )
         except Enough:

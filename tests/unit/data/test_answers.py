@@ -22,8 +22,9 @@ from rlhf_core.data.rows.mixture import check_columns
 from rlhf_core.data.sources import answer_documents, labelled_answers
 from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.preferences.post_process import post_process
+from tests.support.stage_request import stage_request
 from tests.support.text_rows import rows_of_text
 from tests.support.tiny_models import reward_model
 
@@ -317,7 +318,7 @@ def test_the_stage_writes_what_its_post_processor_makes(
     inputs = {"base": str(base), "rm": str(reward_model(material / "base", tmp_path / "rm"))}
     (tmp_path / "run").mkdir()
     outcome = rlhf_core.stages.preferences.preferences_stage.run(
-        StageRequest(name="x", digest="0", config=config, inputs=inputs, seed=0), RunDir(tmp_path / "run")
+        stage_request(config, inputs, name="x"), RunDir(tmp_path / "run")
     )
     assert all(
         tokenizer.decode(prompt).endswith(f"{suffix}<|end|><|assistant|>")

@@ -29,8 +29,9 @@ from rlhf_core.data.sources import (
     sft_documents,
 )
 from rlhf_core.data.survey import LIMITS, Survey
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.training.engine import TorchEngine
+from tests.support.stage_request import stage_request
 
 Rows = list[dict[str, Any]]
 MAX_LEN = 64
@@ -260,9 +261,7 @@ def test_all_faults_of_one_data_set_are_named_before_it_is_trained_on(
         config = DPO(
             policy="base", data=Data.model_validate({"sources": sources}), eval_data=held_out, **common
         )
-        request = StageRequest(
-            name="faulty", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3
-        )
+        request = stage_request(config, material / "base", name="faulty", seed=3)
         with pytest.raises(KeyboardInterrupt):
             rlhf_core.stages.dpo.run(request, run)
         printed = capfd.readouterr().out
@@ -293,9 +292,7 @@ def test_the_report_is_an_output_an_artifact_and_on_the_page(
         train_batch_size=8,
         micro_train_batch_size=8,
     )
-    request = StageRequest(
-        name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3
-    )
+    request = stage_request(config, material / "base", seed=3)
     run = RunDir(tmp_path / "stages" / "sft-0")
     run.prepare(request)
     outcome = rlhf_core.stages.sft.run(request, run)

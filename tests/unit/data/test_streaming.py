@@ -29,9 +29,10 @@ from rlhf_core.data.packing import Passes
 from rlhf_core.data.rows.mixture import load_rows
 from rlhf_core.data.sources import preference_pairs, sft_documents
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.training.train_loop import order_of_epoch
 from tests.support.programs import captured
+from tests.support.stage_request import stage_request
 
 COMMON: dict[str, Any] = dict(
     train_batch_size=8, micro_train_batch_size=4, max_len=96, learning_rate=1e-3, max_epochs=2
@@ -70,9 +71,7 @@ def config_of(kind: str, material: Path) -> StageConfig:
 
 def run(config: StageConfig, material: Path, folder: Path) -> list[dict[str, float]]:
     folder.mkdir()
-    request = StageRequest(
-        name=config.stage, digest="0", config=config, inputs={"base": str(material / "base")}, seed=3
-    )
+    request = stage_request(config, material / "base", seed=3)
     STAGES[config.stage].run(request, RunDir(folder))
     return [{name: value for name, value in line.items() if name != "time"} for line in read_metrics(folder)]
 

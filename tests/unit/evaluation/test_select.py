@@ -15,8 +15,9 @@ from evaluation.scores.selection import choose
 from evaluation.select_stage import run
 from rlhf_core.config import Select
 from rlhf_core.records import EvalReport, Game, Judgment
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.system import files
+from tests.support.stage_request import stage_request
 
 ORDER = ("a", "b", "c")
 
@@ -127,7 +128,7 @@ def stage(tmp_path: Path) -> RunDir:
         inputs[name] = str(folder)
     run_dir = RunDir(tmp_path / "stages" / "best-1")
     config = Select(of=("v.1", "v.2"), by="trial", simplest="v.1")
-    run_dir.prepare(StageRequest(name="best", digest="d", config=config, inputs=inputs, seed=0))
+    run_dir.prepare(stage_request(config, inputs, name="best", digest="d"))
     return run_dir
 
 

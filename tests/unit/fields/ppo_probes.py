@@ -14,7 +14,7 @@ from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo import iteration_loop, ppo_setup, train
 from rlhf_core.stages.ppo import start_fleet as start
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
@@ -27,6 +27,7 @@ from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.validation import REWARD
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.zero.zero_options import engine_config, options_of
+from tests.support.stage_request import stage_request
 from tests.unit.fields.change import World
 from tests.unit.stages.ppo.test_ppo_sampling import PROMPTS, Fleet
 
@@ -218,7 +219,7 @@ def looped(world: World, fields: Mapping[str, Any]) -> Any:
     inputs = {name: world.place(name) for name in ("sft", "other", "rm", "rm2")} | {
         "reward_model": world.place("rm")
     }
-    request = StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=0)
+    request = stage_request(config, inputs)
     run.prepare(request)
     metrics = train.train(request, run, {}, 0.0).metrics
     files = [

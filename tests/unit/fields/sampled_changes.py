@@ -21,8 +21,9 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.row_files import raw_rows
 from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, sft_documents
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo import ppo_setup, train
+from tests.support.stage_request import stage_request
 from tests.unit.fields.change import Change, World
 from tests.unit.fields.ppo_probes import PATHS, ppo
 from tests.unit.fields.training_changes import ROWS, trained
@@ -107,9 +108,7 @@ def answered(kind: str) -> Any:
         inputs = {name: world.place(name) for name in ("sft", "other", "moe", "rm", "rm2")}
         with world.patch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: False)
-            outcome = module.run(
-                StageRequest(name=kind, digest="0", config=config, inputs=inputs, seed=3), run
-            )
+            outcome = module.run(stage_request(config, inputs, name=kind, seed=3), run)
         files = {
             str(file.relative_to(run.path)): file.read_text()
             for file in run.path.rglob("*.json*")

@@ -16,9 +16,10 @@ from rlhf_core.config import KINDS
 from rlhf_core.config.training.optimiser_fields import Freeze
 from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.weights.frozen_weights import freeze_weights
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.zero.zero_options import engine_config, options_of
+from tests.support.stage_request import stage_request
 from tests.unit.fields.change import Change, World
 
 SIZES: dict[str, Any] = {
@@ -72,9 +73,7 @@ def trained(kind: str) -> Any:
         run.path.mkdir()
         inputs = {"base": world.place("sft")} | {name: world.place(name) for name in ("other", "moe")}
         inputs |= {name: str(world.models / f"{name}.jsonl") for name in ("scored", "labels", "sampled")}
-        outcome = import_module(KINDS[kind].module).run(
-            StageRequest(name=kind, digest="0", config=config, inputs=inputs, seed=3), run
-        )
+        outcome = import_module(KINDS[kind].module).run(stage_request(config, inputs, name=kind, seed=3), run)
         weights = (
             load_file(run.path / "checkpoint" / "model.safetensors")
             if (run.path / "checkpoint" / "model.safetensors").exists()

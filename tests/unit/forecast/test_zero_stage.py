@@ -28,9 +28,10 @@ from rlhf_core.forecast.zero_stage import (
 )
 from rlhf_core.hub.model_config import Size, size_of_config
 from rlhf_core.runs import resume_state
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.start_fleet import zero_stage_of
 from rlhf_core.training.ranks import on_ranks, with_zero_stage
+from tests.support.stage_request import stage_request
 
 SHAPE = {
     "hidden_size": 3584,
@@ -253,7 +254,7 @@ def test_a_group_gets_a_request_with_a_stage(tmp_path: Path, capsys: pytest.Capt
     run.path.mkdir()
 
     def resolved(config: Trainable, memory: int, host: int = 4096) -> Any:
-        request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(tmp_path)}, seed=0)
+        request = stage_request(config, tmp_path)
         return with_zero_stage(request, run, config, memory * GIB, host * GIB).config.zero_stage  # type: ignore[union-attr]
 
     assert (resolved(sft(), 100), resolved(sft(), 48), resolved(sft(zero_stage=2), 100)) == (1, 3, 2)
@@ -277,9 +278,7 @@ def test_a_stage_whose_gpu_is_full_says_what_helps(tmp_path: Path) -> None:
     def rank(*_: object) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    request = StageRequest(
-        name="tuned", digest="0", config=sft(ranks=Ranks()), inputs={"base": str(tmp_path)}, seed=0
-    )
+    request = stage_request(sft(ranks=Ranks()), tmp_path, name="tuned")
     with pytest.raises(
         RuntimeError,
         match=r"^tuned ran out of GPU memory: lower micro_train_tokens .*`alignflow plan`.* allocate 2 GiB$",

@@ -20,11 +20,12 @@ from rlhf_core.forecast.zero_stage import (
     starts,
     starts_of_ppo,
 )
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.start_fleet import start_fleet, zero_stage_of
 from rlhf_core.system.machine import MachineLacks
 from rlhf_core.training.ranks import with_zero_stage
+from tests.support.stage_request import stage_request
 from tests.unit.forecast.test_zero_stage import LARGE, ppo, sft
 
 HOST = 4096 * 2**30
@@ -98,9 +99,7 @@ def test_a_gpu_that_cannot_load_the_model_is_refused_before_anything_is_loaded(t
         (sft(zero_stage=3), r"37\.2", 36),
         (sft(zero_stage=2), r"132\.0", 131),
     ):
-        request = StageRequest(
-            name="tuned", digest="0", config=config, inputs={"base": str(tmp_path)}, seed=0
-        )
+        request = stage_request(config, tmp_path, name="tuned")
         with pytest.raises(
             MachineLacks, match=rf"^tuned: while .* takes {needed} GiB, .* smallest GPU here has {less}\.0:"
         ):

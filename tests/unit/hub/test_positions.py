@@ -13,7 +13,8 @@ from rlhf_core.__main__ import main
 from rlhf_core.config import PPO, Data, Preferences, StageConfig
 from rlhf_core.hub.positions import positions_of
 from rlhf_core.runs.launch import StageFailed
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
+from tests.support.stage_request import stage_request
 from tests.support.text_rows import rows_of_text
 
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -74,9 +75,7 @@ def test_a_stage_says_so_before_it_starts_anything(
         prompts=Data(sources="p.jsonl"),
         **CRITIC_FREE.get(config, {}),
     )
-    request = StageRequest(
-        name="s", digest="0", config=stage, inputs={"base": str(tmp_path / "base")}, seed=0
-    )
+    request = stage_request(stage, tmp_path / "base", name="s")
     RunDir(tmp_path / "run").prepare(request)
     code = main([str(tmp_path / "run")])
     told = (

@@ -21,9 +21,10 @@ import rlhf_core.stages.preferences.preferences_stage
 from rlhf_core.config import DPO, KTO, PPO, Data, StageConfig
 from rlhf_core.hub.vocabulary import difference, known_rows, require_same_vocabulary, stored_vocabulary
 from rlhf_core.preflight.inputs import check_inputs
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support.hub_server import Blob, Hub, Repository
 from tests.support.publishing import serving_hub
+from tests.support.stage_request import stage_request
 from tests.unit.preflight.test_check import TEMPLATE, Planned, planned, save_tokenizer
 
 __all__ = ["planned"]
@@ -263,9 +264,7 @@ def stages(material: Path) -> dict[str, tuple[Callable[..., Any], StageConfig]]:
 def test_who_loads_it_refuses_it(name: str, material: Path, tmp_path: Path) -> None:
     work, config = stages(material)[name]
     base, other = material / "base", swap(tmp_path / "other", material / "base")
-    request = StageRequest(
-        name="s", digest="0", config=config, inputs={"base": str(base), "other": str(other)}, seed=0
-    )
+    request = stage_request(config, {"base": str(base), "other": str(other)}, name="s")
     (tmp_path / "run").mkdir()
     with pytest.raises(ValueError) as refused:
         work(request, RunDir(tmp_path / "run"))

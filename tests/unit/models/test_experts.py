@@ -18,8 +18,9 @@ from rlhf_core.models.experts import balance_loss
 from rlhf_core.models.load_model import load_policy, trained_policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support.families import FAMILIES, MOE, make_family, model_class
+from tests.support.stage_request import stage_request
 
 DOCUMENTS = [Document(list(range(3, 3 + n)), [False] + [True] * (n - 1)) for n in (9, 4, 13, 6)]
 
@@ -111,9 +112,7 @@ def test_sft_balances_experts_when_configured(checkpoint: Path, material: Path, 
         )
         folder = tmp_path / str(coef)
         folder.mkdir()
-        request = StageRequest(
-            name="sft", digest="0", config=config, inputs={"base": str(checkpoint)}, seed=3
-        )
+        request = stage_request(config, checkpoint, seed=3)
         rlhf_core.stages.sft.run(request, RunDir(folder))
         return [line["router/balance"] for line in read_metrics(folder)]
 
@@ -143,7 +142,7 @@ def test_every_family_trains_and_transformers_loads_the_checkpoint(
         packing=family != "granite-hybrid",  # its state would cross documents
     )
     (tmp_path / "run").mkdir()
-    request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(base)}, seed=3)
+    request = stage_request(config, base, seed=3)
     rlhf_core.stages.sft.run(request, RunDir(tmp_path / "run"))
     losses = [line["loss"] for line in read_metrics(tmp_path / "run")]
     assert losses[-1] < losses[0]

@@ -24,7 +24,8 @@ from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import Outcome, RunDir
+from tests.support.stage_request import stage_request
 from tests.support.stage_work import WORK
 
 LORA = Lora(rank=4, alpha=8)
@@ -54,7 +55,7 @@ def config_of(kind: str, material: Path, lora: Lora, **more: object) -> StageCon
 
 def run(config: StageConfig, base: Path, folder: Path) -> Outcome:
     folder.mkdir(exist_ok=True)
-    request = StageRequest(name=config.stage, digest="0", config=config, inputs={"base": str(base)}, seed=3)
+    request = stage_request(config, base, seed=3)
     return WORK[config.stage](request, RunDir(folder))
 
 

@@ -16,9 +16,10 @@ from rlhf_core.rewards.functions.function import Function
 from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.rollout.vllm.environment import server_environment
 from rlhf_core.runs.launch import launch
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support import hostile
 from tests.support.programs import captured
+from tests.support.stage_request import stage_request
 
 # What `alignflow`, the script that pip writes, does: its own folder is first on the module path, the working
 # directory is not on it.
@@ -94,11 +95,7 @@ def test_a_stage_and_what_it_starts(folder: Path, tmp_path: Path, monkeypatch: p
     (tmp_path / "modules" / "stage_for_tests.py").write_text(STAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     run = RunDir(tmp_path / "run")
-    run.prepare(
-        StageRequest(
-            name="sft", digest="d", config=SFT.model_validate({"data": {"sources": "x"}}), inputs={}, seed=0
-        )
-    )
+    run.prepare(stage_request(SFT.model_validate({"data": {"sources": "x"}}), digest="d"))
     assert launch("stage_for_tests", run.path, "sft", print).metrics == {"loss": 1.0}
     assert all(file.startswith(str(hostile.ROOT)) for file in (run / "seen").read_text().split())
 
@@ -110,7 +107,7 @@ def test_our_own_stage_process_trains(folder: Path, material: Path, tmp_path: Pa
     run = RunDir(tmp_path / "run")
     base = str(material / "base")
     config = SFT.model_validate({"data": data, **sizes})
-    run.prepare(StageRequest(name="sft", digest="d", config=config, inputs={"base": base}, seed=0))
+    run.prepare(stage_request(config, base, digest="d"))
     launch("rlhf_core", run.path, "sft", print)
     assert (run / "checkpoint" / "model.safetensors").is_file()
 

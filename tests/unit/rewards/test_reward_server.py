@@ -23,8 +23,9 @@ from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.rewards.remote import HttpRewardClient
 from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.rewards.reward_server import application, reward_application
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support.asgi import served
+from tests.support.stage_request import stage_request
 
 PROMPTS = [
     [{"role": "user", "content": text}] for text in ("Copy this number: 123", "Reverse this number: 42")
@@ -43,9 +44,7 @@ def checkpoint(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         max_len=96,
         learning_rate=1e-3,
     )
-    request = StageRequest(
-        name="rm", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7
-    )
+    request = stage_request(config, material / "base", name="rm", seed=7)
     rlhf_core.stages.reward_model.run(request, RunDir(folder))
     return folder / "checkpoint"
 

@@ -17,8 +17,9 @@ from rlhf_core.config import SFT
 from rlhf_core.runs.allotment import Allotment, Stopped, allotment, check_stop, variables
 from rlhf_core.runs.launch import launch
 from rlhf_core.runs.remote.remote_files import RemoteFiles
-from rlhf_core.runs.run_dir import LOCK, RunDir, StageRequest
+from rlhf_core.runs.run_dir import LOCK, RunDir
 from tests.support.micro import wait_until
+from tests.support.stage_request import stage_request
 
 STAGE = """
 import os, subprocess, sys, time
@@ -41,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     run = RunDir(tmp_path / "sft")
     config = SFT.model_validate({"data": {"sources": "x.jsonl"}})
-    run.prepare(StageRequest(name="sft", digest="d", config=config, inputs={}, seed=0))
+    run.prepare(stage_request(config, digest="d"))
     return run
 
 

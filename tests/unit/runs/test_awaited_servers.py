@@ -15,10 +15,11 @@ from rlhf_core.config import PPO, OpenAIJudge
 from rlhf_core.config.gates import AskedServer
 from rlhf_core.runs import awaited_servers
 from rlhf_core.runs.awaited_servers import require_servers, why_unreachable
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.machine import Unreachable
 from tests.support.chat_endpoint import completion, serving
 from tests.support.evaluations import evaluate, make_setting
+from tests.support.stage_request import stage_request
 
 
 class Begun(Exception):
@@ -95,7 +96,7 @@ def test_ppo_starts_no_process_for_a_silent_server(
     config = PPO.model_validate(
         {"prompts": {"sources": "p.jsonl"}, "reward": closed, "advantage_estimator": "reinforce_pp"}
     )
-    request = StageRequest(name="ppo", config=config, inputs={config.actor: "actor"}, seed=1, digest="0")
+    request = stage_request(config, {config.actor: "actor"}, seed=1)
     with pytest.raises(Unreachable, match=r"the reward .* cannot reach"):
         stage.run(request, RunDir(tmp_path))
 

@@ -17,8 +17,9 @@ import pytest
 
 from rlhf_core.config import SFT, Evaluation
 from rlhf_core.runs.launch import SECRET_NAME, StageFailed, launch
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.processes import child_environment
+from tests.support.stage_request import stage_request
 
 Prepare = Callable[[str], Path]
 # A stage whose behaviour is the name of its request. Every process it starts writes its pid to `pids/`.
@@ -88,7 +89,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     def make(name: str) -> Path:
         run = RunDir(tmp_path / name)
         config = SFT.model_validate({"data": {"sources": "x.jsonl"}})
-        run.prepare(StageRequest(name=name, digest="d", config=config, inputs={}, seed=0))
+        run.prepare(stage_request(config, name=name, digest="d"))
         return run.path
 
     return make

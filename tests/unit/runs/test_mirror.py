@@ -17,8 +17,9 @@ from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.remote import wandb_mirror
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tasks.keys import variables
+from tests.support.stage_request import stage_request
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 STAND_IN = """
@@ -77,7 +78,7 @@ def stage(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "sft-00ff")
     config = SFT.model_validate({"data": {"sources": "s3://ann:pw7@host/d.jsonl"}})
     shown = Wandb(project="chat", entity="team", group="recipe")
-    run.prepare(StageRequest(name="sft", digest="00ff", config=config, inputs={}, seed=3, wandb=shown))
+    run.prepare(stage_request(config, digest="00ff", seed=3, wandb=shown))
     return run
 
 

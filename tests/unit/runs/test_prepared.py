@@ -18,8 +18,9 @@ from rlhf_core.config import SFT
 from rlhf_core.runs import prepared as ahead
 from rlhf_core.runs.launch import launch
 from rlhf_core.runs.prepared import Prepared
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.processes import child_environment
+from tests.support.stage_request import stage_request
 
 MODULE = "stage_that_waits"
 # A stage whose process leaves its pid in a file as soon as it runs, and prints the variable that a test
@@ -61,15 +62,7 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepare
 def run(folder: Path, name: str = "stage") -> list[str]:
     """Runs a stage; returns what it printed."""
     made = RunDir(folder / name)
-    made.prepare(
-        StageRequest(
-            name="x",
-            digest="d",
-            config=SFT.model_validate({"data": {"sources": "x.jsonl"}}),
-            inputs={},
-            seed=0,
-        )
-    )
+    made.prepare(stage_request(SFT.model_validate({"data": {"sources": "x.jsonl"}}), name="x", digest="d"))
     lines: list[str] = []
     launch(MODULE, made.path, "x", lines.append)
     return lines

@@ -13,14 +13,15 @@ import pytest
 
 from rlhf_core import __main__ as stage_process
 from rlhf_core.config import KINDS, SFT
-from rlhf_core.runs.run_dir import LOCK, Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import LOCK, Outcome, RunDir
 from rlhf_core.system.files import is_locked
+from tests.support.stage_request import stage_request
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> str:
     config = SFT.model_validate({"data": {"sources": "x.jsonl"}})
-    RunDir(tmp_path / "sft").prepare(StageRequest(name="sft", digest="d", config=config, inputs={}, seed=0))
+    RunDir(tmp_path / "sft").prepare(stage_request(config, digest="d"))
     return str(tmp_path / "sft")
 
 

@@ -15,21 +15,16 @@ from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.remote.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.remote.store import Store
-from rlhf_core.runs.run_dir import RESULT, Outcome, RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.run_dir import RESULT, Outcome, RunDir, run_in_directory
 from rlhf_core.system.files import file_digest
 from rlhf_core.training.engine import TorchEngine
 from tasks.stored_stages import fetch_stage, states_uploaded, upload_stage
 from tests.support.s3_server import s3
+from tests.support.stage_request import stage_request
 from tests.support.states import wait_until_complete
 
 FAST = {"attempts": 3, "pause": 0.0}
-REQUEST = StageRequest(
-    name="sft",
-    digest="00ff",
-    config=SFT.model_validate({"data": {"sources": "d.jsonl"}}),
-    inputs={"base": "first/base"},
-    seed=0,
-)
+REQUEST = stage_request(SFT.model_validate({"data": {"sources": "d.jsonl"}}), "first/base", digest="00ff")
 
 
 @pytest.fixture(scope="module")
@@ -251,9 +246,7 @@ def test_a_wiped_machine_goes_on_from_the_stored_state(
             "save_steps": 2,
         }
     )
-    request = StageRequest(
-        name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3
-    )
+    request = stage_request(config, material / "base", seed=3)
     store = Store(f"{bucket}/moved", checkpoints=True, **FAST)
     real_step = TorchEngine.step
     steps = []

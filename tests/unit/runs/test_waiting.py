@@ -25,13 +25,14 @@ from rlhf_core.runs.run_dir import (
 from rlhf_core.system.files import write_text
 from rlhf_core.system.machine import MachineLacks
 from tests.support.micro import WAIT_SECONDS, wait_until
+from tests.support.stage_request import stage_request
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     config = SFT.model_validate({"data": {"sources": "x.jsonl"}})
     run = RunDir(tmp_path / "sft")
-    run.prepare(StageRequest(name="sft", digest="d", config=config, inputs={}, seed=0))
+    run.prepare(stage_request(config, digest="d"))
     return run
 
 

@@ -21,10 +21,11 @@ from rlhf_core.rewards.reward_contract import RewardsFailed
 from rlhf_core.rewards.reward_server import application
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs import awaited_servers
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.system.machine import Unreachable
 from tests.support.asgi import served
 from tests.support.chat_endpoint import SECRET, Reply, completion, serving
+from tests.support.stage_request import stage_request
 from tests.support.tiny_models import reward_model
 
 ANSWERS = ("3", "44", "555", "6666")
@@ -94,7 +95,7 @@ def run(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             **{"post_processor": "conditional_sft", **fields},
         )
         inputs = {"base": str(material / "base"), "rm": str(tmp_path / "rm")}
-        request = StageRequest(name="x", digest="0", config=config, inputs=inputs, seed=0)
+        request = stage_request(config, inputs, name="x")
         outcome = rlhf_core.stages.preferences.preferences_stage.run(request, RunDir(tmp_path / "run"))
         assert [name for name in outcome.metrics if not has_metric(config, name)] == []
         written = next(path for name, path in outcome.outputs.items() if name != "data_report")

@@ -15,9 +15,10 @@ import pytest
 import flows.cli
 import flows.cli.prepare
 from rlhf_core.config import SFT
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.machine import disk_problem
 from tests.support.programs import captured
+from tests.support.stage_request import stage_request
 
 LIMIT = 1_000_000  # bytes of one file: less than the checkpoint, more than logs, metrics and data
 
@@ -48,9 +49,7 @@ def test_a_full_disk_is_one_sentence(material: Path, tmp_path: Path, save_steps:
         {"data": {"sources": str(material / "sft.jsonl"), "max_samples": 24}, **fields}
     )
     run = RunDir(tmp_path / "sft-0")
-    run.prepare(
-        StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
-    )
+    run.prepare(stage_request(config, material / "base", seed=3))
     ended = work(run, LIMIT)
     assert ended.returncode == 3, ended.stderr[-3000:]
     assert ended.stderr.strip().splitlines()[-1].startswith(f"{run.path} cannot be written to: {why}")

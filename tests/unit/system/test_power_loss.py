@@ -13,6 +13,7 @@ from rlhf_core.runs import resume_state
 from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import RESULT, STATE, Outcome, RunDir, StageRequest
 from rlhf_core.system.files import sync_to_disk
+from tests.support.stage_request import stage_request
 
 
 class Written:
@@ -44,9 +45,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Written:
 
 
 def request() -> StageRequest:
-    return StageRequest(
-        name="sft", digest="0" * 16, config=SFT(model="base", data=Data(sources="d.jsonl")), inputs={}, seed=0
-    )
+    return stage_request(SFT(model="base", data=Data(sources="d.jsonl")), digest="0" * 16)
 
 
 def fill(folder: Path) -> None:

@@ -13,10 +13,11 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import DPO, KTO, PPO, SFT, Data, Lora, RewardModel, StageConfig
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.training.ranks import EXPORT_TRIAL
+from tests.support.stage_request import stage_request
 
 FIELDS: dict[str, Any] = {"train_batch_size": 8, "micro_train_batch_size": 8, "max_len": 64}
 KINDS = ("sft", "reward_model", "dpo", "kto")
@@ -40,7 +41,7 @@ def module_of(kind: str) -> ModuleType:
 
 def run(config: StageConfig, base: Path, folder: Path) -> None:
     folder.mkdir()
-    request = StageRequest(name=config.stage, digest="0", config=config, inputs={"base": str(base)}, seed=3)
+    request = stage_request(config, base, seed=3)
     module_of(config.stage).run(request, RunDir(folder))
 
 

@@ -27,6 +27,7 @@ from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.training.engine import TorchEngine
+from tests.support.stage_request import stage_request
 from tests.unit.training.test_training import WORK, config_of
 
 SHAPE = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -94,7 +95,7 @@ def test_no_number_is_a_switch() -> None:
 
 def request_of(kind: str, material: Path, **more: object) -> StageRequest:
     config = config_of(kind, material, **more)
-    return StageRequest(name=kind, digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
+    return stage_request(config, material / "base", name=kind, seed=3)
 
 
 def code_of(kind: str, material: Path, folder: Path, **more: object) -> int:

@@ -37,6 +37,7 @@ from rlhf_core.stages.kto import all_mismatches, mismatch, mismatches_of
 from rlhf_core.stages.reference_logprobs import answer_logprobs, reference_logprobs
 from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.train_loop import items_of_step
+from tests.support.stage_request import stage_request
 
 COMMON: dict[str, Any] = dict(train_batch_size=8, micro_train_batch_size=4, max_len=96, learning_rate=1e-3)
 LOSSES: dict[str, dict[str, Any]] = {
@@ -65,7 +66,7 @@ def config_of(kind: str, material: Path, samples: int = 22, **more: Any) -> Stag
 
 def request_of(config: StageConfig, material: Path) -> StageRequest:
     inputs = {"base": str(material / "base"), "sft": str(material / "base")}
-    return StageRequest(name=config.stage, digest="0", config=config, inputs=inputs, seed=3)
+    return stage_request(config, inputs, seed=3)
 
 
 def run(config: StageConfig, material: Path, folder: Path) -> Outcome:

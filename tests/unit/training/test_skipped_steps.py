@@ -17,11 +17,12 @@ from rlhf_core.config import SFT, Data
 from rlhf_core.config.training.schedule_fields import ScheduleFields
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.training import train_loop
 from rlhf_core.training.engine import TorchEngine
 from rlhf_core.training.learning_rate import learning_rate
 from rlhf_core.training.skipped_steps import NONFINITE_STEPS
+from tests.support.stage_request import stage_request
 
 BROKEN = "a row that breaks the loss"
 
@@ -85,9 +86,7 @@ def train(rows: Path, material: Path, folder: Path, allowed: int, **more: Any) -
         **more,
     )
     folder.mkdir(exist_ok=True)
-    request = StageRequest(
-        name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=5
-    )
+    request = stage_request(config, material / "base", seed=5)
     return rlhf_core.stages.sft.run(request, RunDir(folder))
 
 

@@ -27,10 +27,11 @@ from rlhf_core.models.checkpoint.weight_files import fill
 from rlhf_core.models.reward_scoring import STATISTICS, RewardScorer, stored_statistics
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.training import train_loop
 from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.train_loop import deal, items_of_step, passes_of_rank, replicas
+from tests.support.stage_request import stage_request
 from tests.support.stage_work import WORK
 
 COMMON = {"train_batch_size": 8, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-3}
@@ -62,9 +63,7 @@ def config_of(kind: str, material: Path, samples: int = 40, **more: object) -> S
 
 def run(config: StageConfig, material: Path, folder: Path) -> Outcome:
     folder.mkdir(exist_ok=True)
-    request = StageRequest(
-        name=config.stage, digest="0", config=config, inputs={"base": str(material / "base")}, seed=3
-    )
+    request = stage_request(config, material / "base", seed=3)
     outcome = WORK[config.stage](request, RunDir(folder))
     assert set(outcome.metrics) == set(metrics_of(config)) - {
         BALANCE,
@@ -260,7 +259,7 @@ def test_a_checkpoint_ends_its_answers_where_the_template_does(material: Path, t
     model.resize_token_embeddings(len(tokenizer))
     model.save_pretrained(base)
     config = config_of("sft", material, train_batch_size=40)
-    request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(base)}, seed=3)
+    request = stage_request(config, base, seed=3)
     (tmp_path / "run").mkdir()
     rlhf_core.stages.sft.run(request, RunDir(tmp_path / "run"))
     found = GenerationConfig.from_pretrained(tmp_path / "run" / "checkpoint").eos_token_id

@@ -16,8 +16,9 @@ from transformers import Qwen2Config
 from evaluation.answers.served_models import identity_of, local_model
 from evaluation.judges.factory import judge_names, make_judge
 from rlhf_core.config import Evaluation, RuleJudge, Source, VllmJudge
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.system.files import Digests
+from tests.support.stage_request import stage_request
 
 TASKS = Path(__file__).parents[4] / "deployments" / "tasks"
 
@@ -48,7 +49,7 @@ def test_a_stages_manifest_gives_the_identity_without_reading_the_weights(tmp_pa
     run = RunDir(tmp_path / "stages" / "judged-0")
     # any stage: what counts is its manifest
     config = Evaluation(models=("sft",), questions=Source(path="q.jsonl"))
-    request = StageRequest(name="judged", digest="0", config=config, inputs={}, seed=0)
+    request = stage_request(config, name="judged")
     run.prepare(request)
     folder = checkpoint(run / "checkpoint")
     read = identity_of(str(folder), Digests())
@@ -99,7 +100,7 @@ def test_a_judge_without_room_for_a_prompt_is_refused_before_a_server_starts(tmp
     judge = VllmJudge(model="big", max_tokens=256)
     config = Evaluation(models=("sft",), questions=Source(path="q.jsonl"), judges=(judge,))
     inputs = {"big": str(checkpoint(tmp_path / "big"))}
-    request = StageRequest(name="evaluation", digest="0", config=config, inputs=inputs, seed=0)
+    request = stage_request(config, inputs)
     with (
         ExitStack() as stack,
         pytest.raises(

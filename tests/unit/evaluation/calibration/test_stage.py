@@ -21,11 +21,12 @@ from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.labels import load_labels
 from rlhf_core.recipe.gate_checks import check, meaning_of
 from rlhf_core.records import Judgment
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from tests.support.chat_endpoint import Reply, completion, error, serving
 from tests.support.evaluations import Setting, make_reward_model, make_setting
 from tests.support.labels import label, write_labels
 from tests.support.micro import WAIT_SECONDS, wait_until
+from tests.support.stage_request import stage_request
 
 pytestmark = pytest.mark.usefixtures("judge_key")
 
@@ -56,9 +57,7 @@ def calibration(url: str, file: Path, **changes: Any) -> Calibration:
 
 def prepared(folder: Path, config: Calibration, inputs: dict[str, str] | None = None) -> RunDir:
     directory = RunDir(folder / "run")
-    directory.prepare(
-        StageRequest(name="calibration", digest="0", config=config, inputs=inputs or {}, seed=1)
-    )
+    directory.prepare(stage_request(config, inputs or {}, seed=1))
     return directory
 
 

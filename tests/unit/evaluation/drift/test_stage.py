@@ -18,9 +18,10 @@ from evaluation.report.run_page import render
 from evaluation.report.summary import StageView, read
 from rlhf_core.config import Drift
 from rlhf_core.config.kinds import has_metric
-from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.runs.run_dir import RunDir
 from tests.support.evaluations import Setting, evaluate, make_reward_model, make_setting
 from tests.support.programs import captured
+from tests.support.stage_request import stage_request
 from tests.support.text_rows import rows_of_text
 
 RULE = {"kind": "rule"}
@@ -60,7 +61,7 @@ def drift(
     }
     config = Drift.model_validate({"model": "ppo", "bootstrap_rounds": 200, **sources, **changes})
     run = RunDir(setting.folder / "stages" / f"{name}-{key}")
-    run.prepare(StageRequest(name=name, digest=key, config=config, inputs=setting.inputs, seed=1))
+    run.prepare(stage_request(config, setting.inputs, name=name, digest=key, seed=1))
     outcome = drift_stage.run(run.request(), run)
     assert [metric for metric in outcome.metrics if not has_metric(config, metric)] == []
     run.finish(run.request(), outcome, 0.1)

@@ -16,9 +16,10 @@ from evaluation.regression.regression_stage import run
 from rlhf_core.config import Gate, OpenAIJudge, Regression, RewardJudge, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.records import StageResult
-from rlhf_core.runs.run_dir import RESULT, RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.run_dir import RESULT, RunDir, run_in_directory
 from tests.support.chat_endpoint import Reply, completion, serving
 from tests.support.evaluations import COUNT, SKILL, Double, Setting, make_reward_model, make_setting
+from tests.support.stage_request import stage_request
 
 UIDS = [f"q{n}" for n in range(COUNT)]
 
@@ -39,9 +40,7 @@ def regress(
     )
     config = Regression(**{**fields, "prompt_max_len": 128, "generate_max_len": 24, **changes})
     directory = RunDir(setting.folder / "artifacts" / "stages" / f"regression-{digest}")
-    directory.prepare(
-        StageRequest(name="regression", digest=digest, config=config, inputs=setting.inputs, seed=1)
-    )
+    directory.prepare(stage_request(config, setting.inputs, digest=digest, seed=1))
     result = run_in_directory(directory.path, run)
     assert [name for name in result.metrics if not has_metric(config, name)] == []
     order = 1_000_000 + int(digest)

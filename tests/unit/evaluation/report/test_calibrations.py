@@ -14,7 +14,8 @@ from evaluation.report.summary import StageView, read, read_evaluation
 from rlhf_core.config import Calibration, Evaluation, OpenAIJudge, RewardJudge, StageConfig
 from rlhf_core.config.judging.calibration import judge_identity
 from rlhf_core.records import EvalReport, Judging, WinRate
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import Outcome, RunDir
+from tests.support.stage_request import stage_request
 
 CHAT = {"kind": "openai", "model": "judge-x", "base_url": "https://judge.example/v1"}
 NONE = "The judge judge-x has no calibration: add a stage of kind calibration."
@@ -24,7 +25,7 @@ def stage(
     folder: Path, name: str, config: StageConfig, inputs: dict[str, str], file: str, content: str
 ) -> StageView:
     run = RunDir(folder / "stages" / f"{name}-{'0' * 16}")
-    request = StageRequest(name=name, digest="0" * 16, config=config, inputs=inputs, seed=0)
+    request = stage_request(config, inputs, name=name, digest="0" * 16)
     run.prepare(request)
     (run / "report").mkdir(exist_ok=True)
     (run / "report" / file).write_text(content)

@@ -15,7 +15,7 @@ from evaluation.report.summary import StageView
 from evaluation.report.template import duration, number, percent
 from rlhf_core.config import AlignmentTax
 from rlhf_core.records import Answering, StageResult
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.runs.timeline import Timeline, TimelineRow, write_timeline
 from tests.support.finished_run import (
     CONFIGS,
@@ -25,6 +25,7 @@ from tests.support.finished_run import (
     report,
     run_dir,
 )
+from tests.support.stage_request import stage_request
 from tests.unit.evaluation.report.test_page import page
 
 
@@ -109,7 +110,7 @@ def test_remote_models_are_told_with_their_sampling_and_their_cost(tmp_path: Pat
 def tax_view(artifacts: Path, rows: list[TaxRow]) -> StageView:
     config = AlignmentTax(models=("dpo", "ppo"), tasks=("gsm8k", "own.yaml"))
     run = RunDir(artifacts / "stages" / "tax-0")
-    request = StageRequest(name="tax", digest="0", config=config, inputs={}, seed=0)
+    request = stage_request(config, name="tax")
     run.prepare(request)
     (run / "report").mkdir()
     about = {"lm_eval": "0.4.13", "chat_template": True, "num_fewshot": None}

@@ -16,13 +16,14 @@ from evaluation.report.run_page import write_report
 from evaluation.report.summary import StageView, read, read_evaluation
 from rlhf_core.config import Regression
 from rlhf_core.records import EvalReport, WinRate
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import Outcome, RunDir
+from tests.support.stage_request import stage_request
 
 
 def regression(folder: Path, count: int = 3) -> StageView:
     run = RunDir(folder / "stages" / f"regression-{'0' * 16}")
     config = Regression.model_validate({"models": ["dpo", "ppo"], "questions": {"path": "suite.jsonl"}})
-    request = StageRequest(name="regression", digest="0" * 16, config=config, inputs={}, seed=0)
+    request = stage_request(config, digest="0" * 16)
     run.prepare(request)
     (run / "report").mkdir()
     results: list[QuestionOutcome] = ["passed", "failed", "passed"]

@@ -22,7 +22,7 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.roles.trained import Steps, Update
@@ -30,6 +30,7 @@ from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.sampling.rollout_group import SeededPrompt, rollout
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
 from rlhf_core.stages.ppo.sampling.stored import AHEAD, read_ahead, write_ahead
+from tests.support.stage_request import stage_request
 from tests.support.states import wait_until_complete
 from tests.support.text_rows import rows_of_text
 
@@ -169,7 +170,7 @@ def ppo(
         prompts = Data.model_validate({"sources": str(material / "prompts.jsonl"), "max_samples": 40})
         requested = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **{**SIZES, **config})
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
-        run.prepare(StageRequest(name="ppo", digest="0", config=requested, inputs=inputs, seed=0))
+        run.prepare(stage_request(requested, inputs))
         try:
             run_in_directory(
                 run.path,

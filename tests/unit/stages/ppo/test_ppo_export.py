@@ -14,13 +14,14 @@ import pytest
 from rlhf_core.cluster.work_log import GroupWork
 from rlhf_core.config import PPO, Data
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.runs.timeline import Timeline
 from rlhf_core.stages.ppo import iteration_loop, train
 from rlhf_core.stages.ppo.iteration import Carried
 from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.sampling import validation
 from rlhf_core.stages.ppo.sampling.validation import HIGH, LOW, REWARD
+from tests.support.stage_request import stage_request
 from tests.support.states import wait_until_complete
 
 
@@ -129,7 +130,7 @@ def ppo(
         )
         requested = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **sizes, **config)
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
-        run.prepare(StageRequest(name="ppo", digest="0", config=requested, inputs=inputs, seed=0))
+        run.prepare(stage_request(requested, inputs))
         run_in_directory(
             run.path, lambda request, run: train.train(request, run, dict.fromkeys(("actor", "sampler")), 0.0)
         )

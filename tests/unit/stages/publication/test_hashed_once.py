@@ -19,6 +19,7 @@ from rlhf_core.stages.publication import publication_stage as publication
 from rlhf_core.stages.publication.publication_folder import read_marker
 from rlhf_core.system import files
 from tests.support.chain import save_model
+from tests.support.stage_request import stage_request
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 def trained(folder: Path) -> RunDir:
     run = RunDir(folder / "sft-00aa")
     config = SFT.model_validate({"data": {"sources": "rows.jsonl"}})
-    request = StageRequest(name="sft", digest="00aa", config=config, inputs={}, seed=0)
+    request = stage_request(config, digest="00aa")
     run.prepare(request)
 
     def work(request: StageRequest, run: RunDir) -> Outcome:
@@ -52,15 +53,7 @@ def trained(folder: Path) -> RunDir:
 def publish(trained: RunDir, root: Path, **config: Any) -> RunDir:
     run = RunDir(root / "publication-00bb")
     inputs = {"sft": str(trained / "checkpoint")}
-    run.prepare(
-        StageRequest(
-            name="publication",
-            digest="00bb",
-            config=Publication(model="sft", **config),
-            inputs=inputs,
-            seed=0,
-        )
-    )
+    run.prepare(stage_request(Publication(model="sft", **config), inputs, digest="00bb"))
     run_in_directory(run.path, publication.run)
     return run
 
@@ -113,9 +106,7 @@ def test_a_base_model_named_by_two_stages_is_hashed_once(tmp_path: Path, hashed:
     stages = tmp_path / "artifacts" / "stages"
     for name, inputs in {"one": {}, "two": {"one": str(stages / "one-00aa")}}.items():
         inputs = {"base": str(tmp_path / "base")} | inputs
-        RunDir(stages / f"{name}-00aa").prepare(
-            StageRequest(name=name, digest="00aa", config=config, inputs=inputs, seed=0)
-        )
+        RunDir(stages / f"{name}-00aa").prepare(stage_request(config, inputs, name=name, digest="00aa"))
     os.utime(weights, (1.7e9, 1.7e9))
     found = []
     for _ in range(2):

@@ -21,13 +21,14 @@ from rlhf_core.hub.api import Retries
 from rlhf_core.preflight.inputs import tokenizer_of
 from rlhf_core.recipe.plan import plan
 from rlhf_core.records import Game, Judgment, LabelledAnswer, PreferencePair
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import read_marker
 from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import Chain, build, save_model
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository
 from tests.support.publishing import serving_hub
+from tests.support.stage_request import stage_request
 
 REPO = "someone/rows"
 TAG = "publication-00aa"
@@ -88,15 +89,7 @@ def publish(output: Path, place: Path, digest: str = "00aa", **config: Any) -> R
     given = {"repo_id": REPO, **config}
     publication = Publication(**given) if "model" in given else Publication(dataset="made", **given)
     run = RunDir(place)
-    run.prepare(
-        StageRequest(
-            name="publication",
-            digest=digest,
-            config=publication,
-            inputs={publication.model or "made": str(output)},
-            seed=0,
-        )
-    )
+    run.prepare(stage_request(publication, {publication.model or "made": str(output)}, digest=digest))
     run_in_directory(run.path, hub.run)
     return run
 

@@ -21,11 +21,12 @@ from rlhf_core.config import SFT, Data, Lora, Publication, RewardModel
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load_model import load_scorer
 from rlhf_core.models.reward_scoring import score_documents
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import adapter_base
 from tests.support.hub_server import TOKEN, Hub
 from tests.support.publishing import serving_hub
+from tests.support.stage_request import stage_request
 
 REPO = "someone/tiny"
 
@@ -50,11 +51,7 @@ def publish(checkpoint: Path, place: Path, **config: Any) -> RunDir:
     """The publication stage, to the stand-in."""
     publication = Publication(**{"model": "trained", "repo_id": REPO, **config})
     run = RunDir(place)
-    run.prepare(
-        StageRequest(
-            name="publication", digest="00aa", config=publication, inputs={"trained": str(checkpoint)}, seed=0
-        )
-    )
+    run.prepare(stage_request(publication, {"trained": str(checkpoint)}, digest="00aa"))
     run_in_directory(run.path, hub.run)
     return run
 
@@ -91,11 +88,7 @@ def train_reward_model(
         lora=lora,
     )
     run = RunDir(folder)
-    run.prepare(
-        StageRequest(
-            name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3
-        )
-    )
+    run.prepare(stage_request(config, material / "base", seed=3))
     run_in_directory(run.path, rlhf_core.stages.reward_model.run)
     return trained[0].eval()
 
@@ -149,9 +142,7 @@ def train_sft_adapter(material: Path, folder: Path) -> Path:
         lora=ADAPTER,
     )
     run = RunDir(folder)
-    run.prepare(
-        StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
-    )
+    run.prepare(stage_request(config, material / "base", seed=3))
     run_in_directory(run.path, rlhf_core.stages.sft.run)
     return folder / "checkpoint"
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import Publication
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.licenses import inherited, license_of, upstream_licenses
 from rlhf_core.stages.publication.upstream_cards import header_of, upstream_cards
 from tests.support.chain import BASE, Chain, build, save_model
+from tests.support.stage_request import stage_request
 from tests.support.text_rows import rows_of_text
 
 
@@ -91,15 +92,7 @@ def test_a_conflict_stops_the_stage_before_anything_is_written_or_sent(chain: Ch
     for license, place in (("apache-2.0", tmp_path / "stopped"), (None, tmp_path / "inherited")):
         run = RunDir(place)
         config = Publication(model="dpo-1", license=license, licenses=licenses)
-        run.prepare(
-            StageRequest(
-                name="publication",
-                digest="0a",
-                config=config,
-                inputs={"dpo-1": str(chain.checkpoint)},
-                seed=0,
-            )
-        )
+        run.prepare(stage_request(config, {"dpo-1": str(chain.checkpoint)}, digest="0a"))
         if license:
             with pytest.raises(
                 ValueError, match=r"license is apache-2\.0, and sloppy\.jsonl is under cc-by-nc-4\.0"

@@ -16,13 +16,14 @@ from rlhf_core.config import Publication
 from rlhf_core.hub.api import Retries
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import assemble
 from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import Chain, build, save_model
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository, serve
 from tests.support.publishing import ONCE, THREE, quiet
+from tests.support.stage_request import stage_request
 from tests.support.text_rows import rows_of_text
 
 REPO = "someone/tiny"
@@ -284,9 +285,7 @@ def test_the_stage_publishes_to_its_branch_and_the_card_says_how_to_load_it(
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         server.repositories[REPO] = Repository(private=True)
         run = RunDir(tmp_path / "run")
-        run.prepare(
-            StageRequest(name="publication.round1", digest="aa", config=config, inputs=inputs, seed=0)
-        )
+        run.prepare(stage_request(config, inputs, name="publication.round1", digest="aa"))
         run_in_directory(run.path, hub.run)
         repository = server.repositories[REPO]
         assert repository.history() == ["initial commit"]

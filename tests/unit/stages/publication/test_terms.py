@@ -14,13 +14,14 @@ from huggingface_hub import constants
 
 from rlhf_core.config import Publication
 from rlhf_core.hub.api import Retries
-from rlhf_core.runs.run_dir import RunDir, StageRequest, run_in_directory
+from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.stages.publication import publication_stage as publication
 from rlhf_core.stages.publication.terms import Terms, base_terms, gated_like
 from rlhf_core.stages.publication.upload import upload
 from tests.support.chain import BASE, Chain, build, save_model
 from tests.support.hub_server import Blob, Hub, Repository
 from tests.support.publishing import REPO, TAG, api, model_to_publish, serving_hub
+from tests.support.stage_request import stage_request
 
 HEADER = {
     "license": "other",
@@ -55,12 +56,10 @@ def with_base(server: Hub, gated: Any, header: dict[str, Any] = HEADER) -> None:
 
 def published(chain: Chain, place: Path, **config: Any) -> dict[str, Any]:
     """Runs the stage; returns the card's front matter."""
-    request = StageRequest(
-        name="publication",
+    request = stage_request(
+        Publication(model="dpo-1", **{"repo_id": REPO, **config}),
+        {"dpo-1": str(chain.checkpoint)},
         digest="00aa",
-        config=Publication(model="dpo-1", **{"repo_id": REPO, **config}),
-        inputs={"dpo-1": str(chain.checkpoint)},
-        seed=0,
     )
     run = RunDir(place)
     run.prepare(request)
