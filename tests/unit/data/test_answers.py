@@ -34,11 +34,6 @@ REWARDS = [[1.0, 5.0, 3.0], [2.0, 2.0, 2.0], [4.0, 1.0, 7.0]]
 WHOLE = [[True] * 3] * 3
 
 
-@pytest.fixture(scope="module")
-def renderer(material: Path) -> Renderer:
-    return Renderer(load_tokenizer(str(material / "base")), "chat")
-
-
 def write(path: Path, rows: list[dict[str, Any]]) -> Data:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Data(sources=str(path))

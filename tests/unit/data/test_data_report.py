@@ -19,7 +19,7 @@ import tasks.stages
 from evaluation.report.run_page import write_report
 from evaluation.report.summary import StageView
 from rlhf_core.config import DPO, SFT, Data
-from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.chat import Renderer
 from rlhf_core.data.data_report import CHART, JSON, MARKDOWN, markdown, surveys_of, warnings
 from rlhf_core.data.sources import (
     answer_documents,
@@ -31,15 +31,11 @@ from rlhf_core.data.sources import (
 from rlhf_core.data.survey import LIMITS, Survey
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.training.engine import TorchEngine
+from tests.support.data_rows import write
 from tests.support.stage_request import stage_request
 
 Rows = list[dict[str, Any]]
 MAX_LEN = 64
-
-
-@pytest.fixture(scope="module")
-def renderer(material: Path) -> Renderer:
-    return Renderer(load_tokenizer(str(material / "base")), "chat")
 
 
 def words(index: int, salt: str = "") -> str:
@@ -60,11 +56,6 @@ def clean(kind: str, count: int = 60, salt: str = "") -> Rows:
             row |= {"response": words(i, "answer"), "label": bool(i % 2), "reward": float(i % 7)}
         rows.append(row)
     return rows
-
-
-def write(path: Path, rows: Rows) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def survey(kind: str, data: Data, renderer: Renderer) -> Survey:

@@ -10,24 +10,12 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import Data
-from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.chat import Renderer
 from rlhf_core.data.rows.formats import recognise
 from rlhf_core.data.rows.mixture import check_columns, load_rows
 from rlhf_core.data.sources import labelled_answers, preference_pairs, prompts, sft_documents
 from rlhf_core.data.survey import Loaded
-
-
-@pytest.fixture(scope="module")
-def renderer(material: Path) -> Renderer:
-    return Renderer(load_tokenizer(str(material / "base")), "chat")
-
-
-def user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str) -> dict[str, str]:
-    return {"role": "assistant", "content": content}
+from tests.support.data_rows import assistant, user
 
 
 def data(path: Path, rows: list[Any], **source: Any) -> Data:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config import Data
 from rlhf_core.config.data import Rows, Source
-from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.chat import Renderer
 from rlhf_core.data.data_report import markdown, surveys_of
 from rlhf_core.data.questions import load_questions
 from rlhf_core.data.rows.mixture import check_columns, load_rows
@@ -76,11 +76,6 @@ VALUES = st.recursive(
 )
 KINDS = st.sampled_from(get_args(Rows))
 SETTINGS = settings(max_examples=200)
-
-
-@pytest.fixture(scope="module")
-def renderer(material: Path) -> Renderer:
-    return Renderer(load_tokenizer(str(material / "base")), "chat")
 
 
 @pytest.fixture(scope="module")

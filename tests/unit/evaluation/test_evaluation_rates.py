@@ -22,14 +22,8 @@ from tests.support.evaluations import (
     Setting,
     evaluate,
     make_reward_model,
-    make_setting,
     make_tokenizer,
 )
-
-
-@pytest.fixture
-def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    return make_setting(tmp_path, monkeypatch)
 
 
 def test_every_model_also_plays_its_parent(setting: Setting) -> None:

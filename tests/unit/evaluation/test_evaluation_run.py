@@ -28,15 +28,9 @@ from tests.support.evaluations import (
     evaluate,
     make_model,
     make_reward_model,
-    make_setting,
     request,
 )
 from tests.support.programs import captured
-
-
-@pytest.fixture
-def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    return make_setting(tmp_path, monkeypatch)
 
 
 def test_the_rule_decides_and_the_report_says_by_how_much(setting: Setting) -> None:

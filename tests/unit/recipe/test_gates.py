@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,11 @@ from rlhf_core.config.gates import Verdict
 from rlhf_core.config.kinds import has_metric, metrics_of
 from rlhf_core.recipe.gate_checks import GateFailed, check, gates_of, holding, meaning_of
 from rlhf_core.recipe.load_recipe import dump_recipe, load_recipe, recipe_of
-from rlhf_core.recipe.plan import Plan, plan
+from rlhf_core.recipe.plan import plan
 from rlhf_core.records import StageResult
 from rlhf_core.runs.run_dir import Outcome, RunDir
 from tests.support.text_rows import rows_of_text
+from tests.support.tiny_plan import Planned
 
 TEXT = """
 name: tiny
@@ -33,14 +33,6 @@ stages:
   loop: {stage: iterative, policy: sft, post_processor: kto, prompts: {sources: prompts.jsonl}, rounds: 2}
   evaluation: {models: [ppo, loop], questions: {path: q.jsonl}}
 """
-Planned = Callable[..., Plan]
-
-
-@pytest.fixture
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(TEXT)
-    return lambda *overrides: plan(load_recipe("recipe.yaml", overrides))
 
 
 def result_of(metrics: dict[str, float], kind: str = "sft") -> StageResult:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,7 @@ from rlhf_core.rewards.reward_contract import (
     RewardsFailed,
 )
 from tests.support.micro import wait_until
-from tests.support.reward_server import SAMPLES, Reply, Served, lengths, serving_rewards
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    with serving_rewards() as served:
-        yield served
+from tests.support.reward_server import SAMPLES, Reply, Served, lengths
 
 
 @pytest.mark.parametrize(

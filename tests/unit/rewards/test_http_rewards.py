@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,7 @@ from rlhf_core.rewards.reward_contract import (
     read_rewards,
 )
 from tests.support.http_handler import JsonHandler, handled_by
-from tests.support.reward_server import SAMPLES, Reply, Served, lengths, serving_rewards
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    with serving_rewards() as served:
-        yield served
+from tests.support.reward_server import SAMPLES, Reply, Served, lengths
 
 
 def score(

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_core.config import Endpoint
 from tests.support.chat_endpoint import Reply, completion, serving
-from tests.support.evaluations import COUNT, Setting, evaluate, make_setting
-
-
-@pytest.fixture
-def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    return make_setting(tmp_path, monkeypatch)
+from tests.support.evaluations import COUNT, Setting, evaluate
 
 
 def test_a_remote_model_plays_like_any_other_and_is_asked_once(

@@ -4,16 +4,14 @@ work."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.preflight.question_checks import question_problems
-from rlhf_core.recipe.load_recipe import load_recipe
-from rlhf_core.recipe.plan import Plan, plan
 from tests.support.text_rows import rows_of_text
+from tests.support.tiny_plan import Planned
 
 TEXT = """
 name: tiny
@@ -33,15 +31,8 @@ stages:
 """
 
 
-@pytest.fixture
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(TEXT)
-    return lambda *overrides: plan(load_recipe("recipe.yaml", overrides))
-
-
 def test_it_depends_on_the_last_round_its_evaluation_and_the_judge_of_anchors(
-    planned: Callable[..., Plan],
+    planned: Planned,
 ) -> None:
     found = planned()
     drift = found["drift"]
@@ -53,7 +44,7 @@ def test_it_depends_on_the_last_round_its_evaluation_and_the_judge_of_anchors(
     assert not has_metric(planned("drift.kl=false")["drift"].config, "kl")
 
 
-def test_prompts_and_anchors_decide_the_digest(planned: Callable[..., Plan]) -> None:
+def test_prompts_and_anchors_decide_the_digest(planned: Planned) -> None:
     digests = [planned()["drift"].digest]
     for file in ("today.jsonl", "prompts.jsonl", "anchors.jsonl"):
         Path(file).write_text("{}\n")
@@ -77,9 +68,7 @@ def test_prompts_and_anchors_decide_the_digest(planned: Callable[..., Plan]) -> 
     drift.anchors.judge={kind: openai, model: x, verdict_cache: shared} | stages\.drift\.anchors: anchors are judged anew, and verdict_cache would return old verdicts: leave it out
     """),
 )
-def test_a_wrong_drift_stage_is_one_sentence(
-    planned: Callable[..., Plan], override: str, sentence: str
-) -> None:
+def test_a_wrong_drift_stage_is_one_sentence(planned: Planned, override: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         planned(override)
 
@@ -97,7 +86,7 @@ def test_a_wrong_drift_stage_is_one_sentence(
     ),
 )
 def test_wrong_anchors_are_found_before_the_run(
-    planned: Callable[..., Plan], row: dict[str, str] | None, judge: str, told: str
+    planned: Planned, row: dict[str, str] | None, judge: str, told: str
 ) -> None:
     if row:
         Path("anchors.jsonl").write_text(json.dumps(row) + "\n")

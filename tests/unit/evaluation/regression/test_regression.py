@@ -18,15 +18,10 @@ from rlhf_core.config.kinds import has_metric
 from rlhf_core.records import StageResult
 from rlhf_core.runs.run_dir import RESULT, RunDir, run_in_directory
 from tests.support.chat_endpoint import Reply, completion, serving
-from tests.support.evaluations import COUNT, SKILL, Double, Setting, make_reward_model, make_setting
+from tests.support.evaluations import COUNT, SKILL, Double, Setting, make_reward_model
 from tests.support.stage_request import stage_request
 
 UIDS = [f"q{n}" for n in range(COUNT)]
-
-
-@pytest.fixture
-def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    return make_setting(tmp_path, monkeypatch)
 
 
 def regress(

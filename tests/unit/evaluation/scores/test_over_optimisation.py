@@ -4,7 +4,6 @@ real models."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +26,10 @@ from rlhf_core.config import Evaluation, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.questions import Question
-from rlhf_core.recipe.load_recipe import load_recipe
-from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.records import Game, Judgment, WinRate
-from tests.support.evaluations import Setting, evaluate, make_model, make_reward_model, make_setting
+from tests.support.evaluations import Setting, evaluate, make_model, make_reward_model
 from tests.support.text_rows import rows_of_text
+from tests.support.tiny_plan import Planned
 
 QUESTIONS = 400
 
@@ -254,11 +252,6 @@ def test_models_that_encode_answers_differently_have_no_kl(tmp_path: Path) -> No
 # The stage and the plan
 
 
-@pytest.fixture
-def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    return make_setting(tmp_path, monkeypatch)
-
-
 def test_the_stage_measures_all_three_and_says_so(setting: Setting) -> None:
     make_reward_model(setting, "rm", 3)
     for seed, name in enumerate(("sft", "dpo", "ppo")):
@@ -289,14 +282,7 @@ stages:
 """
 
 
-@pytest.fixture
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(TEXT)
-    return lambda *overrides: plan(load_recipe("recipe.yaml", overrides))
-
-
-def test_checkpoints_of_a_ppo_run_are_models_by_name(planned: Callable[..., Plan]) -> None:
+def test_checkpoints_of_a_ppo_run_are_models_by_name(planned: Planned) -> None:
     found = planned()
     ppo = found["ppo"]
     evaluation = found["evaluation"]
@@ -321,6 +307,6 @@ def test_checkpoints_of_a_ppo_run_are_models_by_name(planned: Callable[..., Plan
     ppo.export_at=[0] | stages\.ppo\.export_at\.0: input should be greater than 0
     """),
 )
-def test_wrong_curves_are_one_sentence(planned: Callable[..., Plan], override: str, sentence: str) -> None:
+def test_wrong_curves_are_one_sentence(planned: Planned, override: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         planned(override)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,6 @@ from rlhf_core.stages.ppo.sampling.stored import read_collected, write_collected
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i + 10], {}, False) for i in range(20)]
 ORDER = PromptOrder(PROMPTS, 4, 0)
 BATCH = 4
-
-
-@pytest.fixture
-def background() -> Iterator[Background]:
-    made = Background()
-    yield made
-    made.close()
 
 
 class World:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -25,13 +24,6 @@ from tests.support.filtered_groups import (
     setup,
     third,
 )
-
-
-@pytest.fixture
-def background() -> Iterator[Background]:
-    made = Background()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])

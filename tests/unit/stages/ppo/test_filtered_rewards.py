@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,13 +27,6 @@ from tests.support.filtered_groups import (
     third,
 )
 from tests.support.micro import wait_until
-
-
-@pytest.fixture
-def background() -> Iterator[Background]:
-    made = Background()
-    yield made
-    made.close()
 
 
 def test_groups_that_finish_during_a_request_share_the_next_one(background: Background) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +27,6 @@ from tests.support.filtered_groups import (
     third,
 )
 from tests.support.micro import wait_until
-
-
-@pytest.fixture
-def background() -> Iterator[Background]:
-    made = Background()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("kill_at", [1, 2, 4, 7])

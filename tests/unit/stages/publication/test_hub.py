@@ -21,19 +21,12 @@ from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import assemble
 from rlhf_core.stages.publication.upload import upload
 from rlhf_core.system.processes import ENVIRONMENT
-from tests.support.chain import Chain, build, save_model
+from tests.support.chain import Chain
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository, serve
 from tests.support.publishing import REPO, TAG, THREE, api, check_published, quiet, stage, texts
 
 CARDS_READ = 2  # requests for the cards of the base model and of a data set, whose licences are inherited
 WEIGHTS_REQUEST = CARDS_READ + 7  # the number, from 0, of the request that sends the weights
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    chain = build(tmp_path_factory.mktemp("home"))
-    save_model(chain.checkpoint)
-    return chain
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,9 @@ from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.licenses import inherited, license_of, upstream_licenses
 from rlhf_core.stages.publication.upstream_cards import header_of, upstream_cards
-from tests.support.chain import BASE, Chain, build, save_model
+from tests.support.chain import BASE, Chain, save_model
 from tests.support.stage_request import stage_request
 from tests.support.text_rows import rows_of_text
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    chain = build(tmp_path_factory.mktemp("home"))
-    save_model(chain.checkpoint)
-    return chain
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ again after any failure."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from pydantic import ValidationError
 
 from rlhf_core.config import Publication
 from rlhf_core.hub.api import Retries
-from rlhf_core.recipe.load_recipe import load_recipe
-from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import assemble
@@ -25,6 +22,7 @@ from tests.support.hub_server import TOKEN, Blob, Hub, Repository, serve
 from tests.support.publishing import ONCE, THREE, quiet
 from tests.support.stage_request import stage_request
 from tests.support.text_rows import rows_of_text
+from tests.support.tiny_plan import Planned
 
 REPO = "someone/tiny"
 ROUNDS = (
@@ -52,15 +50,8 @@ def client(monkeypatch: pytest.MonkeyPatch) -> None:
 # The plan
 
 
-@pytest.fixture
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(TEXT)
-    return lambda *overrides: plan(load_recipe("recipe.yaml", overrides))
-
-
 def test_every_round_is_published_right_after_it_and_the_last_one_to_main(
-    planned: Callable[..., Plan],
+    planned: Planned,
 ) -> None:
     found = planned()
     names = [node.name for node in found.nodes]
@@ -91,12 +82,12 @@ def test_every_round_is_published_right_after_it_and_the_last_one_to_main(
     ]
 
 
-def test_rounds_whose_cards_show_scores_wait_for_the_evaluation(planned: Callable[..., Plan]) -> None:
+def test_rounds_whose_cards_show_scores_wait_for_the_evaluation(planned: Planned) -> None:
     names = [node.name for node in planned("publication.evaluation=evaluation").nodes]
     assert names[-4:] == ["evaluation", "publication.round1", "publication.round2", "publication"]
 
 
-def test_more_rounds_publish_no_round_again(planned: Callable[..., Plan]) -> None:
+def test_more_rounds_publish_no_round_again(planned: Planned) -> None:
     def digests(*overrides: str) -> dict[str, str]:
         return {node.name: node.digest for node in planned(*overrides).nodes}
 
@@ -120,7 +111,7 @@ def test_more_rounds_publish_no_round_again(planned: Callable[..., Plan]) -> Non
     publication.round_branch='../{}' | '\.\./\{\}' is no name of a branch
     """),
 )
-def test_wrong_branches_are_one_sentence(planned: Callable[..., Plan], override: str, sentence: str) -> None:
+def test_wrong_branches_are_one_sentence(planned: Planned, override: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as refused:
         planned(override)
     assert "\n" not in str(refused.value)

@@ -13,15 +13,8 @@ from rlhf_core.hub.model_files import check_loads, model_files
 from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.stages.publication import publication_stage as hub
 from rlhf_core.stages.publication.publication_folder import MARKER, assemble, read_marker
-from tests.support.chain import Chain, build, remember_place, save_model
+from tests.support.chain import Chain, remember_place
 from tests.support.publishing import stage, texts
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    chain = build(tmp_path_factory.mktemp("home"))
-    save_model(chain.checkpoint)
-    return chain
 
 
 def test_the_stage_publishes_a_whole_model_to_its_run_directory(chain: Chain, tmp_path: Path) -> None:

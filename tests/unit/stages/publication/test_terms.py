@@ -18,7 +18,7 @@ from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.stages.publication import publication_stage as publication
 from rlhf_core.stages.publication.terms import Terms, base_terms, gated_like
 from rlhf_core.stages.publication.upload import upload
-from tests.support.chain import BASE, Chain, build, save_model
+from tests.support.chain import BASE, Chain, save_model
 from tests.support.hub_server import Blob, Hub, Repository
 from tests.support.publishing import REPO, TAG, api, model_to_publish, serving_hub
 from tests.support.stage_request import stage_request
@@ -31,13 +31,6 @@ HEADER = {
     "extra_gated_fields": {"Name": "text", "I accept": "checkbox"},
     "tags": ["not a term"],
 }
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    chain = build(tmp_path_factory.mktemp("home"))
-    save_model(chain.checkpoint)
-    return chain
 
 
 @pytest.fixture
