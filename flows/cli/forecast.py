@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from flows.cli.show import table_of
+from flows.cli.show import say, table_of
 from rlhf_core.config import KINDS, PPO, Optimised, Ranks, Trainable
 from rlhf_core.config.rewards import RewardSource
 from rlhf_core.forecast.by_phase import training_by_phase
@@ -51,7 +51,7 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
     for node in planned.nodes:
         if isinstance(node.config, PPO) and node.config.engine.kind != "vllm":
             told = f"{node.name}: there is a forecast for engines of vLLM alone, and kind is"
-            console.print(f"{told} {node.config.engine.kind}", markup=False, highlight=False)
+            say(f"{told} {node.config.engine.kind}", console)
         elif isinstance(node.config, PPO):
             sizes = sizes_of(planned, node, node.config)
             fewest, found = on_fewest(node.config, count, sizes, gpu)

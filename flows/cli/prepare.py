@@ -9,7 +9,7 @@ from itertools import count as counted
 from pathlib import Path
 from typing import Literal
 
-from flows.cli.show import OK, Override, RecipePlace, Whole, console, errors, show_migration, show_pins
+from flows.cli.show import OK, Override, RecipePlace, Whole, console, errors, say, show_migration, show_pins
 from rlhf_core.preflight.inputs import check_inputs, input_warnings, load_here
 from rlhf_core.preflight.machine_checks import check_machine, needs
 from rlhf_core.preflight.server_checks import SilentServers, key_warnings, silent_servers
@@ -159,7 +159,7 @@ def data(recipe: RecipePlace, *overrides: Override) -> int:
     problems = []
     for name, surveys, wrong in examine(plan(load_recipe(recipe, overrides))):
         if surveys:
-            console.print(f"# Data of {name}\n\n{markdown(surveys)}", markup=False, highlight=False)
+            say(f"# Data of {name}\n\n{markdown(surveys)}")
         problems += wrong
     if problems:
         raise ValueError("\n".join(problems))

@@ -41,6 +41,11 @@ console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
+def say(text: object, to: Console = console) -> None:
+    """Prints text as it is, without markup and highlighting."""
+    to.print(text, markup=False, highlight=False)
+
+
 def require_folder(folder: Path) -> None:
     """Raises ValueError when the folder of a recipe's report does not exist."""
     if not folder.is_dir():
@@ -64,11 +69,7 @@ def table_of(
 def show_pins(planned: Plan) -> None:
     """Prints the Hub branches and tags that a recipe names, with their commits."""
     for pin in planned.pins:
-        console.print(
-            f"{pin.reference} is commit {pin.commit}, kept in {planned.folder / PINS}",
-            markup=False,
-            highlight=False,
-        )
+        say(f"{pin.reference} is commit {pin.commit}, kept in {planned.folder / PINS}")
 
 
 def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
@@ -109,7 +110,7 @@ def show_migration(console: Console, out: Path, found: Migrated) -> None:
             )
     console.print(table)
     for remark in found.remarks:
-        console.print(f"line {remark.line}: {remark.text}", markup=False, highlight=False)
+        say(f"line {remark.line}: {remark.text}", console)
     counts = [f"{sum(note.what == what for note in found.notes)} {what}" for what in colours]
     console.print(
         f"{out}: {len(found.recipe.stages)} stages, flags: {', '.join(counts)}; next: alignflow validate"

@@ -6,7 +6,7 @@ import getpass
 import os
 from pathlib import Path
 
-from flows.cli.show import OK, console, require_folder
+from flows.cli.show import OK, require_folder, say
 from rlhf_core.runs.approval_record import Approval, asked_in, decide
 
 
@@ -47,8 +47,8 @@ def approve(
         raise ValueError(f"{folder}: no stage waits for an approval ({told})")
     for run_dir, _ in chosen:
         made = decide(run_dir, not refuse, by or getpass.getuser(), reason, late)
-        console.print(f"{made.stage}: {made.told()}", markup=False, highlight=False)
-        console.print(_going_on(made, run_dir), markup=False, highlight=False)
+        say(f"{made.stage}: {made.told()}")
+        say(_going_on(made, run_dir))
     return OK
 
 

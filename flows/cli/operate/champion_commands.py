@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from flows.cli.results.artifacts import Artifacts
 from flows.cli.results.named_runs import place_of, recipe_folder
-from flows.cli.show import OK, console, require_folder, table_of
+from flows.cli.show import OK, console, require_folder, say, table_of
 from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_records import RUN, RUNS
 from rlhf_core.system.files import read_json
@@ -52,9 +52,7 @@ def champion(which: RecipeOrRun, *, artifacts: Artifacts = Path("artifacts")) ->
         table.add_row(f"{reign.at:%Y-%m-%d %H:%M}", *map(escape, (reign.model, reign.run, place, ended)))
     console.print(table)
     if found.now is not None:
-        console.print(
-            f"the champion is {found.now.model}: {folder / record.LINK}", markup=False, highlight=False
-        )
+        say(f"the champion is {found.now.model}: {folder / record.LINK}")
     if found.moving is not None:
         console.print(
             f"a move to {found.moving.model} was cut off: run the recipe, promote or rollback completes it",
@@ -89,7 +87,7 @@ def promote(
     run_dir = stages / publication if (stages / publication).is_dir() or not there else there[-1].parent
     with _reached():
         new = record.promote(folder, run_dir, reason, by or getpass.getuser(), _store(folder))
-    console.print(f"the champion is {new.model} ({new.run})", markup=False, highlight=False)
+    say(f"the champion is {new.model} ({new.run})")
     return OK
 
 
@@ -114,7 +112,7 @@ def rollback(
     folder = folder.absolute()
     with _reached():
         new = record.rollback(folder, reason, by or getpass.getuser(), _store(folder))
-    console.print(f"the champion is {new.model} ({new.run}), {new.why}", markup=False, highlight=False)
+    say(f"the champion is {new.model} ({new.run}), {new.why}")
     return OK
 
 

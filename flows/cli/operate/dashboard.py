@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flows.cli.results.artifacts import Artifacts
-from flows.cli.show import OK, Whole
+from flows.cli.show import OK, Whole, say
 from flows.serving.page_options import host_names, server_config, token_shown
 from rlhf_core.system.pages.secret_file import kept_secret
 
@@ -62,8 +62,4 @@ def dashboard(
 def show_address(console: Console, artifacts: Path, address: str, token: str, file: Path) -> None:
     """Prints the address with its token on a terminal. Elsewhere, such as in a service manager's log,
     prints only the file that holds the token."""
-    console.print(
-        f"{artifacts} is shown at {address}?token={token_shown(console, token, file)}",
-        markup=False,
-        highlight=False,
-    )
+    say(f"{artifacts} is shown at {address}?token={token_shown(console, token, file)}", console)

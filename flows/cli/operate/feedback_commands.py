@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from flows.cli.show import FAILED, OK, Whole, table_of
+from flows.cli.show import FAILED, OK, Whole, say, table_of
 from flows.serving.page_options import host_names, server_config
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
@@ -53,7 +53,7 @@ def import_(
     new = 0
     for file in files:
         shown = public_address(file)
-        console.print(f"reading {shown}", markup=False, highlight=False)
+        say(f"reading {shown}", console)
         with console.status(f"reading {escape(shown)}") as status:
 
             def progress(so_far: Receipt, shown: str = shown, status: Status = status) -> None:
@@ -78,7 +78,7 @@ def _tell_server(box: Inbox) -> None:
             "warning: Prefect's server (PREFECT_API_URL) did not take the event of the new rows: start a run,"
             " or wait for the schedule"
         )
-        console.print(text, markup=False, highlight=False)
+        say(text, console)
 
 
 def tell(file: str, done: Receipt) -> None:
@@ -87,15 +87,11 @@ def tell(file: str, done: Receipt) -> None:
     parts += [f"{done.leaked:,} refused: they meet questions of an evaluation"] if done.leaked else []
     parts += [f"{count:,} left out: {reason}" for reason, count in done.unusable.most_common()]
     parts += [f"{count:,} x {kind} replaced" for kind, count in done.personal.most_common()]
-    console.print(f"{file}: {done.read:,} rows: {', '.join(parts)}", markup=False, highlight=False)
+    say(f"{file}: {done.read:,} rows: {', '.join(parts)}", console)
     for fault in done.faults:
-        console.print(f"  {fault}", markup=False, highlight=False)
+        say(f"  {fault}", console)
     if done.wrong:
-        console.print(
-            f"  {done.wrong:,} malformed rows were left out: correct them and import the file again",
-            markup=False,
-            highlight=False,
-        )
+        say(f"  {done.wrong:,} malformed rows were left out: correct them and import the file again", console)
 
 
 @feedback_app.command
@@ -157,19 +153,13 @@ def forget(
         [Path(loaded.artifacts).absolute() if loaded else artifacts.absolute()],
         [store] if store else [],
     )
-    console.print(
-        f"{found.rows:,} rows of {annotator} are deleted from {box.folder}", markup=False, highlight=False
-    )
+    say(f"{found.rows:,} rows of {annotator} are deleted from {box.folder}", console)
     for file in found.files:
-        console.print(f"  deleted from {file}", markup=False, highlight=False)
+        say(f"  deleted from {file}", console)
     if found.trained:
-        console.print(
-            "these stages used the rows, and their models cannot forget them; train them again:",
-            markup=False,
-            highlight=False,
-        )
+        say("these stages used the rows, and their models cannot forget them; train them again:", console)
         for name in found.trained:
-            console.print(f"  {name}", markup=False, highlight=False)
+            say(f"  {name}", console)
     return OK
 
 
@@ -223,14 +213,8 @@ def serve(
     with listen(host, port) as listener:
         address = f"http://{'127.0.0.1' if host == EVERYWHERE else host}:{listener.getsockname()[1]}"
         for name in named:
-            console.print(
-                f"feedback for {name}: POST {address}/feedback/{name}", markup=False, highlight=False
-            )
-        console.print(
-            f"the bearer token is in {home.absolute() / FEEDBACK_TOKEN} (Ctrl-C ends it)",
-            markup=False,
-            highlight=False,
-        )
+            say(f"feedback for {name}: POST {address}/feedback/{name}", console)
+        say(f"the bearer token is in {home.absolute() / FEEDBACK_TOKEN} (Ctrl-C ends it)", console)
         server = uvicorn.Server(
             server_config(application(named, token, tuple(hosts)), log_level="warning", access_log=False)
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from flows.cli.show import OK, Whole, console, table_of
+from flows.cli.show import OK, Whole, console, say, table_of
 from flows.serving.page_options import host_names, server_config, token_shown
 from rlhf_core.system.pages.secret_file import kept_secret
 from rlhf_core.system.redaction import plain
@@ -114,11 +114,7 @@ def serve_pairs(
         shown = socket.gethostname() if host == EVERYWHERE else host
         address = f"http://{shown}:{listener.getsockname()[1]}"
         same = f", {drawn.same} with equal answers left out" if drawn.same else ""
-        console.print(
-            f"{len(drawn.pairs)} of {drawn.found} pairs{same}; {len(file.labels)} lines in {out}",
-            markup=False,
-            highlight=False,
-        )
+        say(f"{len(drawn.pairs)} of {drawn.found} pairs{same}; {len(file.labels)} lines in {out}")
         show_addresses(console, address, token, place)
         app = Protected(application(assignment), token, names, command="alignflow label")
         config = server_config(app, log_level="error", lifespan="off")

@@ -11,6 +11,7 @@ from prefect.schedules import Schedule
 from rich.console import Console
 
 from flows.cli.operate.dashboard import TOKEN, show_address
+from flows.cli.show import say
 from flows.serving.deployments import ServedRecipe, deploy, feedback_name, pause_others
 from flows.serving.services import FEEDBACK_TOKEN, TRIGGER_TOKEN, Services
 from flows.triggers.inbox_watch import InboxWatch, takes_feedback
@@ -50,11 +51,9 @@ def deploy_all(
         services.record({identity: one.parameters for identity in made.values()})
         identities += made.values()
         for name in made:
-            console.print(f"deployment {name}", markup=False, highlight=False)
+            say(f"deployment {name}", console)
     for name in pause_others(client, identities):
-        console.print(
-            f"deployment {name} of an earlier serve: its schedule is paused", markup=False, highlight=False
-        )
+        say(f"deployment {name} of an earlier serve: its schedule is paused", console)
     return started_by_request
 
 
@@ -64,7 +63,7 @@ def start_feedback(console: Console, services: Services, recipes: Sequence[Serve
     if inboxes:
         address = services.start_feedback([one.path for one in recipes], inboxes, port)
         place = services.home / FEEDBACK_TOKEN
-        console.print(f"feedback: POST {address}/NAME (token: {place})", markup=False, highlight=False)
+        say(f"feedback: POST {address}/NAME (token: {place})", console)
 
 
 def start_triggers(
@@ -73,7 +72,7 @@ def start_triggers(
     """Starts the endpoint that starts runs of deployments on requests."""
     address = services.start_triggers(deployments, port, starts_an_hour)
     place = services.home / TRIGGER_TOKEN
-    console.print(f"triggers: POST {address}/FLOW/NAME (token: {place})", markup=False, highlight=False)
+    say(f"triggers: POST {address}/FLOW/NAME (token: {place})", console)
 
 
 def start_dashboards(

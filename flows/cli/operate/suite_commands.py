@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.markup import escape
 
-from flows.cli.show import OK, console, table_of
+from flows.cli.show import OK, console, say, table_of
 from rlhf_core.data.suite import add_to_suite, read_suite
 
 Suite = Annotated[Path, Parameter(help="The suite's file, to which lines are only added.")]
@@ -55,11 +55,7 @@ def add(
     else:
         found = read_suite(source, reason)
     added = add_to_suite(suite, found)
-    console.print(
-        f"{suite}: {len(added)} questions added, {len(found) - len(added)} were there",
-        markup=False,
-        highlight=False,
-    )
+    say(f"{suite}: {len(added)} questions added, {len(found) - len(added)} were there")
     return OK
 
 

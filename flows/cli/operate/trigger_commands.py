@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.cli.show import OK, Whole
+from flows.cli.show import OK, Whole, say
 from flows.serving.page_options import server_config
 from rlhf_core.system.machine import MachineLacks
 
@@ -63,14 +63,8 @@ def serve_triggers(
                 )
             address = f"http://{'127.0.0.1' if host == EVERYWHERE else host}:{listener.getsockname()[1]}"
             for name in deployments:
-                console.print(
-                    f"a run of {name}: POST {address}/trigger/{name}", markup=False, highlight=False
-                )
-            console.print(
-                f"the bearer token is in {home.absolute() / TRIGGER_TOKEN} (Ctrl-C ends it)",
-                markup=False,
-                highlight=False,
-            )
+                say(f"a run of {name}: POST {address}/trigger/{name}", console)
+            say(f"the bearer token is in {home.absolute() / TRIGGER_TOKEN} (Ctrl-C ends it)", console)
             hosts = (host, socket.gethostname(), *(name for name in allow_host.split(",") if name))
             app = application(
                 lambda name: ask(client, name, "webhook", starts_an_hour), deployments, token, hosts

@@ -25,7 +25,7 @@ from flows.cli.results.artifacts_tables import (
     show_stages,
     show_stores,
 )
-from flows.cli.show import OK, Whole, console
+from flows.cli.show import OK, Whole, console, say
 from rlhf_core.config.data import template_mistakes
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
@@ -93,14 +93,14 @@ def runs(artifacts: Artifacts = Path("artifacts"), *, json: bool = False) -> int
 @runs_app.command(name="pin")
 def pin_run(run: RunName, artifacts: Artifacts = Path("artifacts")) -> int:
     """Keep the stages of a run, whatever `alignflow gc` is told."""
-    console.print(f"pinned: {pin(artifacts, run, True).label}", markup=False, highlight=False)
+    say(f"pinned: {pin(artifacts, run, True).label}")
     return OK
 
 
 @runs_app.command(name="unpin")
 def unpin_run(run: RunName, artifacts: Artifacts = Path("artifacts")) -> int:
     """Take back `alignflow runs pin`."""
-    console.print(f"not pinned: {pin(artifacts, run, False).label}", markup=False, highlight=False)
+    say(f"not pinned: {pin(artifacts, run, False).label}")
     return OK
 
 
@@ -151,7 +151,7 @@ def lineage(checkpoint: str, *, out: Path | None = None, artifacts: Artifacts = 
                 f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file"
             )
         write_text(out, family_svg(found, data))
-        console.print(f"\ndrawn in {out}", markup=False, highlight=False)
+        say(f"\ndrawn in {out}")
     return OK
 
 

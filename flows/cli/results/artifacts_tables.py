@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.cli.results.artifacts_history import ListedStage, SurveyedItem
-from flows.cli.show import COLOURS, table_of
+from flows.cli.show import COLOURS, say, table_of
 from rlhf_core.runs.differences import RunDifference
 from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
 from rlhf_core.runs.run_records import RunRecord
@@ -103,7 +103,7 @@ def show_runs(
         table.add_row(*map(escape, cells))
     console.print(table)
     for run in (run for run in runs if run.why):
-        console.print(f"{run.id} failed before its first stage: {run.why}", markup=False, highlight=False)
+        say(f"{run.id} failed before its first stage: {run.why}", console)
     console.print(f"{len(runs)} runs")
 
 
@@ -135,7 +135,7 @@ def show_stages(console: Console, found: Sequence[ListedStage]) -> None:
 def show_stores(console: Console, stores: Sequence[str]) -> None:
     """Prints that the stores' copies were neither listed nor removed."""
     for store in stores:
-        console.print(f"{store}: a store, which was not read", markup=False, highlight=False)
+        say(f"{store}: a store, which was not read", console)
 
 
 def show_differences(console: Console, found: Sequence[RunDifference]) -> None:
@@ -151,11 +151,11 @@ def show_differences(console: Console, found: Sequence[RunDifference]) -> None:
 
 def show_lineage(console: Console, ancestor: Ancestor, data: Sequence[Dataset]) -> None:
     """Prints the tree of ancestors, the data of their stages, and the versions they ran with."""
-    console.print(tree(ancestor), markup=False, highlight=False)
+    say(tree(ancestor), console)
     if data:
         console.print("\ndata, with the digest of its content today:")
     for stage, field, name, digest in data:
-        console.print(f"  {stage}.{field}: {name} {digest or '(not here)'}", markup=False, highlight=False)
+        say(f"  {stage}.{field}: {name} {digest or '(not here)'}", console)
     versions: dict[str, list[str]] = {}
     for node in stages(ancestor):
         if node.environment:
@@ -164,7 +164,7 @@ def show_lineage(console: Console, ancestor: Ancestor, data: Sequence[Dataset]) 
     if versions:
         console.print("\nversions:")
     for text, names in versions.items():
-        console.print(f"  {', '.join(names)}: {text}", markup=False, highlight=False)
+        say(f"  {', '.join(names)}: {text}", console)
 
 
 def show_garbage(
@@ -179,11 +179,7 @@ def show_garbage(
         else:
             lines.append(("removed" if item.path in removed else "in use, stays", item))
     for what, item in lines:
-        console.print(
-            f"{what:13} {item.size / 2**20:10.1f} MiB  {item.path}  ({item.why})",
-            markup=False,
-            highlight=False,
-        )
+        say(f"{what:13} {item.size / 2**20:10.1f} MiB  {item.path}  ({item.why})", console)
     whole = sum(item.size for item in garbage if removed is None or item.path in removed)
     end = "; --delete removes them" if removed is None else " were removed"
     if not garbage:

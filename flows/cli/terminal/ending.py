@@ -14,7 +14,7 @@ from rich.table import Table
 
 from evaluation.report.summary import Status, read, read_evaluation
 from evaluation.report.verdict import verdict
-from flows.cli.show import COLOURS, table_of
+from flows.cli.show import COLOURS, say, table_of
 from rlhf_core.config import KINDS, Evaluation
 from rlhf_core.config.gates import Verdict
 from rlhf_core.recipe.gate_checks import gates_of
@@ -53,7 +53,7 @@ def show_end(console: Console, plan: Plan, statuses: Mapping[str, str]) -> None:
         told = f"{gate.summary}. {gate.meaning}".strip()
         console.print(f"[yellow]gate failed (warn)[/] {escape(told)}", highlight=False)
     if (page := plan.folder / "report.html").exists():
-        console.print(f"report: {page}", markup=False, highlight=False)
+        say(f"report: {page}", console)
 
 
 def stages_table(nodes: Sequence[Node], statuses: Mapping[str, str]) -> Table:

@@ -21,7 +21,7 @@ from types import FrameType
 from rich.console import Console
 from rich.live import Live
 
-from flows.cli.show import console
+from flows.cli.show import console, say
 from flows.cli.terminal.frame import RunMoment, StageLine, frame
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.run_records import RUNS
@@ -58,7 +58,7 @@ def live_view(planned: Plan, nodes: tuple[Node, ...], identity: str, plain: bool
     from flows.cli.terminal.watch import RunWatch
 
     log = planned.folder / RUNS / f"{identity}.log"
-    console.print(f"log: {os.path.relpath(log)}", markup=False, highlight=False)
+    say(f"log: {os.path.relpath(log)}")
     with ExitStack() as ends:
         screen = Console(
             file=ends.enter_context(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding))
