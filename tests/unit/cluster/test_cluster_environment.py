@@ -1,4 +1,4 @@
-"""What Ray workers inherit, and the error of a cluster that is too small."""
+"""What Ray and libraries find in the environment of a process, and what is read of Ray's own parts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+from ray.job_config import JobConfig
 
+from rlhf_core.cluster import ray_internals, worker
 from rlhf_core.cluster.ray_cluster import passed_environment, remove_leftovers, shortage
+from rlhf_core.cluster.worker import cpu_threads
+from rlhf_core.runs.allotment import CORES_ENV
+from rlhf_core.system import machine
 
 
 def test_workers_inherit_what_keeps_nvlink_multicast_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +61,38 @@ def test_old_files_of_processes_that_ended_are_removed(tmp_path: Path) -> None:
     assert sorted(
         str(place.relative_to(tmp_path)) for place in tmp_path.rglob("*") if place.name != "ray"
     ) == sorted(kept)
+
+
+def test_a_ray_without_the_private_parts_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray_internals.report_missing()
+    assert capsys.readouterr().out == "", "the pinned release has them"
+    monkeypatch.delattr(JobConfig, "_runtime_env_has_working_dir")
+    monkeypatch.setattr(ray_internals, "_internal_kv_get", None)
+    monkeypatch.setattr(ray_internals, "_internal_kv_put", None)
+    ray_internals.report_missing()
+    assert capsys.readouterr().out.count("install Ray 2.60") == 2
+    ray_internals.put("rank", "1/0/0")
+    # every look finds progress, so no rank is silent
+    assert ray_internals.get("rank") != ray_internals.get("rank")
+
+
+def test_the_cores_of_a_node_are_divided_by_the_processes_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CORES_ENV, raising=False)
+    monkeypatch.setattr(worker, "num_cpus", lambda: 64)
+    assert [cpu_threads(side_by_side) for side_by_side in (1, 2, 16, 100)] == [64, 32, 4, 1]
+    monkeypatch.setenv(CORES_ENV, "12")
+    assert cpu_threads(4) == 3, "of a stage beside others, its cores"
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("1600000 100000", 16), ("150000 100000", 2), ("max 100000", 96), ("", 96)]
+)
+def test_a_containers_quota_counts(quota: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CORES_ENV, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
+    monkeypatch.setattr(
+        machine.Path, "read_text", lambda path: quota if path == Path("/sys/fs/cgroup/cpu.max") else None
+    )
+    assert machine.num_cpus() == expected == cpu_threads(1)

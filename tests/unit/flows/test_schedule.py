@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flows import running
 from flows.schedule import (
     Schedule,
     SharedResources,
@@ -223,3 +225,23 @@ def test_gpus_are_named_as_a_child_finds_them(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert machine_here().gpus == names and not machine_here().cluster
+
+
+def node(name: str, kind: str, done: bool = False) -> Any:
+    return SimpleNamespace(name=name, kind=kind, done=done)
+
+
+NODES = (node("a", "sft"), node("b", "dpo", done=True), node("c", "evaluation"), node("d", "ppo"))
+
+
+@pytest.mark.parametrize(
+    ("begun", "started"),
+    [({"a"}, [("evaluation", "evaluation")]), ({"a", "c"}, [("rlhf_core", "ppo")]), ({"a", "c", "d"}, [])],
+)
+def test_the_next_stage_that_is_not_done(
+    begun: set[str], started: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, str]] = []
+    monkeypatch.setattr(running.prepared, "plan", lambda module, kind: calls.append((module, kind)))
+    running.prepare_next(NODES, begun)
+    assert calls == started

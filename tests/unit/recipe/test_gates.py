@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,14 @@ from flows.cli.dry_run import outlook
 from rlhf_core.config import KINDS, Recipe, StageConfig
 from rlhf_core.config.gates import Verdict
 from rlhf_core.config.kinds import has_metric, metrics_of
-from rlhf_core.recipe.gate_checks import GateFailed, check, gates_of, holding, meaning_of
+from rlhf_core.recipe.gate_checks import (
+    GateFailed,
+    check,
+    gates_of,
+    holding,
+    meaning_of,
+    reset_reference_notes,
+)
 from rlhf_core.recipe.load_recipe import dump_recipe, load_recipe, recipe_of
 from rlhf_core.recipe.plan import plan
 from rlhf_core.records import StageResult
@@ -256,3 +264,17 @@ def test_an_approval_beside_a_failed_gate_asks_nobody(planned: Planned, loss: fl
     )["sft"]
     *_, approval = check("sft", node.config, result_of({"loss": loss}))
     assert approval.said == said and approval.waits and not approval.passed
+
+
+def notes(metric: str, **fields: Any) -> list[str]:
+    ppo = {"actor": "base", "prompts": {"sources": "p.jsonl"}, "reward": "http://host", "critic": "base"}
+    stages = {"ppo": ppo | fields | {"gates": [{"metric": metric, "max": 0.2}]}}
+    recipe = recipe_of({"name": "x", "base_model": "org/base@" + "0" * 40, "stages": stages})
+    return reset_reference_notes(plan(recipe))
+
+
+def test_a_gate_on_the_kl_is_told_when_the_reference_is_reset() -> None:
+    (told,) = notes("kl/mean", reset_reference_every=200)
+    assert told.startswith("stages.ppo.gates: kl/mean is measured from the reference, which")
+    assert "reset_reference_every=200" in told and "since the last reset" in told
+    assert notes("kl/mean") == notes("reward/mean", reset_reference_every=200) == []

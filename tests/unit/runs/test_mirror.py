@@ -1,5 +1,4 @@
-"""Metrics in Weights & Biases: a stand-in for its client writes down what it gets; the client itself,
-offline, where it is installed."""
+"""Metrics of a stage: its log, and their copy at Weights & Biases."""
 
 from __future__ import annotations
 
@@ -10,16 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlhf_core.config import SFT, Wandb
 from rlhf_core.preflight.machine_checks import check_machine
 from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.plan import plan
-from rlhf_core.runs.metrics_log import Tracker
+from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.remote import wandb_mirror
 from rlhf_core.runs.run_dir import RunDir
 from tasks.keys import variables
 from tests.support.stage_request import stage_request
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_each_step_is_there_once(first: int, tmp_path: Path) -> None:
+    for attempt, steps in enumerate([range(1, 5), range(first + 1, 4)]):
+        tracker = Tracker(RunDir(tmp_path), 10, steps.start - 1)
+        for step in steps:
+            tracker.log(step, {"loss": 10.0 * attempt + step})
+        tracker.close()
+    expected = [(step, step + 10.0 * (step > first)) for step in range(1, 4)]
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == expected
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(event.step, event.value) for event in board.Scalars("loss")] == expected
+
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 STAND_IN = """

@@ -1,15 +1,38 @@
-"""A selected model is not judged by the questions that selected it: refused before any work, also of what was
-trained from it."""
+"""Questions of stages: labels of judges, and models asked what they were selected by."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from rlhf_core.config import Recipe
-from rlhf_core.preflight.question_checks import selecting_questions
+import pytest
+
+from rlhf_core.config import Preferences, Recipe
+from rlhf_core.preflight.question_checks import question_problems, selecting_questions
 from rlhf_core.recipe.plan import Plan, plan
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (None, "pairs.jsonl"),
+        ('{"prompt": "a", "chosen": "b"}', "there is no column 'rejected'"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c"}', ""),
+    ],
+    ids=["no file", "no column", "good"],
+)
+def test_missing_pairs_and_columns_are_told(line: str | None, told: str, tmp_path: Path) -> None:
+    if line is not None:
+        (tmp_path / "pairs.jsonl").write_text(line + "\n")
+    judge = {"judge": {"model": "m"}, "rubric": "r", "agreement": {"data": str(tmp_path / "pairs.jsonl")}}
+    config = Preferences(policy="sft", prompts={"sources": "p.jsonl"}, reward=judge)
+    node: Any = SimpleNamespace(name="round", config=config)
+    found = question_problems(node, 0)
+    assert len(found) == bool(told)
+    assert all(sentence.startswith("stages.round.reward: ") and told in sentence for sentence in found)
+
 
 PAIRS = {"sources": "pairs.jsonl"}
 
