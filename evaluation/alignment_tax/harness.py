@@ -14,7 +14,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from evaluation.alignment_tax.task_scores import ModelScores, Score, TaskScores
+from evaluation.alignment_tax.tax_report import ModelScores, Score, TaskScores
 from evaluation.answers.served_models import LocalModel
 from rlhf_core.config import AlignmentTax
 from rlhf_core.config.judging.lm_eval_tasks import is_path, located, read_task, task_name

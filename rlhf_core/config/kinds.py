@@ -100,6 +100,12 @@ class Kind(NamedTuple):
 
 
 STAGES = "rlhf_core.stages"
+JUDGED = {  # of an evaluation, and of a regression
+    "models": ("policy",),
+    "baseline": ("policy",),
+    "proxy": ("reward",),
+    "calibration": ("calibration",),
+}
 KINDS = {
     "sft": Kind(
         SFT,
@@ -181,12 +187,7 @@ KINDS = {
         "evaluation.evaluation_stage",
         makes="report",
         start="baseline",
-        names={
-            "models": ("policy",),
-            "baseline": ("policy",),
-            "proxy": ("reward",),
-            "calibration": ("calibration",),
-        },
+        names=JUDGED,
         metrics=evaluation_metrics.EVALUATION,
         main_of=lambda config: (f"win_rate/{config['models'][-1]}",),
         charts=None,
@@ -196,12 +197,7 @@ KINDS = {
         "evaluation.regression.regression_stage",
         makes="report",
         start="baseline",
-        names={
-            "models": ("policy",),
-            "baseline": ("policy",),
-            "proxy": ("reward",),
-            "calibration": ("calibration",),
-        },
+        names=JUDGED,
         metrics=evaluation_metrics.REGRESSION,
         main_of=lambda config: (f"passed/{config['models'][-1]}",),
         charts=None,

@@ -26,7 +26,6 @@ from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows.columns import Kind
 from rlhf_core.data.rows.mixture import check_columns
 from rlhf_core.preflight.families.family import family_problems, option_problems
-from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.machine_checks import check_machine
 from rlhf_core.preflight.model_checks import (
     argument_problems,
@@ -41,7 +40,7 @@ from rlhf_core.preflight.reward_functions import code_problems, trial_problems
 from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, prompt_problem
 from rlhf_core.preflight.rows.frames import frames_of, rendered
 from rlhf_core.preflight.rows.template_length import MeasuredTemplate, pair_of
-from rlhf_core.preflight.sequences import sequence_problems
+from rlhf_core.preflight.sequence_checks import length_problems, sequence_problems
 from rlhf_core.preflight.verifier_problems import verified_rows_problems
 from rlhf_core.preflight.weight_checks import weight_problem
 from rlhf_core.recipe.load_recipe import load_recipe

@@ -14,7 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -70,18 +70,12 @@ Key = tuple[Pair, int, tuple[RowsToRender, ...], tuple[int, ...]]
 _known: dict[Key, MeasuredTemplate] = {}
 
 
-def frame_lengths(pairs: Iterable[Pair], trust_remote_code: bool = False) -> dict[Pair, int | str]:
-    """Returns `Renderer.frame_len`, in tokens, for each pair that can be read without torch or the Hub,
-    ENDLESS for a template that loops, and TOO_LARGE for one that takes too much memory. Other pairs are left
-    out."""
-    found = measured(dict.fromkeys(pairs, ()), trust_remote_code)
-    return {pair: each if isinstance(each, str) else each.length for pair, each in found.items()}
-
-
 def measured(
     pairs: Mapping[Pair, Sequence[RowsToRender]], trust_remote_code: bool = False
 ) -> dict[Pair, MeasuredTemplate | str]:
-    """Like `frame_lengths`, but with the findings from the rows of each pair's data sets."""
+    """Returns, for each pair that can be read without torch and the Hub, its `Renderer.frame_len` and the
+    findings from the rows of its data sets; ENDLESS for a template that loops, and TOO_LARGE for one that
+    takes too much memory. Other pairs are left out."""
     keys = {pair: _key(pair, tuple(rows)) for pair, rows in pairs.items()}
     left = [pair for pair, key in keys.items() if key not in _known]
     refused: dict[Pair, MeasuredTemplate | str] = {}

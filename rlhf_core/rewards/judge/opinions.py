@@ -37,7 +37,6 @@ class NeededVerdict(NamedTuple):
 Opinion = Sequence[
     NeededVerdict
 ]  # the requests on which it rests; none: the answers are equal, which is a tie
-TIE: Opinion = ()
 
 
 class JudgingPlan(NamedTuple):

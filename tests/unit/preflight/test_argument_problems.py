@@ -8,9 +8,9 @@ import pytest
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.preflight.inputs import check_inputs
-from rlhf_core.preflight.rows.template_length import frame_lengths
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
+from tests.support.frame_lengths import frame_lengths
 from tests.unit.preflight.test_check import TEMPLATE, Planned, planned, save_tokenizer
 
 __all__ = ["planned"]

@@ -16,8 +16,8 @@ from flows.cli.app import main
 from rlhf_core.config import Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.preflight.rows import template_length
-from rlhf_core.preflight.rows.template_length import frame_lengths
 from rlhf_core.preflight.rows.template_rows import render_rows
+from tests.support.frame_lengths import frame_lengths
 from tests.support.micro import ROOT
 from tests.support.tiny_models import save_weights
 from tests.unit.preflight.test_check import TEMPLATE, save_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import PPO, SFT, Ranks
-from rlhf_core.preflight.sequences import sequence_problems
+from rlhf_core.preflight.sequence_checks import sequence_problems
 from tests.support.text_rows import rows_of_text
 from tests.unit.preflight.test_family import nodes
 

@@ -15,6 +15,7 @@ import yaml
 from flows.cli.app import main
 from rlhf_core.models.load_model import load_policy, load_scorer
 from rlhf_core.stages.publication.publication_folder import MARKER
+from tests.support.frame_lengths import frame_lengths
 from tests.support.text_rows import rows_of_text
 from tests.support.tiny_models import save_weights
 from tests.unit.preflight.test_check import TEMPLATE, Planned, planned, save_tokenizer
@@ -346,14 +347,13 @@ def test_a_tokenizer_without_an_end_and_no_tokenizer(refused: Refused, base: Pat
 
 def test_an_endless_template(base: Path) -> None:
     """In a process of its own, as `validate` has no transformers."""
-    from rlhf_core.preflight.rows import template_length
 
     save_tokenizer(base, ENDLESS + TEMPLATE)
     shutil.copytree(base, base.parent / "good")
     save_tokenizer(base.parent / "good", TEMPLATE)
     bad = (str(base), "chat")
     good = (str(base.parent / "good"), "chat")
-    found = template_length.frame_lengths([good, bad, (str(base), "{}")])
+    found = frame_lengths([good, bad, (str(base), "{}")])
     assert (
         found[bad]
         == "the chat template did not end within 2 s; correct it, or set the template of the data to a"
@@ -382,10 +382,9 @@ def test_a_template_that_raises(refused: Refused, base: Path, template: str, tol
 
 def test_a_template_that_takes_all_memory(base: Path) -> None:
     """In a process of its own, as `validate` has no transformers."""
-    from rlhf_core.preflight.rows import template_length
 
     save_tokenizer(base, "{% set s = 'a' * 2**33 %}{{ s }}" + TEMPLATE)
     told = (
         "the chat template takes more than 4 GiB; correct it, or set the template of the data to a plain one"
     )
-    assert template_length.frame_lengths([(str(base), "chat")]) == {(str(base), "chat"): told}
+    assert frame_lengths([(str(base), "chat")]) == {(str(base), "chat"): told}

@@ -12,8 +12,16 @@ import pytest
 from pydantic import ValidationError
 
 from evaluation.alignment_tax.harness import give_arguments, rows_of, scores_of
-from evaluation.alignment_tax.task_scores import ModelScores, Score, TaskScores
-from evaluation.alignment_tax.tax_report import TaxReport, compare, log_lines, loss_of, tax_metrics
+from evaluation.alignment_tax.tax_report import (
+    ModelScores,
+    Score,
+    TaskScores,
+    TaxReport,
+    compare,
+    log_lines,
+    loss_of,
+    tax_metrics,
+)
 from rlhf_core.config import KINDS, AlignmentTax, StageConfig
 from rlhf_core.config.judging.lm_eval_tasks import read_task, task_name
 from rlhf_core.config.kinds import has_metric

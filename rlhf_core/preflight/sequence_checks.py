@@ -1,6 +1,6 @@
-"""Finds models that the ranks of a stage with `sequence_parallel_size` cannot share. Torch-free. Hub ids, and
-properties not in config.json, are left to the stage, which refuses such models before its first step
-(`models/kernels/attention.py`)."""
+"""Finds lengths that the models of a stage have no positions for, and models that the ranks of a stage with
+`sequence_parallel_size` cannot share. Torch-free. The stage itself checks Hub ids and properties that are not
+in config.json, and refuses such models before its first step (`models/kernels/attention.py`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,29 @@ from collections.abc import Callable
 
 from rlhf_core.config import KINDS, PPO, Optimised
 from rlhf_core.hub.model_config import STATEFUL_LAYERS, text_config
-from rlhf_core.hub.positions import stored_config
+from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.recipe.plan import Node
+
+
+def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
+    """Returns a sentence for each model that would get more tokens than it has positions, when it trains,
+    answers, scores for a calibration, or is served by vLLM.
+
+    `start_of`: the folder or Hub id that a name's chain of models starts from; training does not change
+    positions.
+    """
+    asked = node.config.lengths(getattr(node.config, KINDS[node.kind].start, ""))
+    stage = node.name.partition(".")[0]
+    problems = []  # named by the recipe's stage, so once for all rounds of a loop
+    for (field, name), (tokens, what) in asked.items():
+        if not name:
+            continue  # a kind of another package without a start model
+        place = start_of(name) or ""
+        try:
+            require_positions(place, stored_config(place), tokens, what)
+        except ValueError as error:
+            problems.append(f"stages.{stage}{field}: {error}")
+    return problems
 
 
 def sequence_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
