@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.support.programs import captured
+from tests.support.programs import captured, logged
 
 ROOT = Path(__file__).parents[2]
 ROUND_SECONDS = 900.0
@@ -47,26 +47,19 @@ class Here(NamedTuple):
     def loop(self, log: Path, kill_when: Callable[[], bool] | None = None) -> Ended:
         """Runs the flow `loop` once. `kill_when`: true when its process is to be killed with -9."""
         begin = time.monotonic()
-        with log.open("w") as out:
-            command = [sys.executable, "-c", CALL, "recipe.yaml"]
-            process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-            )
-            try:
-                while process.poll() is None:
-                    if kill_when is not None and kill_when():
-                        os.kill(process.pid, signal.SIGKILL)
-                    if time.monotonic() - begin > ROUND_SECONDS:
-                        raise TimeoutError(f"a night did not end in {ROUND_SECONDS:g} s: see {log}")
-                    time.sleep(0.1)
-            finally:
-                process.kill()
-                process.wait()
+        log.unlink(missing_ok=True)
+        command = [sys.executable, "-c", CALL, "recipe.yaml"]
+        process = logged(command, log, cwd=self.folder, env=self.environment)
+        try:
+            while process.poll() is None:
+                if kill_when is not None and kill_when():
+                    os.kill(process.pid, signal.SIGKILL)
+                if time.monotonic() - begin > ROUND_SECONDS:
+                    raise TimeoutError(f"a night did not end in {ROUND_SECONDS:g} s: see {log}")
+                time.sleep(0.1)
+        finally:
+            process.kill()
+            process.wait()
         self.wait_until_none_is_left(process.pid)
         text = log.read_text()
         state = text.partition("\nSTATE ")[2].strip()
@@ -102,13 +95,11 @@ class Here(NamedTuple):
 @contextmanager
 def serving(here: Here, log: Path, *arguments: str) -> Iterator[None]:
     """Runs `alignflow` with arguments that make it serve until the block ends."""
-    with log.open("w") as out:
-        command = [sys.executable, "-m", "flows.cli", *arguments]
-        process = subprocess.Popen(
-            command, cwd=here.folder, env=here.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-        )
-        try:
-            yield
-        finally:
-            process.terminate()
-            process.wait(30)
+    log.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "flows.cli", *arguments]
+    process = logged(command, log, cwd=here.folder, env=here.environment)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
