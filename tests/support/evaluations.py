@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from evaluation.evaluation_stage import run
 from rlhf_core.config import EngineConfig, Evaluation, Source
@@ -21,6 +20,7 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.records import EvalReport
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.stage_request import stage_request
 
 TEMPLATE = (
@@ -33,13 +33,7 @@ COUNT = 20
 
 def make_tokenizer(folder: Path) -> None:
     """Bytes as tokens, and four special ones."""
-    alphabet = {
-        character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    fast = byte_tokenizer(eos_token="<|endoftext|>", pad_token="<|pad|>")
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config
+from transformers import Qwen2Config
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.models.checkpoint.save import save_tokenizer
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.unit.data.test_chat import CHATML, Make, make
 
 __all__ = ["make"]
@@ -54,10 +54,7 @@ def test_a_tokenizer_whose_class_has_an_end_that_it_pads_with_is_told_to_name_it
 def test_a_tokenizer_without_a_pad_token_of_its_own_gets_a_special_one(
     tmp_path: Path, pad_token: str | None, special: list[str], chosen: str | None
 ) -> None:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token=pad_token)
+    fast = byte_tokenizer(eos_token="<|endoftext|>", pad_token=pad_token)
     fast.add_special_tokens({"additional_special_tokens": special})
     fast.chat_template = CHATML
     fast.save_pretrained(tmp_path)

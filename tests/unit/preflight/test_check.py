@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.preflight import inputs, machine_checks
 from rlhf_core.preflight.inputs import check_inputs, require_here
@@ -17,6 +15,7 @@ from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.system import machine
 from rlhf_core.system.machine import MachineLacks
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.text_rows import rows_of_text
 from tests.support.tiny_models import save_weights
 
@@ -64,11 +63,7 @@ Planned = Callable[..., Plan]
 
 def save_tokenizer(folder: Path, template: str | None) -> None:
     """Bytes as tokens, with the three tokens a chat needs."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
+    fast = byte_tokenizer(eos_token="<|im_end|>", pad_token="<|pad|>")
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     fast.chat_template = template
     fast.save_pretrained(folder)
