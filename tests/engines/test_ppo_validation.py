@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -73,21 +74,26 @@ def test_it_stops_and_the_best_iteration_comes_out(run: Path) -> None:
     assert f"the checkpoint is that of iteration {best}, mean reward" in (run / "log.txt").read_text()
 
 
-def test_the_checkpoint_answers_as_the_best_iteration_did(run: Path) -> None:
+def answers_of_the_checkpoint(run: Path, seeds: Literal["seeds", "fresh_seeds"]) -> list[str]:
     config = RunDir(run).request().config
-    result = RunDir(run).result()
-    assert isinstance(config, PPO) and result is not None
+    assert isinstance(config, PPO)
     renderer = Renderer(load_tokenizer(str(run / "checkpoint")), "chat")
     asked = load_validation(config, renderer, [], [], renderer.stop_token_ids, seed=7)
     assert asked is not None
     sampler = VllmEngine(str(run / "checkpoint"), seed=0, max_model_len=config.longest, config=config.engine)
-    groups = sampler.generate([prompt.tokens for prompt in asked.prompts], asked.seeds, asked.sampling)
+    prompts = [prompt.tokens for prompt in asked.prompts]
+    groups = sampler.generate(prompts, getattr(asked, seeds), asked.sampling)
     sampler.close()
-    said = [
+    return [
         renderer.tokenizer.decode(answer.tokens, skip_special_tokens=True)
         for group in groups
         for answer in group
     ]
+
+
+def test_the_checkpoint_answers_as_the_best_iteration_did(run: Path) -> None:
+    result = RunDir(run).result()
+    assert result is not None
     best, last = (
         [
             json.loads(line)["response"]
@@ -95,27 +101,15 @@ def test_the_checkpoint_answers_as_the_best_iteration_did(run: Path) -> None:
         ]
         for step in (int(result.metrics["eval/best_iteration"]), len(read_metrics(run)))
     )
-    assert said == best != last
+    assert answers_of_the_checkpoint(run, "seeds") == best != last
 
 
 def test_the_result_is_of_the_best_weights_answers_with_other_seeds(run: Path) -> None:
     """The engines had the weights of the last iteration, and loaded the best."""
-    config = RunDir(run).request().config
     result = RunDir(run).result()
-    assert isinstance(config, PPO) and result is not None
-    renderer = Renderer(load_tokenizer(str(run / "checkpoint")), "chat")
-    asked = load_validation(config, renderer, [], [], renderer.stop_token_ids, seed=7)
-    assert asked is not None
-    sampler = VllmEngine(str(run / "checkpoint"), seed=0, max_model_len=config.longest, config=config.engine)
-    groups = sampler.generate([prompt.tokens for prompt in asked.prompts], asked.fresh_seeds, asked.sampling)
-    sampler.close()
-    said = [
-        renderer.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-        for group in groups
-        for answer in group
-    ]
+    assert result is not None
     rows = [json.loads(line) for line in (run / "validation" / "checkpoint.jsonl").read_text().splitlines()]
-    assert [row["response"] for row in rows] == said
+    assert [row["response"] for row in rows] == answers_of_the_checkpoint(run, "fresh_seeds")
     mean = sum(next(iter(row["rewards"].values())) for row in rows) / len(rows)
     assert (
         result.metrics["eval/reward/mean"] == pytest.approx(mean) != result.metrics["selection/reward/mean"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
@@ -65,16 +66,9 @@ def config_of(
     )
 
 
-def prepare(
-    folder: Path,
-    material: Path,
-    cpus: float = SPREAD,
-    steps: int = 60,
-    timeout: float = 200.0,
-    stages: int = 1,
-) -> None:
-    """Writes a run directory, or changes how its stage is placed."""
-    config = config_of(folder, material, cpus, steps, timeout, stages)
+def prepare(folder: Path, material: Path, *how: float, **named: Any) -> None:
+    """Writes a run directory, or changes how its stage is placed, as `config_of` does."""
+    config = config_of(folder, material, *how, **named)
     RunDir(folder).prepare(stage_request(config, material / "base", seed=7))
 
 

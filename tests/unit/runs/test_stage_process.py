@@ -50,14 +50,8 @@ def test_done(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_our_value_error_is_one_line(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(
-            run_dir,
-            raise_in("rlhf_core.stages.sft", ValueError("the data\nis empty: give rows")),
-            monkeypatch,
-        )
-        == 2
-    )
+    work = raise_in("rlhf_core.stages.sft", ValueError("the data\nis empty: give rows"))
+    assert main(run_dir, work, monkeypatch) == 2
     assert capsys.readouterr().err == "the data is empty: give rows\n"
 
 
@@ -71,21 +65,12 @@ def test_a_librarys_value_error_is_a_failure_with_its_traceback(
 def test_a_missing_package_is_the_environments_fault(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(
-            run_dir,
-            raise_in("rlhf_core.stages.sft", ModuleNotFoundError("no", name="vllm.core")),
-            monkeypatch,
-        )
-        == 3
-    )
+    work = raise_in("rlhf_core.stages.sft", ModuleNotFoundError("no", name="vllm.core"))
+    assert main(run_dir, work, monkeypatch) == 3
     assert "needs the package vllm.core" in capsys.readouterr().err
     with pytest.raises(ModuleNotFoundError):
-        main(
-            run_dir,
-            raise_in("rlhf_core.stages.sft", ModuleNotFoundError("no", name="rlhf_core.gone")),
-            monkeypatch,
-        )
+        ours = ModuleNotFoundError("no", name="rlhf_core.gone")
+        main(run_dir, raise_in("rlhf_core.stages.sft", ours), monkeypatch)
 
 
 def test_what_is_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
