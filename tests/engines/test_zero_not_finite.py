@@ -14,7 +14,7 @@ from tests.engines.test_zero import FIELDS, TWO
 from tests.support.gloo_ranks import on_gloo_ranks
 from tests.support.stage_request import stage_request
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RANK = """
 import sys
 import torch

@@ -1,17 +1,23 @@
-"""Gates in a flow: which stages a failed one stops, which continue, and what the command prints."""
+"""Gates in a flow: which stages a failed one stops, also one of a calibration, which continue, and what the command
+prints."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import flows.cli
+import tasks.stages
 from flows.alignment import alignment, stage
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.gate_checks import GateFailed
+from rlhf_core.runs.launch import launch
+from tests.support.chat_endpoint import completion, serving
+from tests.support.labels import label, write_labels
 from tests.support.writing_stages import ORDER, TEXT, artifacts, attempts, statuses
 
 pytestmark = pytest.mark.usefixtures("prefect")
@@ -76,3 +82,48 @@ def test_the_terminal_shows_gates(recipe: Callable[..., Recipe], capsys: pytest.
     assert attempts() == ["sft"]
     assert flows.cli.main(["run", "recipe.yaml", "sft.gates=[{metric: steps, min: 1, on_fail: warn}]"]) == 0
     assert attempts() == ORDER and "gate failed (warn) stage sft" in capsys.readouterr().out
+
+
+JUDGE = "{kind: openai, model: judge, base_url: URL, api_key_env: JUDGE_KEY}"
+STAGES = f"""
+  calibration:
+    judge: {JUDGE}
+    labels: labels.jsonl
+    gates: [{{metric: position_bias/ci_high, max: 0.1, on_fail: branch}}]
+"""
+
+
+@pytest.mark.usefixtures("judge_key")
+def test_a_planted_position_bias_keeps_the_evaluation_from_starting(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(package: str, path: Path, name: str, *rest: Any) -> Any:
+        return launch("evaluation" if name == "calibration" else "stage_for_flows", path, name, *rest)
+
+    monkeypatch.setattr(tasks.stages, "launch", started)
+    write_labels(Path("labels.jsonl"), *(label(i, ("A>B", "B>A")[i % 2], uid=f"q{i}") for i in range(12)))
+    with serving(lambda *_: completion("[[A>B]]")) as endpoint:  # the answer shown first always wins
+        waiting = TEXT.replace(
+            "evaluation: {models: [loop]",
+            f"evaluation: {{models: [loop], calibration: calibration, judges: [{JUDGE}]",
+        )
+        Path("recipe.yaml").write_text((waiting + STAGES).replace("URL", endpoint.url))
+        with pytest.raises(
+            GateFailed,
+            match=r"stage calibration: position_bias/ci_high is 1, and the gate requires at most 0\.1",
+        ):
+            alignment(recipe())
+        assert len(endpoint.requests) == 24
+        assert statuses()["calibration"] == "done"
+        assert statuses()["evaluation"] == "not run"
+        assert "evaluation" not in attempts()
+        shown = artifacts()["calibration-calibration"]
+        assert "| position bias: wins of the answer shown first minus shown second | 1.000 |" in shown
+        page = Path("artifacts/tiny/report.html").read_text()
+        assert "Can the judge be believed?" in page
+        assert "failed: the stages that depend on calibration were left out" in page
+
+        alignment(recipe("calibration.gates=[]"))
+        assert len(endpoint.requests) == 24 and attempts()[-1] == "evaluation"
+        page = Path("artifacts/tiny/report.html").read_text()
+        assert "names the same winner as people in 0 % of 12 pairs (kappa 0.00" in page

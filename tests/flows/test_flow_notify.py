@@ -1,4 +1,5 @@
-"""Webhook messages of a flow: each state, stage and gate once; a hanging receiver does not delay it."""
+"""Webhook messages of a flow: each state, stage and gate once, also a drift beyond its gate's bound; a hanging
+receiver does not delay it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.gate_checks import GateFailed
 from tests.support.webhook import TOKEN, receiving
-from tests.support.writing_stages import ORDER, artifacts
+from tests.support.writing_stages import ORDER, STAGE, TEXT, artifacts, attempts, statuses
 
 pytestmark = pytest.mark.usefixtures("prefect")
 
@@ -94,3 +95,42 @@ def test_a_scheduled_run_sends_each_state_once(
         asyncio.run(Runner().execute_flow_run(run.id))
         assert receiver.events == ["scheduled", "running", "completed"]
         assert {message["run_id"] for message in receiver.got} == {str(run.id)}
+
+
+DRIFT = """
+  drift:
+    model: loop
+    prompts: {sources: today.jsonl}
+    past_prompts: {sources: prompts.jsonl}
+    gates:
+      - {metric: prompts/divergence_p, min: 0.01, on_fail: warn}
+      - {metric: refusals/rise_p, min: 0.01, on_fail: warn}
+  publication: {model: loop, evaluation: evaluation}
+"""
+FOUND = 'return Outcome({"loss": 1.5, "prompts/divergence_p": 0.001, "refusals/rise_p": 0.6}'
+
+
+def test_a_drift_is_an_alarm_and_the_run_goes_on(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 'return Outcome({"loss": 1.5}' in STAGE
+    Path("modules/stage_for_flows.py").write_text(STAGE.replace('return Outcome({"loss": 1.5}', FOUND))
+    Path("recipe.yaml").write_text(TEXT + DRIFT)
+    with receiving() as receiver:
+        monkeypatch.setenv("HOOK", receiver.url)
+        alignment(recipe("notify={url_env: HOOK, events: [gate, completed]}"))
+        assert tasks.notify._senders[receiver.url].flush(10)
+        assert receiver.events == ["gate", "gate", "completed"]
+        alarm, quiet = receiver.got[:2]
+    assert (
+        alarm["text"]
+        == "tiny: gate failed (warn): stage drift: prompts/divergence_p is 0.001, and the gate requires at"
+        " least 0.01"
+    )
+    assert (alarm["stage"], alarm["passed"], alarm["value"]) == (
+        "drift",
+        False,
+        0.001,
+    ) and "Users ask otherwise" in alarm["meaning"]
+    assert (quiet["metric"], quiet["passed"]) == ("refusals/rise_p", True)
+    assert set(attempts()) == {*ORDER, "drift", "publication"} and set(statuses().values()) == {"done"}
