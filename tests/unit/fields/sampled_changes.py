@@ -258,6 +258,12 @@ def measured(world: World, fields: Mapping[str, Any]) -> Any:
     return BATTLE(world, {"reward_evaluation": {**HELD_OUT, **fields}})
 
 
+def changes(probe: Any, beside: Mapping[str, Any], values: Mapping[str, Any]) -> list[Change]:
+    """Returns a change for each field of `values`, made beside the same other fields."""
+    return [Change(name, value, probe, beside) for name, value in values.items()]
+
+
+WEIGHED = {"name": "x", "normalize": "running", "weight": 0.5}
 REWARDED = {"judges": [{"kind": "reward", "reward": "rm"}]}
 SAMPLED = {
     "preferences": [
@@ -328,49 +334,24 @@ SAMPLED = {
         Change("instruction", "Be brief.", questions),
         Change("system", "You count.", questions),
     ],
-    "Lora": [
-        Change(name, value, adapted)
-        for name, value in (("rank", 2), ("alpha", 4.0), ("targets", ("q_proj",)), ("export", "adapter"))
-    ],
+    "Lora": changes(adapted, {}, {"rank": 2, "alpha": 4.0, "targets": ("q_proj",), "export": "adapter"}),
     "ModelReward": [
         Change("model", "rm2", summed, {"kind": "model", "name": "one"}),
         Change("name", "other", summed, {"kind": "model", "model": "rm"}),
         Change("normalize", "running", summed, {"kind": "model", "model": "rm"}),
         Change("weight", 0.5, summed, {"kind": "model", "model": "rm"}),
     ],
-    "EnvironmentReward": [
-        Change(name, value, summed, {"kind": "environment"})
-        for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5))
-    ],
-    "FunctionReward": [
-        Change(name, value, summed, {"kind": "function", "function": "a.py:f"})
-        for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5), ("function", "a.py:g"))
-    ],
-    "CodeReward": [
-        Change(name, value, summed, {"kind": "code"})
-        for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5))
-    ],
-    "ReasoningGymReward": [
-        Change(name, value, summed, {"kind": "reasoning_gym"})
-        for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5))
-    ],
-    "MathReward": [
-        Change(name, value, summed, {"kind": "math"})
-        for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5))
-    ],
-    "HttpReward": [
-        Change(name, value, summed, {"kind": "http", "url": "http://host/"})
-        for name, value in (
-            ("name", "x"),
-            ("normalize", "running"),
-            ("weight", 0.5),
-            ("url", "http://other/"),
-        )
-    ],
-    "JudgeReward": [
-        Change(name, value, summed, {"kind": "judge", "judge": {"model": "m"}, "rubric": "r"})
-        for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5))
-    ],
+    "EnvironmentReward": changes(summed, {"kind": "environment"}, WEIGHED),
+    "FunctionReward": changes(
+        summed, {"kind": "function", "function": "a.py:f"}, WEIGHED | {"function": "a.py:g"}
+    ),
+    "CodeReward": changes(summed, {"kind": "code"}, WEIGHED),
+    "ReasoningGymReward": changes(summed, {"kind": "reasoning_gym"}, WEIGHED),
+    "MathReward": changes(summed, {"kind": "math"}, WEIGHED),
+    "HttpReward": changes(
+        summed, {"kind": "http", "url": "http://host/"}, WEIGHED | {"url": "http://other/"}
+    ),
+    "JudgeReward": changes(summed, {"kind": "judge", "judge": {"model": "m"}, "rubric": "r"}, WEIGHED),
     "Environment": [
         Change("answer_max_len", 5, asked),
         Change("max_turns", 3, asked),
@@ -380,17 +361,11 @@ SAMPLED = {
         Change("checker", "c.py:check", asked, {"path": "agent", "agent": "a.py:run"}),
         Change("mcp", ("http://b/",), asked, {"path": "mcp_tools", "mcp": ("http://a/",)}),
     ],
-    "RuleJudge": [
-        Change("answer_key", "known", ruled),
-    ],
-    "RewardJudge": [Change(name, value, scored) for name, value in (("reward", "rm2"), ("tie", 1e9))],
-    "RewardEvaluation": [
-        Change(name, value, measured)
-        for name, value in (
-            ("models", ["rm2"]),
-            ("data", {"sources": "pairs.jsonl"}),
-            ("bins", 3),
-            ("subset_key", "part"),
-        )
-    ],
+    "RuleJudge": [Change("answer_key", "known", ruled)],
+    "RewardJudge": changes(scored, {}, {"reward": "rm2", "tie": 1e9}),
+    "RewardEvaluation": changes(
+        measured,
+        {},
+        {"models": ["rm2"], "data": {"sources": "pairs.jsonl"}, "bins": 3, "subset_key": "part"},
+    ),
 }
