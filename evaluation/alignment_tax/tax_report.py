@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from evaluation.scores.scoring import QuestionSums, difference_interval
+from evaluation.scores.scoring import QuestionSums, bootstrap_interval, difference_interval
 from rlhf_core.records import Frozen
 
 TAX = "tax.json"

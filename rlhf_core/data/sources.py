@@ -180,17 +180,20 @@ def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> L
     check_limit(prompt_max_len, renderer.frame_len)
     mixture = mixture_of(data, seed)
     surveyor = Surveyor(data, "prompt", prompt_max_len, renderer.control_tokens)
-    found: list[tuple[int, Prompt]] = []
+    found: list[tuple[int, int, Prompt]] = []
     for placed in placed_rows(data, seed, "prompt", mixture):
         located = placed.located
         messages = prompt_of(placed.located)
         tokens, truncated = at(
             located.where, renderer.prompt_within, messages, prompt_max_len, tools_of(located)
         )
-        found.append((placed.place, Prompt(tuple(messages), tokens, located.row, truncated)))
+        prompt = Prompt(tuple(messages), tokens, located.row, truncated)
+        found.append((placed.place, placed.source, prompt))
         surveyor.see(placed, BuiltItems([((), 0.0)], truncated, 1, "", len(tokens)))
-    items = [item for _, item in sorted(found, key=lambda pair: pair[0])]
-    return Loaded(items, surveyor.finish(mixture, sum(len(item.tokens) for item in items)))
+    found.sort(key=lambda entry: entry[0])
+    items = [item for _, _, item in found]
+    report = surveyor.finish(mixture, sum(len(item.tokens) for item in items))
+    return Loaded(items, report, array("i", (source for _, source, _ in found)))
 
 
 def collect(

@@ -9,6 +9,7 @@ from itertools import islice
 from rlhf_core.config import PPO, Data, Rewarded
 from rlhf_core.config.rewarding.verifiers import ReasoningGymReward
 from rlhf_core.data.rows.mixture import checked_rows
+from rlhf_core.data.rows.pass_rate_column import pass_rate_problem
 from rlhf_core.environments.row_environments import environment_problem
 from rlhf_core.environments.verifiers.verifier_checks import lacks, row_problem, verifiers_of
 from rlhf_core.recipe.plan import Node
@@ -18,7 +19,7 @@ FIRST = 2000  # rows of each data set; the stage checks them all before it start
 
 def verified_rows_problems(node: Node) -> list[str]:
     """Returns a sentence for each data set with a row that a verifier cannot read, or that names none of the
-    stage's environments."""
+    stage's environments, or whose pass rate for a curriculum is none."""
     config = node.config
     if not isinstance(config, Rewarded):
         return []
@@ -26,13 +27,16 @@ def verified_rows_problems(node: Node) -> list[str]:
     environments = config.environments if isinstance(config, PPO) else {}
     if isinstance(config, PPO) and config.eval_prompts is not None:
         sets["eval_prompts"] = config.eval_prompts
-    if not verifiers_of(config.reward) and not environments:
+    curriculum = config.curriculum if isinstance(config, PPO) else None
+    key = None if curriculum is None else curriculum.pass_rate_key
+    if not verifiers_of(config.reward) and not environments and key is None:
         return []
-    told = {field: _problem(config, environments, data) for field, data in sets.items()}
+    keys = {"prompts": key}
+    told = {field: _problem(config, environments, data, keys.get(field)) for field, data in sets.items()}
     return [f"stages.{node.name}.{field}: {problem}" for field, problem in told.items() if problem]
 
 
-def _problem(config: Rewarded, environments: Collection[str], data: Data) -> str:
+def _problem(config: Rewarded, environments: Collection[str], data: Data, pass_rate_key: str | None) -> str:
     try:
         located = islice(checked_rows(data, "prompt"), FIRST)
         rows = [(found.where, found.row) for found in located]
@@ -41,6 +45,7 @@ def _problem(config: Rewarded, environments: Collection[str], data: Data) -> str
     return (
         row_problem(config.reward, rows)
         or environment_problem(environments, rows)
+        or pass_rate_problem(pass_rate_key, rows)
         or _form_problem(config, data)
     )
 

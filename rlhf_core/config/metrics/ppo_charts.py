@@ -13,6 +13,14 @@ PPO_CHARTS = (
     ),
     Panel("Right answers on eval_prompts", {"eval/right/mean": ""}),
     Panel("Share of prompts whose answers have one reward", {"reward/equal_groups": ""}),
+    Panel(
+        "Prompts of the curriculum",
+        {
+            "curriculum/mean_pass_rate": "mean pass rate",
+            "curriculum/solved": "solved",
+            "curriculum/unseen": "not answered yet",
+        },
+    ),
     Panel("KL to the reference", {"kl/mean": "mean", "kl/p99": "99th percentile of tokens"}, level=0.0),
     Panel("Entropy of the policy (nats a token)", {"policy/entropy": ""}),
     Panel("Policy ratio", {"policy/ratio": ""}, level=1.0),

@@ -22,6 +22,7 @@ MERGED = Condition(
 )
 DRAFTS = Condition("with drafted tokens", lambda config: config.engine.drafts is not None)
 FILTERED = Condition("with `dynamic_filtering`", lambda config: config.dynamic_filtering)
+CURRICULUM = Condition("with `curriculum`", lambda config: config.curriculum is not None)
 EPISODES = Condition("with an environment", lambda config: bool(config.talks_to))
 STALE = Condition("with `max_staleness`", lambda config: bool(config.max_staleness))
 CONTINUOUS = Condition(
@@ -283,6 +284,28 @@ ROLLOUT = (
         "filter/reward_mean filter/reward_std",
         "rewards of the groups that are trained on; `reward/*` are of all groups",
         when=FILTERED,
+    ),
+    Metric(
+        "curriculum/mean_pass_rate",
+        "share of right answers of a prompt, mean over the prompts that have one; older answers count less",
+        "share",
+        CURRICULUM,
+        failed="The prompts are too easy (near 1) or too hard (near 0): take others, or change"
+        " curriculum.target.",
+    ),
+    Metric(
+        "curriculum/solved",
+        "share of all prompts whose last answers were all right",
+        "share",
+        CURRICULUM,
+        failed="Most prompts are solved: take harder ones.",
+    ),
+    Metric(
+        "curriculum/unseen",
+        "share of all prompts without a pass rate: neither answered yet nor known from a column",
+        "share",
+        CURRICULUM,
+        failed="The run ended before it had looked at all prompts: raise num_episodes, or take fewer.",
     ),
     Metric("environment/turns", "mean answers of an episode", "count", EPISODES),
     Metric(

@@ -14,6 +14,7 @@ from rlhf_core.config.ppo.rollout_batches import RolloutBatches
 from rlhf_core.config.ppo.sampler_gap import SamplerGap
 from rlhf_core.config.ppo.update_limits import UpdateLimits
 from rlhf_core.config.ppo.validation_fields import ValidationFields
+from rlhf_core.config.rewarding.verifiers import VerifierReward
 from rlhf_core.config.rewards import NoReward
 from rlhf_core.config.training.lora_fields import adapter_mistakes
 from rlhf_core.config.training.optimised import Optimised
@@ -79,6 +80,34 @@ class PPO(
         steps = self.max_epochs * (samples // self.train_batch_size)
         needed = (self.kl_in == "reward" and self.has_reference) or self.sampler_is == "mask"
         return steps == 1 and not self.freezing_actor_steps and not needed
+
+    @property
+    def right_from(self) -> float | None:
+        """The least reward of a right answer, for a curriculum: the recipe's, or the highest that verifiers
+        give together. None if neither is known."""
+        if self.curriculum is not None and self.curriculum.right is not None:
+            return self.curriculum.right
+        if all(isinstance(source, VerifierReward) and source.weight > 0 for source in self.reward):
+            return sum(source.weight for source in self.reward)
+        return None
+
+    @check
+    def _check_curriculum(self) -> Iterator[str]:
+        """Rejects a curriculum where no answer is right by its reward alone."""
+        if self.curriculum is None:
+            return
+        if not self.has_reward:
+            yield "curriculum counts right answers, and reward is none: leave one of them out"
+        elif self.compares_group:
+            yield (
+                "curriculum counts right answers, and compare: group gives every group of answers the mean"
+                " 0.5: leave curriculum out, or compare with a reference"
+            )
+        elif self.right_from is None:
+            yield (
+                "curriculum counts right answers, and only verifiers of positive weight say by themselves"
+                " which are: set curriculum.right to the least reward of a right answer"
+            )
 
     @check
     def _check_reward(self) -> Iterator[str]:

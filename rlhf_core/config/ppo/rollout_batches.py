@@ -8,12 +8,13 @@ from typing import Annotated
 
 from pydantic import Field
 
+from rlhf_core.config.ppo.curriculum_fields import Curriculum
 from rlhf_core.config.ppo.policy_objective import GROUP_ESTIMATORS, PolicyObjective
-from rlhf_core.records import NotInDigest, Positive, check
+from rlhf_core.records import InDigestIfSet, NotInDigest, Positive, check
 
 
 class RolloutBatches(PolicyObjective):
-    """Sizes of an iteration, and the filter of groups without a signal."""
+    """Sizes of an iteration, the choice of its prompts, and the filter of groups without a signal."""
 
     rollout_batch_size: Positive = Field(512, description="prompts of one iteration")
     n_samples_per_prompt: Positive = Field(1, description="answers per prompt")
@@ -31,6 +32,13 @@ class RolloutBatches(PolicyObjective):
         description=(
             "iterations after which the actor is also exported as a model, which other stages name"
             " STAGE.iterationN"
+        ),
+    )
+    curriculum: Annotated[Curriculum | None, InDigestIfSet] = Field(
+        None,
+        description=(
+            "draws prompts by their pass rate ({}: by learnability), as often as num_episodes passes would;"
+            " default: each pass has every prompt once"
         ),
     )
     dynamic_filtering: bool = Field(

@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_core.config import PPO
 from rlhf_core.environments.row_environments import ENVIRONMENT
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.rewards.combine import Running, with_answers
+from rlhf_core.rewards.combine import Running, plain_sum, with_answers
 from rlhf_core.rewards.named_rows import environment_metrics, task_metrics
 from rlhf_core.runs.timeline import Timeline
 from rlhf_core.stages.ppo.fleet import Fleet
@@ -25,7 +25,7 @@ from rlhf_core.stages.ppo.rollout_records import Rollout, Scores
 from rlhf_core.stages.ppo.sampling.collector import Collector
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sample_in_turn import sample
-from rlhf_core.stages.ppo.sampling.sampled_answers import Sampled, Setup, start_sample
+from rlhf_core.stages.ppo.sampling.sampled_answers import MeasuredGroups, Sampled, Setup, start_sample
 
 
 class IterationSchedule(NamedTuple):
@@ -93,6 +93,7 @@ def ppo_iteration(
         if statistics is None:
             statistics = with_answers(carried.statistics, scores.rewards.by_source, setup.terms)
         credited = credit(rollouts, scores, kl_coef, statistics, config, setup.terms, fleet.lengths)
+        of_curriculum = measure_pass_rates(setup, sampled.measured, scores.rewards)
     measured: list[Divergence] = []
 
     def measure() -> None:
@@ -108,7 +109,7 @@ def ppo_iteration(
     if fleet.sleeps:
         with clock.phase("wake"):
             fleet.wake_engines()
-    metrics = credited.metrics | diverged.metrics | sampled.metrics | step_means(steps)
+    metrics = credited.metrics | diverged.metrics | sampled.metrics | of_curriculum | step_means(steps)
     if config.sampler_is == "in_ratio":
         metrics |= distance_to_sampler(rollouts, logprobs, config)
     if config.one_ahead:
@@ -137,6 +138,19 @@ def ppo_iteration(
     )
     carried = Carried(sampled.position, statistics, ahead)
     return Iteration(metrics, diverged.kl, carried, rollouts, scores.rewards, timeline)
+
+
+def measure_pass_rates(setup: Setup, measured: MeasuredGroups, trained: Rewards) -> dict[str, float]:
+    """Tells the curriculum, if there is one, the rewards of the groups that are `measured`. `trained`: those
+    of the answers that the iteration trains on. Returns the curriculum's metrics."""
+    curriculum = setup.order.curriculum
+    if curriculum is None:
+        return {}
+    if measured.places:
+        rewards = trained if measured.rewards is None else measured.rewards
+        sums = plain_sum(rewards.by_source, setup.terms)
+        curriculum.measure(measured.places, sums.reshape(-1, setup.sampling.n))
+    return curriculum.metrics()
 
 
 def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

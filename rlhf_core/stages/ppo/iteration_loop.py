@@ -25,6 +25,7 @@ from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.ppo_setup import schedule_of
 from rlhf_core.stages.ppo.rollout_records import Rollout, shown
 from rlhf_core.stages.ppo.sampling.collector import Collected, Collector
+from rlhf_core.stages.ppo.sampling.curriculum_draws import CurriculumDraws
 from rlhf_core.stages.ppo.sampling.group_filter import GroupFilter
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sampled_answers import Setup
@@ -176,6 +177,8 @@ class IterationLoop:
             self._reference = self._run / STATE / REFERENCE
             link_tree(resume.folder / REFERENCE, self._reference)
             fleet.reset_reference(self._reference)
+        if self._setup.order.curriculum is not None:
+            self._setup.order.curriculum.read(resume.folder)
         ahead = read_ahead(resume.folder, self._setup.order, self._setup.sampling.n)
         self._carried = carried._replace(ahead=ahead)
         if resume.loop.get("best"):
@@ -232,7 +235,8 @@ class IterationLoop:
             "best": self.best,
         }
         finish_saving(fleet, self._commit)
-        write = partial(save_state, fleet, self._carried, self._collector, self._reference)
+        curriculum = self._setup.order.curriculum
+        write = partial(save_state, fleet, self._carried, self._collector, self._reference, curriculum)
         self._commit = resume_state.save(
             self._run, done, self._config.keep_checkpoints, state, write, fleet.state_files()
         )
@@ -280,15 +284,25 @@ def chosen(fleet: Fleet, held_out: Validation, run: RunDir, best: Best, last: in
 
 
 def save_state(
-    fleet: Fleet, carried: Carried, collector: Collector | None, reference: Path | None, folder: Path
+    fleet: Fleet,
+    carried: Carried,
+    collector: Collector | None,
+    reference: Path | None,
+    curriculum: CurriculumDraws | None,
+    folder: Path,
 ) -> None:
-    """Writes the roles' part of a resume state, the answers that were sampled ahead, and links to the export
-    `reference`."""
+    """Writes the roles' part of a resume state, the answers that were sampled ahead, the curriculum's counts
+    and draws, and links to the export `reference`."""
     fleet.save_state(folder)
     if reference is not None:
         link_tree(reference, folder / REFERENCE)
+    first = carried.position
     if collector is not None:
-        write_collected(folder, collector.state())
+        collected = collector.state()
+        write_collected(folder, collected)
+        first = min((collected.next, *collected.open, *collected.ready, *collected.dropped))
+    if curriculum is not None:  # after the collector's state, so that it has every draw of that
+        curriculum.write(folder, first)
     if carried.ahead is not None:
         write_ahead(folder, carried.ahead)
 

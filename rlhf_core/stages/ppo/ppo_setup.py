@@ -6,11 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import numpy as np
+
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.data.rows.pass_rate_column import pass_rates
 from rlhf_core.rewards.combine import term_of
 from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.stages.ppo.iteration import IterationSchedule
+from rlhf_core.stages.ppo.sampling.curriculum_draws import CurriculumDraws
 from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Setup
 from rlhf_core.training.learning_rate import learning_rate, tell_long_warmup
 
@@ -31,9 +35,15 @@ def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
 
 
 def setup_of(
-    config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], stop_token_ids: Sequence[int], seed: int
+    config: PPO,
+    prompts: Sequence[Prompt],
+    paths: Mapping[str, str],
+    stop_token_ids: Sequence[int],
+    seed: int,
+    sources: Sequence[int] = (),
 ) -> Setup:
-    """Returns the values that are fixed for all iterations."""
+    """Returns the values that are fixed for all iterations. `sources`: the index of each prompt's source;
+    empty if there is one."""
     n = config.n_samples_per_prompt
     normalize: Literal["none", "stored"] = "stored" if config.normalize_reward else "none"
     terms = [term_of(source, paths.get(f"reward:{source.title}"), normalize) for source in config.reward]
@@ -43,11 +53,34 @@ def setup_of(
     ]
     return Setup(
         config=config,
-        order=PromptOrder(prompts, config.rollout_batch_size, seed),
+        order=PromptOrder(
+            prompts, config.rollout_batch_size, seed, curriculum_of(config, prompts, seed, sources)
+        ),
         sampling=Sampling.of(config, n, stop_token_ids),
         terms=terms,
         probe=probe,
         allowed_failures=int(config.max_failed_rewards * config.rollout_batch_size * n),
+    )
+
+
+def curriculum_of(
+    config: PPO, prompts: Sequence[Prompt], seed: int, sources: Sequence[int]
+) -> CurriculumDraws | None:
+    """Returns the draws of a curriculum before the run, None if the recipe has none. Raises ValueError for a
+    row whose pass rate is none."""
+    if config.curriculum is None:
+        return None
+    assert config.right_from is not None, "it is checked"
+    rows = [(f"prompts: number {i}", prompt.row) for i, prompt in enumerate(prompts, 1)]
+    of_source = np.array(sources, np.int64) if len(sources) else np.zeros(len(prompts), np.int64)
+    return CurriculumDraws(
+        config.curriculum,
+        of_source,
+        pass_rates(config.curriculum.pass_rate_key, rows),
+        config.n_samples_per_prompt,
+        config.right_from,
+        config.rollout_batch_size,
+        seed,
     )
 
 

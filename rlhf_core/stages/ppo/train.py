@@ -59,7 +59,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     iterations = config.iterations(len(data.items))
     tell_left_out(config, len(data.items))
     tell_schedule(config, iterations)
-    setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
+    setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed, data.sources)
     held_out = load_validation(
         config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed
     )
@@ -113,7 +113,7 @@ def load_vocabularies(
 def tell_left_out(config: PPO, prompts: int) -> None:
     """Prints how many prompts each episode leaves out, if any."""
     left = prompts % config.rollout_batch_size
-    if left:
+    if left and config.curriculum is None:
         batch = f"{config.rollout_batch_size} (rollout_batch_size)"
         print(
             f"each episode leaves out {left} of {prompts} prompts, which fill no iteration of {batch}",

@@ -6,6 +6,7 @@ from tests.unit.fields.change import Change
 from tests.unit.fields.ppo_probes import (
     averaged,
     credited,
+    curriculum_prompts,
     iterated,
     looped,
     rounded,
@@ -63,6 +64,7 @@ PPO = [
     Change("truncated_penalty", 0.5, credited),
     Change("mask_truncated", True, credited),
     Change("bootstrap_truncated", True, credited),
+    Change("curriculum", {"right": 1.0}, iterated),
     Change("dynamic_filtering", True, iterated),
     Change("max_filter_rounds", 1, iterated, FILTERED),
     Change("filter_min_spread", 0.8, iterated, FILTERED),
@@ -126,4 +128,11 @@ PPO = [
     Change("lora", {"rank": 2}, valued),
     Change("router_aux_coef", 0.5, updated, {"actor": "moe"}),
     Change("deepspeed", {"zero_optimization": {"zero_quantized_weights": True}}, sharded),
+]
+CURRICULUM = [
+    Change("right", 3.0, curriculum_prompts),
+    Change("target", 0.2, curriculum_prompts),
+    Change("pass_rate_key", "known", curriculum_prompts),
+    Change("discount", 1.0, curriculum_prompts),
+    Change("solved_every", 0, curriculum_prompts),
 ]

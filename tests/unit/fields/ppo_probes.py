@@ -151,6 +151,21 @@ def iterated(world: World, fields: Mapping[str, Any]) -> Any:
     return fleet.requested, fleet.said, fleet.trained, [name for name in done.metrics if "phase" not in name]
 
 
+def curriculum_prompts(world: World, fields: Mapping[str, Any]) -> Any:
+    """The prompts that a curriculum draws over ten batches, whose rewards are measured."""
+    config = ppo(world, {"curriculum": {"right": 1.0, **fields}})
+    prompts = [Prompt((), [i], {"known": i / 10}, False) for i in range(10)]
+    order = ppo_setup.setup_of(config, prompts, PATHS, [0], 0).order
+    assert order.curriculum is not None
+    drawn_prompts: list[int] = []
+    for place in range(0, 40, 4):
+        numbers = [prompt.tokens[0] for prompt, _ in order.take(place, 4)]
+        rewards = np.array([[number % 3, number % 5] for number in numbers], np.float64)
+        order.curriculum.measure(range(place, place + 4), rewards)
+        drawn_prompts += numbers
+    return drawn_prompts
+
+
 class Roles:
     """Stands for the fleet; its weights are the number of iterations done."""
 

@@ -10,13 +10,19 @@ import pytest
 
 from tests.unit.fields.change import Change, World, plain, save_models
 from tests.unit.fields.loop_changes import ROUNDS_OF_LOOPS
-from tests.unit.fields.ppo_changes import PPO
+from tests.unit.fields.ppo_changes import CURRICULUM, PPO
 from tests.unit.fields.sampled_changes import SAMPLED
 from tests.unit.fields.training_changes import TRAINING
 from tests.unit.fields.without import WITHOUT
 from tests.unit.recipe.test_deciding_fields import deciding
 
-CHANGES: dict[str, list[Change]] = {"ppo": PPO, **TRAINING, **SAMPLED, **ROUNDS_OF_LOOPS}
+CHANGES: dict[str, list[Change]] = {
+    "ppo": PPO,
+    "Curriculum": CURRICULUM,
+    **TRAINING,
+    **SAMPLED,
+    **ROUNDS_OF_LOOPS,
+}
 ALL = [(owner, change) for owner, changes in CHANGES.items() for change in changes]
 
 

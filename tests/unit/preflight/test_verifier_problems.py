@@ -63,6 +63,13 @@ def test_rows_name_one_of_several_environments(tmp_path: Path) -> None:
     )
 
 
+def test_a_pass_rate_that_is_none_is_told_before_the_run(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"reward": "a.py:f", "curriculum": {"right": 1, "pass_rate_key": "rate"}}
+    (problem,) = verified_rows_problems(node(tmp_path, {"rate": 0.5}, {"rate": 7}, **how))
+    assert "row 2: rate is 7, and a pass rate is from 0 to 1, or null" in problem
+    assert verified_rows_problems(node(tmp_path, {"rate": 0.5}, {"rate": None}, **how)) == []
+
+
 def test_a_missing_package_is_told_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     told = "needs the package math-verify, which is not installed: pip install 'math-verify[antlr4_13_2]'"

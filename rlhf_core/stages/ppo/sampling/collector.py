@@ -22,12 +22,12 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf_core.data.documents import Prompt
-from rlhf_core.rewards.clients import Rewards
+from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.stages.ppo.rollout_records import Rollout
 from rlhf_core.stages.ppo.sampling.group_filter import FoundGroup, GroupFilter
 from rlhf_core.stages.ppo.sampling.group_signal import OF_KEPT
-from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
+from rlhf_core.stages.ppo.sampling.sampled_answers import MeasuredGroups, PromptOrder, Sampled
 
 AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
 
@@ -113,12 +113,13 @@ class Collector:
 
     def _start(self, place: int) -> None:
         self._begun[place] = self._iteration
-        task = asyncio.create_task(self._collect(place))
+        # here, so that a curriculum draws prompts in the order of their places
+        ((prompt, seed),) = self._order.take(place, 1)
+        task = asyncio.create_task(self._collect(place, prompt, seed))
         self._working.add(task)
         task.add_done_callback(self._working.discard)
 
-    async def _collect(self, place: int) -> None:
-        ((prompt, seed),) = self._order.take(place, 1)
+    async def _collect(self, place: int, prompt: Prompt, seed: int) -> None:
         try:
             rollouts = await self._answer(prompt, seed)
             if self._filter is None:
@@ -205,14 +206,16 @@ class Collector:
             del self._begun[place]
         if self._filter is None:
             rollouts = [found for group in kept.values() for found in group]
-            return Sampled(rollouts, None, self._next, {})
+            return Sampled(rollouts, None, self._next, {}, measured=MeasuredGroups(chosen))
         own = [FoundGroup(found, self._rewards[place], True) for place, found in kept.items()]
+        rollouts_of = kept | self._ready | self._dropped
+        looked_at = sorted(rollouts_of.keys() - self._counted)
         new = [
-            FoundGroup(found, self._rewards[place], place not in self._dropped)
-            for place, found in sorted((kept | self._ready | self._dropped).items())
-            if place not in self._counted
+            FoundGroup(rollouts_of[place], self._rewards[place], place not in self._dropped)
+            for place in looked_at
         ]
         sampled = self._filter.sampled(own, new, self._next)
+        measured = MeasuredGroups(looked_at, join([group.rewards for group in new]) if new else None)
         for place in (*kept, *self._dropped):
             del self._rewards[place]
         self._dropped.clear()
@@ -221,7 +224,7 @@ class Collector:
             self._looked_at = {name: value for name, value in sampled.metrics.items() if name not in OF_KEPT}
         # without new groups, at the end of a run, the last ones describe the policy
         number = {"filter/looked_at": float(len(new))}
-        return sampled._replace(metrics=self._looked_at | sampled.metrics | number)
+        return sampled._replace(metrics=self._looked_at | sampled.metrics | number, measured=measured)
 
     def _in_time(self) -> bool:
         """Returns whether the finished groups suffice to keep every group from becoming too old. Of the

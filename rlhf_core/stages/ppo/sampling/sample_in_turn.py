@@ -3,7 +3,8 @@ many as it takes. With `stream_batch_size`, what is finished is scored meanwhile
 
 Filtering asks for as many prompts as should fill the batch, given the share accepted so far, even past the
 end of an episode. Prompts after the last group that it needs go to the next iteration, which answers them
-anew, so that no accepted group is stale.
+anew, so that no accepted group is stale. With a curriculum they do not: they were measured, and are drawn
+again by their weights.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rlhf_core.stages.ppo.sampling.group_signal import (
 )
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sampled_answers import (
+    MeasuredGroups,
     Sampled,
     ScoringModels,
     Setup,
@@ -69,6 +71,7 @@ def sample_filtered(
     n = setup.sampling.n
     batch = setup.order.batch
     streams = setup.config.stream_batch_size is not None
+    first = position
     updated = dict(statistics)
     kept: list[int] = []
     seen: list[Rollout] = []
@@ -93,14 +96,18 @@ def sample_filtered(
         seen += rollouts
         accepted += len(found) // n
         rounds += 1
-        position += count if len(kept) < batch * n else chosen[-1] // n + 1
+        # a curriculum draws other prompts in place of those after the last group
+        used_up = len(kept) < batch * n or setup.order.curriculum is not None
+        position += count if used_up else chosen[-1] // n + 1
     if not kept:
         raise ValueError(no_signal(len(seen) // n, rounds))
     rewards_seen = join(seen_rewards)
     rewards_kept = rewards_seen.take(kept)
     metrics = looked_metrics(Looked(seen, rewards_seen, accepted, rounds), updated, setup)
     metrics |= kept_metrics(rewards_kept, updated, setup)
-    sampled = Sampled([seen[i] for i in kept], rewards_kept, position, metrics, statistics=updated)
+    measured = MeasuredGroups(range(first, first + len(seen) // n), rewards_seen)
+    answers = [seen[i] for i in kept]
+    sampled = Sampled(answers, rewards_kept, position, metrics, statistics=updated, measured=measured)
     if not streams:
         return sampled
     # the failures of all rounds are checked above

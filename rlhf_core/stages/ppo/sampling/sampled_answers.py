@@ -1,8 +1,8 @@
 """Samples an iteration's answers: the prompts in a seeded order, answered at once, ahead, or in parts.
 `sample_in_turn.py` chooses among these, and filters.
 
-Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches. An iteration takes
-the next batch.
+Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches, or a curriculum
+draws them (`curriculum_draws.py`). An iteration takes the next batch.
 
 With `max_staleness: 1` answers are sampled one iteration ahead: the engines generate them while the previous
 iteration trains. The first iteration's answers come from the initial weights. After that, iteration k trains
@@ -24,6 +24,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term
 from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, join_scores
+from rlhf_core.stages.ppo.sampling.curriculum_draws import CurriculumDraws
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup, SeededPrompt
 from rlhf_core.training.train_loop import order_of_epoch
 
@@ -49,20 +50,19 @@ class ScoringModels(Protocol):
 
 class PromptOrder(NamedTuple):
     """Defines the order of the prompts of a run. Position p is in episode p // (number of prompts in an
-    episode's whole batches)."""
+    episode's whole batches), unless a `curriculum` draws the prompts."""
 
     prompts: Sequence[Prompt]
     batch: int
     seed: int
+    curriculum: CurriculumDraws | None = None
 
     def take(self, position: int, count: int) -> list[SeededPrompt]:
         """Returns `count` prompts from a position on, each with the sampler's seed, which depends on run,
         batch and prompt."""
-        whole = len(self.prompts) // self.batch * self.batch
         taken = []
         for place in range(position, position + count):
-            episode, offset = divmod(place, whole)
-            index = order_of_epoch(len(self.prompts), episode, self.seed)[offset]
+            index = self._index(place)
             taken.append(
                 (
                     self.prompts[index],
@@ -70,6 +70,13 @@ class PromptOrder(NamedTuple):
                 )
             )
         return taken
+
+    def _index(self, place: int) -> int:
+        if self.curriculum is not None:
+            return self.curriculum.prompt_at(place)
+        whole = len(self.prompts) // self.batch * self.batch
+        episode, offset = divmod(place, whole)
+        return order_of_epoch(len(self.prompts), episode, self.seed)[offset]
 
 
 class Setup(NamedTuple):
@@ -85,12 +92,21 @@ class Setup(NamedTuple):
     allowed_failures: int
 
 
+class MeasuredGroups(NamedTuple):
+    """Holds the places of the groups whose rewards an iteration learns, each group once in a run, and these
+    rewards, n consecutive ones per group; None: those of the answers that it trains on."""
+
+    places: Sequence[int]
+    rewards: Rewards | None = None
+
+
 class Sampled(NamedTuple):
     """Holds an iteration's rollouts, `n` consecutive ones per prompt; their rewards if filtering computed
     them; the next position; metrics.
 
     `age`: updates of the actor since the weights that sampled the answers. `scores` waits for scores in
     progress. `statistics`: the running statistics of rewards, including all answers that filtering looked at.
+    `measured`: the answers from which a curriculum learns.
     """
 
     rollouts: list[Rollout]
@@ -100,6 +116,7 @@ class Sampled(NamedTuple):
     age: int = 0
     scores: Callable[[], Scores] | None = None
     statistics: dict[str, Running] | None = None
+    measured: MeasuredGroups = MeasuredGroups(())
 
 
 def start_sample(
@@ -109,7 +126,8 @@ def start_sample(
     waits for them."""
     taken = setup.order.take(position, setup.order.batch if count is None else count)
     rollouts = engines.start_rollouts(taken, setup.sampling)
-    return lambda: Sampled(rollouts(), None, position + len(taken), {})
+    places = range(position, position + len(taken))
+    return lambda: Sampled(rollouts(), None, places.stop, {}, measured=MeasuredGroups(places))
 
 
 def stream(engines: RolloutGroup, models: ScoringModels, setup: Setup, position: int, part: int) -> Sampled:
@@ -128,7 +146,8 @@ def stream(engines: RolloutGroup, models: ScoringModels, setup: Setup, position:
     def scores() -> Scores:
         return join_scores([wait() for wait in begun], setup.allowed_failures)
 
-    return Sampled(rollouts, None, position + batch, {}, scores=scores)
+    places = range(position, position + batch)
+    return Sampled(rollouts, None, places.stop, {}, scores=scores, measured=MeasuredGroups(places))
 
 
 def stream_parts(

@@ -18,7 +18,7 @@ from rlhf_core.stages.ppo.rollout_records import (
     stored_rewards,
 )
 from rlhf_core.stages.ppo.sampling.collector import Collected
-from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
+from rlhf_core.stages.ppo.sampling.sampled_answers import MeasuredGroups, PromptOrder, Sampled
 from rlhf_core.system.files import write_text
 
 AHEAD = "ahead.jsonl"
@@ -36,11 +36,10 @@ def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
     if not (folder / AHEAD).is_file():
         return None
     head, rows, experts = _read(folder / AHEAD)
-    prompts = [
-        prompt for prompt, _ in order.take(head["position"] - order.batch, order.batch) for _ in range(n)
-    ]
+    places = range(head["position"] - order.batch, head["position"])
+    prompts = [prompt for prompt, _ in order.take(places.start, order.batch) for _ in range(n)]
     rollouts = [restored(row, prompt, e) for prompt, row, e in zip(prompts, rows, experts, strict=True)]
-    return Sampled(rollouts, None, head["position"], {}, head["age"])
+    return Sampled(rollouts, None, places.stop, {}, head["age"], measured=MeasuredGroups(places))
 
 
 def write_collected(folder: Path, collected: Collected) -> None:

@@ -20,7 +20,7 @@ from evaluation.scores.arena_files import (
 from evaluation.scores.arena_hard import controlled, question_rows
 from evaluation.scores.bradley_terry import fit, one_hot
 from evaluation.scores.leaderboard import How, as_json, boards
-from evaluation.scores.scoring import arena_sums
+from evaluation.scores.scoring import arena_sums, bootstrap_interval
 from evaluation.scores.style import Style, style_of
 from rlhf_core.judging.judge_reply import label_of
 from rlhf_core.records import Game

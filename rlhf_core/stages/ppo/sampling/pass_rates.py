@@ -1,0 +1,57 @@
+"""What a curriculum knows of each prompt: how many of its answers were right, and the weight that follows.
+
+The learnability of a prompt with pass rate p is p (1 - p): the variance of a reward of 0 or 1, without which
+the answers to it teach nothing (Foster et al. 2025, "Learning to Reason at the Frontier of Learnability",
+arXiv:2502.12272). A few answers say little of p, so the weight is its expectation under what they leave open:
+the beta distribution that a uniform prior becomes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import gammaln
+
+
+class PassCounts(NamedTuple):
+    """Holds counts of each prompt, (N,) float64: answers that were `right`, and `answered` ones with a
+    reward; and whether the last ones were all right, (N,) bool."""
+
+    right: np.ndarray
+    answered: np.ndarray
+    solved: np.ndarray
+
+
+def counts_before(rates: np.ndarray, answers: int) -> PassCounts:
+    """Returns the counts before a run. `rates` (N,): known pass rates, nan where there is none; each counts
+    as that of so many `answers`."""
+    known = ~np.isnan(rates)
+    answered = np.where(known, float(answers), 0.0)
+    return PassCounts(np.where(known, rates, 0.0) * answered, answered, known & (rates >= 1))
+
+
+def count_group(counts: PassCounts, prompt: int, right: int, answered: int, discount: float) -> None:
+    """Adds the answers to a prompt; its earlier counts keep the share `discount`. Answers without a reward
+    are not `answered`; a group of such alone changes nothing."""
+    if not answered:
+        return
+    counts.right[prompt] = discount * counts.right[prompt] + right
+    counts.answered[prompt] = discount * counts.answered[prompt] + answered
+    counts.solved[prompt] = right == answered
+
+
+def weights_of(counts: PassCounts, target: float, prompts: np.ndarray | slice = slice(None)) -> np.ndarray:
+    """Returns the weight of each of the `prompts`, all above 0: the mean of p^(2 target) (1 - p)^(2 - 2
+    target) under the beta distribution of its pass rate p with the parameters right + 1 and wrong + 1.
+
+    With the target 0.5 that is the expected learnability, a b / ((a + b) (a + b + 1)); in general the largest
+    weight is at a known pass rate of `target`.
+    """
+    a = counts.right[prompts] + 1
+    b = counts.answered[prompts] - counts.right[prompts] + 1
+    more_a = 2 * target
+    more_b = 2 - 2 * target
+    # B(a + more_a, b + more_b) / B(a, b), where more_a + more_b is 2
+    logs = gammaln(a + more_a) - gammaln(a) + gammaln(b + more_b) - gammaln(b)
+    return np.exp(logs) / ((a + b) * (a + b + 1))
