@@ -149,7 +149,7 @@ class EpisodeAttempt:
             if self._answering:
                 self._held.append(told)
             else:
-                self._trajectories.cut()
+                self._trajectories.cut(full.limit)
                 self._process.send(answer=self._number, call=call, limit=str(full))
             return
         except Exception as error:  # the environment's messages do not fit the template, in some way

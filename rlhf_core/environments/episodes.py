@@ -104,7 +104,7 @@ class Episodes:
                 attempt += failed.guilty or deaths > DEATHS
                 if attempt >= self._config.max_attempts:
                     if failed.late:
-                        trajectories.cut()
+                        trajectories.cut("time")
                     return Episode(trajectories, [], str(failed), attempt, clock.spent)
 
     def _trajectories(self, prompt: Prompt) -> JoinedTrajectories:

@@ -21,8 +21,19 @@ PPO_CHARTS = (
             "curriculum/unseen": "not answered yet",
         },
     ),
-    Panel("KL to the reference", {"kl/mean": "mean", "kl/p99": "99th percentile of tokens"}, level=0.0),
-    Panel("Entropy of the policy (nats a token)", {"policy/entropy": ""}),
+    Panel(
+        "KL to the reference",
+        {"kl/mean": "mean", "kl/p10": "10th percentile", "kl/p90": "90th", "kl/p99": "99th of tokens"},
+        level=0.0,
+    ),
+    Panel(
+        "Entropy of the policy (nats a token)",
+        {
+            "policy/entropy": "mean",
+            "policy/entropy_p10": "10th percentile of tokens",
+            "policy/entropy_p90": "90th percentile",
+        },
+    ),
     Panel("Policy ratio", {"policy/ratio": ""}, level=1.0),
     Panel(
         "Share of clipped tokens",
@@ -43,4 +54,12 @@ PPO_CHARTS = (
     ),
     Panel("Correlation of reward and length", {"reward/length_correlation": ""}, level=0.0),
     Panel("Share of truncated answers", {"response/truncated": ""}),
+    Panel(
+        "Share of episodes ended by a limit",
+        {
+            "environment/ended_by_turns": "turns",
+            "environment/ended_by_tokens": "tokens",
+            "environment/ended_by_time": "time",
+        },
+    ),
 )

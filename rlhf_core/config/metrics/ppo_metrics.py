@@ -127,6 +127,13 @@ REWARDS = (
         REFERENCE,
         failed=FAR_AWAY,
     ),
+    Metric(
+        "kl/p10 kl/p50 kl/p90",
+        "the 10th, 50th and 90th percentile: with k1 they say how far tokens moved either way",
+        "nats/token",
+        REFERENCE,
+        failed=FAR_AWAY,
+    ),
     Metric("kl/coef", "coefficient of the KL", when=REFERENCE, failed=FAR_AWAY),
     Metric(
         "advantage/std advantage/max",
@@ -178,6 +185,14 @@ POLICY = (
         "nats/token",
         failed="PPO's policy has collapsed to few answers, or came apart: look at its answers, learning rate"
         " and entropy_coef.",
+    ),
+    Metric(
+        "policy/entropy_p10 policy/entropy_p50 policy/entropy_p90",
+        "percentiles of that entropy over the tokens of an optimiser step, to 2 %; the mean hides that a few"
+        " tokens, where the answer branches, have almost all of it",
+        "nats/token",
+        failed="Where tokens branch the policy has collapsed (p90 near 0), or all of it came apart (p10 far"
+        " above 0): look at its answers, learning rate and entropy_coef.",
     ),
     Metric(
         "policy/grad_norm",
@@ -320,6 +335,15 @@ ROLLOUT = (
         "mean seconds that the environment itself took in the last attempt of an episode",
         "s",
         EPISODES,
+    ),
+    Metric(
+        "environment/ended_by_turns environment/ended_by_tokens environment/ended_by_time",
+        "share of the episodes that a limit ended: max_turns; generate_max_len, answer_max_len or"
+        " prompt_max_len; the environment's timeout in its last attempt",
+        "share",
+        EPISODES,
+        failed="Limits end episodes: raise the named one, or look at what the policy does with its turns,"
+        " tokens and time.",
     ),
     Metric(
         "environment/NAME/reward",

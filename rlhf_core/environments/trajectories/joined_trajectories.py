@@ -19,7 +19,7 @@ from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Document, Message, Prompt
 from rlhf_core.environments.conversation import Answer
 from rlhf_core.environments.trajectories.calls import CallFormat
-from rlhf_core.environments.trajectories.trajectory import Full, Limits, Trajectory
+from rlhf_core.environments.trajectories.trajectory import Full, Limit, Limits, Trajectory
 from rlhf_core.rollout.engine_contract import SampledAnswer
 
 
@@ -54,6 +54,7 @@ class JoinedTrajectories:
         first = Trajectory(prompt, renderer, limits, tools, format_of_calls() if tools else None)
         self._paths = {0: first}
         self._cut_at: int | None = None  # number of answers when a limit refused a request
+        self._refused_by: Limit = "tokens"  # that limit
         self._waiting = dict[int, tuple[int, int]]()  # by call: its conversation, its room in tokens
         self._answers = list[TakenAnswer]()
 
@@ -68,14 +69,15 @@ class JoinedTrajectories:
 
     def _ask(self, asked: Mapping[str, Any]) -> tuple[Trajectory, list[int], int]:
         if len(self._answers) + len(self._waiting) >= self._limits.turns:
-            raise Full(f"the conversation has its {self._limits.turns} answers (max_turns)")
+            raise Full(f"the conversation has its {self._limits.turns} answers (max_turns)", "turns")
         path = self._path(asked)
         used = sum(known.size for known in {*self._paths.values(), path})
         reserved = sum(room for _, room in self._waiting.values())
         left = self._limits.prompt_tokens + self._limits.tokens - used - reserved
         if left < 1:
             raise Full(
-                "the conversations of this episode have their tokens (prompt_max_len, generate_max_len)"
+                "the conversations of this episode have their tokens (prompt_max_len, generate_max_len)",
+                "tokens",
             )
         tokens, room = path.ask(asked["ask"], left)
         return path, tokens, room
@@ -129,10 +131,11 @@ class JoinedTrajectories:
         self._answers = received
         return [rewards[taken.call] for taken in received]
 
-    def cut(self) -> None:
+    def cut(self, limit: Limit) -> None:
         """Records that a limit refused a request. The episode is then not `finished`, unless another answer
         follows."""
         self._cut_at = len(self._answers)
+        self._refused_by = limit
 
     @property
     def _kept(self) -> list[Trajectory]:
@@ -197,8 +200,15 @@ class JoinedTrajectories:
     @property
     def finished(self) -> bool:
         """Returns False if a limit ended the episode: on tokens, turns or time."""
-        was_cut = self._cut_at is not None and len(self._answers) <= self._cut_at
-        return self._kept[-1].ended and not was_cut
+        return self.ended_by is None
+
+    @property
+    def ended_by(self) -> Limit | None:
+        """Returns the limit that ended the episode, None if none did: the one that refused a request, else
+        that on tokens within the last answer."""
+        if self._cut_at is not None and len(self._answers) <= self._cut_at:
+            return self._refused_by
+        return None if self._kept[-1].ended else "tokens"
 
     @property
     def ended(self) -> bool:

@@ -9,7 +9,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,15 @@ from rlhf_core.rollout.engine_contract import SampledAnswer
 NO_LIMIT = sys.maxsize
 
 
+Limit = Literal["turns", "tokens", "time"]
+
+
 class Full(Exception):
-    """Reports that a conversation has no turns or tokens left."""
+    """Reports that a conversation has no turns or tokens left. `limit`: which of them."""
+
+    def __init__(self, message: str, limit: Limit):
+        super().__init__(message)
+        self.limit = limit
 
 
 class Limits(NamedTuple):
@@ -83,13 +90,13 @@ class Trajectory:
             return self._open(new, left)
         if self.turns >= self._limits.turns:
             self.cut()
-            raise Full(f"the conversation has its {self._limits.turns} answers (max_turns)")
+            raise Full(f"the conversation has its {self._limits.turns} answers (max_turns)", "turns")
         added = self._renderer.follow(self.messages, new, self.ended, self._tools)
         used = len(self._tokens) - len(self.prompt.tokens) + len(added)
         room = min(self._room(used), left - len(added))
         if room < 1:
             self.cut()
-            raise Full(f"the conversation has its {self._limits.tokens} tokens (generate_max_len)")
+            raise Full(f"the conversation has its {self._limits.tokens} tokens (generate_max_len)", "tokens")
         self._tokens += added
         self._mask += [False] * len(added)
         self._logprobs += [0.0] * len(added)
@@ -110,7 +117,8 @@ class Trajectory:
         room = min(self._room(0), left - len(prompt.tokens))
         if room < 1 or (self._whole and prompt.truncated):
             limit = self._limits.prompt_tokens
-            raise Full(f"the messages have more tokens than are left, at most {limit} (prompt_max_len)")
+            message = f"the messages have more tokens than are left, at most {limit} (prompt_max_len)"
+            raise Full(message, "tokens")
         self.prompt = prompt
         self.messages = list(prompt.messages)
         self._tokens = list(prompt.tokens)

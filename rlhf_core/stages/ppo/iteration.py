@@ -6,12 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
 from rlhf_core.config import PPO
 from rlhf_core.environments.row_environments import ENVIRONMENT
+from rlhf_core.environments.trajectories.trajectory import Limit
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, plain_sum, with_answers
 from rlhf_core.rewards.named_rows import environment_metrics, task_metrics
@@ -255,12 +256,17 @@ def metrics_by_name(rollouts: Sequence[Rollout], rewards: Rewards, config: PPO) 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Returns means over episodes of an environment: answers, conversations, attempts, the environment's own
-    seconds; empty without an environment."""
+    seconds, and the shares that each limit ended; empty without an environment."""
     own = [rollout.own for rollout in rollouts if rollout.own is not None]
-    return {
+    if not own:
+        return {}
+    means = {
         f"environment/{name}": sum(getattr(o, name) for o in own) / len(own)
         for name in ("turns", "conversations", "attempts", "seconds")
-        if own
+    }
+    return means | {
+        f"environment/ended_by_{limit}": sum(o.ended_by == limit for o in own) / len(own)
+        for limit in get_args(Limit)
     }
 
 

@@ -24,6 +24,7 @@ class Own(NamedTuple):
     `reward`: for all answers, nan if every attempt failed (`failure`: how the last one did). `early` (T,):
     the parts of the reward that belong to answers before the last, each at the answer's last token; None if
     there are none. `ended`: whether the last answer is complete, even if a limit cut the episode after it.
+    `ended_by`: the limit that did: turns, tokens or time.
     """
 
     reward: float
@@ -34,6 +35,7 @@ class Own(NamedTuple):
     seconds: float
     ended: bool = True
     conversations: int = 1
+    ended_by: str | None = None
 
 
 @dataclass(frozen=True)

@@ -255,6 +255,7 @@ def test_an_episode_that_a_limit_ends_is_cut(
     assert rollout.finished is finished and (rollout.own is not None and bool(rollout.own.failure)) == (
         fault not in ("", "many")
     )
+    assert rollout.own.ended_by == {"many": "turns", "wait": "time", "block": "time"}.get(fault)
 
 
 def test_half_a_character_is_replaced(make: Make, renderer: Renderer) -> None:

@@ -131,7 +131,7 @@ def test_an_answer_that_nobody_got_does_not_follow_a_refusal(renderer: Renderer)
     paths = joined(renderer, LIMITS._replace(turns=2))
     asked(paths, renderer, 0, begins(1, "a"), "one")
     paths.ask(1, begins(2, "b"))
-    paths.cut()
+    paths.cut("turns")
     paths.take(1, answer(renderer, "two"))
     assert paths.finished
     paths.rewarded({0: 1.0})
@@ -144,10 +144,10 @@ def test_limits_hold_for_all_conversations(renderer: Renderer) -> None:
     few.ask(1, begins(2, "b"))
     with pytest.raises(Full, match="max_turns"):  # the second waits
         few.ask(2, begins(3, "c"))
-    few.cut()
-    assert not few.finished
+    few.cut("turns")
+    assert not few.finished and few.ended_by == "turns"
     few.take(1, answer(renderer, "two"))
-    assert few.finished, "an answer came after the refusal"
+    assert few.finished and few.ended_by is None, "an answer came after the refusal"
     size = len(renderer.prompt(begins(1, "a")["ask"]))
     small = joined(renderer, Limits(turns=9, prompt_tokens=size, tokens=size + 10, answer_tokens=None))
     assert small.ask(0, begins(1, "a"))[1] == size + 10

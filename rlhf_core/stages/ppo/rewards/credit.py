@@ -204,7 +204,7 @@ def divergence(
         metrics = {
             "kl/mean": kl,
             "kl/per_answer": float(estimates.sum(dtype=torch.float64)) / len(usable),
-            "kl/p99": percentile(estimates, 99),
+            **{f"kl/p{at}": percentile(estimates, at) for at in (10, 50, 90, 99)},
             "kl/coef": kl_coef,
         }
     if config.sampler_is != "in_ratio":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
@@ -20,6 +21,7 @@ from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
 from rlhf_core.models.weights.unbiased_rounding import Survival
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
+from rlhf_core.objectives.entropy_spread import entropy_counts, entropy_percentiles
 from rlhf_core.objectives.losses import Loss, with_balance
 from rlhf_core.objectives.sampler_weights import kept_tokens, sampler_weights
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
@@ -38,7 +40,7 @@ from rlhf_core.stages.ppo.roles.trained import Trained, Update
 from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.training.backends import import_zero
 from rlhf_core.training.ranks import export, export_average, shards_of, try_export
-from rlhf_core.training.train_loop import accumulate
+from rlhf_core.training.train_loop import accumulate, passes_of_rank
 
 
 def prepare(deepspeed: bool) -> None:
@@ -108,6 +110,8 @@ class Actor(Trained):
         counted = count(trained)
         entropy: Entropy = "gradient" if self.config.entropy_coef else "value"
 
+        entropies: list[Tensor] = []  # counts of each pass
+
         def loss(part: list[int]) -> Loss:
             here = [items[i] for i in part]
             batch, rows = collate_rows(here, self.passes, self.model.pad_token_id, self.engine)
@@ -125,17 +129,26 @@ class Actor(Trained):
             mask = batch.mask
             if self.config.sampler_is == "mask":
                 mask = mask & (weights > 0)
+            entropies.append(entropy_counts(new.entropy, mask))
             per_token = PerToken(
                 new.logprobs, new.entropy, old, ref, advantages, weights, mask, batch.documents
             )
             result = actor_loss(per_token, len(part), counted, self.config, update.kl_coef)
             return with_balance(result, new.balance, self.config.router_aux_coef, float(len(items)))
 
-        metrics = accumulate(self.engine, parts_of([item.document for item in items], self.passes), loss)
+        parts = parts_of([item.document for item in items], self.passes)
+        metrics = accumulate(self.engine, parts, loss) | self._entropy_percentiles(entropies, len(parts))
         return metrics | {
             "policy/grad_norm": self.engine.step(update.learning_rate),
             "policy/learning_rate": update.learning_rate,
         }
+
+    def _entropy_percentiles(self, counts: Sequence[Tensor], micro_batches: int) -> dict[str, float]:
+        """Returns percentiles over the tokens of all ranks. `counts`: of this rank's passes, of which some
+        only repeat another one's."""
+        own = passes_of_rank(micro_batches, self.engine)
+        weighted = [of_pass * rank_pass.counted for of_pass, rank_pass in zip(counts, own, strict=True)]
+        return entropy_percentiles(self.engine.all_reduce(torch.stack(weighted).sum(0)))
 
     def ends_iteration(self, metrics: Mapping[str, float]) -> bool:
         """Returns whether the policy was beyond `stop_kl` in this step. `metrics`: those of all ranks."""

@@ -233,6 +233,7 @@ def of_episode(episode: Episode) -> Rollout:
         episode.seconds,
         path.ended,
         path.conversations,
+        path.ended_by,
     )
     own = own._replace(early=path.early(rewards)) if rewards else own
     return Rollout(

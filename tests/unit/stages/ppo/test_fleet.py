@@ -16,6 +16,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.reward_contract import RewardsFailed
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.iteration import episode_metrics
 from rlhf_core.stages.ppo.measured.probe import EngineDiffers, WeightsDiffer
 from rlhf_core.stages.ppo.measured.roofline import Ceilings, ModelShape, RooflineInputs
 from rlhf_core.stages.ppo.rewards.reward_sources import without_failed
@@ -239,3 +240,15 @@ def test_failed_episodes_have_no_reward_whatever_other_sources_say() -> None:
     assert found.by_source["short"][0] == 0.5 and math.isnan(found.by_source["short"][1])
     with pytest.raises(RewardsFailed, match="an episode failed: it raised"):
         without_failed(rewards, rollouts, "it raised", 0)
+
+
+def test_episodes_are_counted_by_the_limit_that_ended_them() -> None:
+    document = Document([1, 2], [False, True])
+    prompt = Prompt(({"role": "user", "content": "a"},), [1], {}, False)
+    limits = ("turns", "turns", "time", None, "tokens", None, None, None)
+    own = [Own(1.0, None, "", 1, 1, 0.0, ended_by=limit) for limit in limits]
+    rollouts = [Rollout(prompt, document, np.zeros(2, np.float32), True, (), told) for told in own]
+    found = episode_metrics(rollouts)
+    shares = [found[f"environment/ended_by_{limit}"] for limit in ("turns", "tokens", "time")]
+    assert shares == [0.25, 0.125, 0.125]
+    assert episode_metrics([Rollout(prompt, document, np.zeros(2, np.float32), True)]) == {}

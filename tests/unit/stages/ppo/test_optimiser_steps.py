@@ -237,3 +237,25 @@ def test_the_first_step_is_on_policy(models: Path, plain_engine: None) -> None:
             .metrics[0]
         )
         assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5) and metrics["policy/clip_share"] == 0
+
+
+@pytest.mark.parametrize("micro", [8, 3])
+def test_percentiles_of_the_entropy_are_those_of_all_tokens(
+    models: Path, plain_engine: None, micro: int
+) -> None:
+    role = actor(models, micro=micro)
+    with torch.no_grad():
+        role.engine.module.model.lm_head.weight *= 20  # so that tokens differ
+    items = experience(models)
+    values: list[float] = []
+    for item in items:
+        logits = role.module.model(torch.tensor([[*item.document.tokens]])).logits[0].detach()
+        spread = torch.distributions.Categorical(logits=logits).entropy()  # at t: of the token at t + 1
+        values += [float(spread[at - 1]) for at in np.flatnonzero(item.document.mask)]
+    metrics = role.train(items, [Update(list(range(8)), 1e-9, 0.0)]).metrics[0]
+    expected = np.percentile(values, [10, 50, 90], method="inverted_cdf")
+    assert expected[2] > 1.2 * expected[0]
+    names = [f"policy/entropy_p{at}" for at in (10, 50, 90)]
+    np.testing.assert_allclose([metrics[name] for name in names], expected, rtol=0.018)
+    assert metrics["policy/entropy"] == pytest.approx(np.mean(values), rel=1e-3)
+    assert all(has_metric(role.config, name) for name in names)
