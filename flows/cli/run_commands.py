@@ -3,12 +3,14 @@ it."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
@@ -18,6 +20,7 @@ from flows.cli.terminal.live import Say, live_view, working
 from rlhf_core.preflight.inputs import load_here, require_here
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Node, Plan, plan
+from rlhf_core.runs.run_dir import KEPT_FOLDER
 from rlhf_core.runs.run_records import RunRequest, asked, check_name, new_id
 from rlhf_core.system import orphan_watcher
 from rlhf_core.system.machine import MachineLacks
@@ -71,14 +74,28 @@ def run(
     return _run(planned, planned.nodes, RunRequest(recipe, overrides, name), plain, check, flow)
 
 
-def stage(name: str, recipe: RecipePlace, *overrides: Override, plain: bool = False) -> int:
+def stage(
+    name: str,
+    recipe: RecipePlace,
+    *overrides: Override,
+    plain: bool = False,
+    train_only: Path | None = None,
+    rollouts_only: bool = False,
+) -> int:
     """Run one stage of a recipe and nothing else; its parents must be done. The name of a loop runs all of
     its stages.
 
     Args:
         name: name of the stage, as `alignflow run RECIPE --dry-run` shows it.
         plain: print the log in place of live lines, as when the output is not a terminal.
+        train_only: of ppo, for debugging: train on the rollouts that this run directory, or folder, has kept,
+            without engines.
+        rollouts_only: of ppo: sample, score and keep, train nothing.
     """
+    if train_only is not None:
+        overrides = (*overrides, f"{name}.train_only={json.dumps(str(_kept_in(train_only)))}")
+    if rollouts_only:
+        overrides = (*overrides, f"{name}.rollouts_only=true")
     with working("reading the recipe and its inputs", plain):
         planned = plan(load_here(recipe, overrides))
     nodes = planned.stages_of(name)
@@ -97,6 +114,19 @@ def stage(name: str, recipe: RecipePlace, *overrides: Override, plain: bool = Fa
         checked_flow("stage", planned, nodes)(planned.recipe, name)
 
     return _run(planned, nodes, RunRequest(recipe, overrides), plain, check, flow)
+
+
+def _kept_in(place: Path) -> Path:
+    """Returns the folder of kept rollouts, which `place` is, or has as a run directory. Raises ValueError if
+    there are none."""
+    inner = place / KEPT_FOLDER
+    folder = (inner if inner.is_dir() else place).absolute()
+    if not (folder / "iteration1.jsonl").is_file():
+        raise ValueError(
+            f"--train-only {place}: there is no iteration1.jsonl: name the directory of a run with"
+            " keep_rollouts: true, or of --rollouts-only"
+        )
+    return folder
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rlhf_core.config import KINDS, SFT, AlignmentTax, EngineConfig, Recipe, Source, StageConfig
+from rlhf_core.config import KINDS, PPO, SFT, AlignmentTax, EngineConfig, Recipe, Source, StageConfig
 from rlhf_core.config.engines import SPEED_ONLY
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task, task_name
 from rlhf_core.config.rewarding.verifiers import ReasoningGymReward, VerifierReward
@@ -87,6 +87,8 @@ def deciding(value: Any, digests: Digests) -> Any:
             content["path"] = installed_release()
         elif isinstance(value, Source):
             content["path"] = _content(value.path, digests)
+        if isinstance(value, PPO) and value.train_only is not None:
+            content["train_only"] = digests.of(Path(value.train_only))
         if isinstance(value, FunctionReward):
             content |= {"function": value.function_name, "code": digests.of(value.file)}
         if isinstance(value, VerifierReward):

@@ -51,6 +51,7 @@ HOLDER = ".holder"  # names the lock's holder, as text for people
 HOLDER_ENV = "ALIGNFLOW_HOLDER"  # names the run and process that a stage holds its lock for, as text
 EXPORTS = "exports"  # folder of the models exported during training
 ROLLOUTS = "rollouts"  # folder of a few answers or episodes from each logged iteration
+KEPT_FOLDER = "kept_rollouts"  # folder of all that was trained on, if the recipe keeps it
 VALIDATION = "validation"  # folder of the validation answers
 WAIT_SECONDS = 24 * 3600.0
 SAY_SECONDS = 60.0  # waiting for another process; between two log lines about it

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from rlhf_core.config.loop_kinds import Rewarded
+from rlhf_core.config.ppo.debugging_fields import DebuggingFields
 from rlhf_core.config.ppo.kl_penalty import KLPenalty
 from rlhf_core.config.ppo.policy_objective import PolicyObjective
 from rlhf_core.config.process_groups import Groups, Wanted, check_together
@@ -15,7 +16,7 @@ from rlhf_core.config.training.optimised import Optimised
 from rlhf_core.records import NotInDigest, Positive, Ranks, check
 
 
-class ModelPlacement(KLPenalty, PolicyObjective, Optimised, Rewarded):
+class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rewarded):
     """The ranks of each model, and the GPUs and memory that they share. None of it affects the result."""
 
     timeout: Annotated[Positive, NotInDigest] = Field(
@@ -99,7 +100,7 @@ class ModelPlacement(KLPenalty, PolicyObjective, Optimised, Rewarded):
             groups["critic"] = self.critic_ranks
         if self.has_reference and not self.reference_in_actor:
             groups["reference"] = self.reference_ranks
-        for source in self.reward_models:
+        for source in self.reward_models if self.has_engines else ():
             groups[f"reward:{source.title}"] = source.ranks or self.reward_ranks
         return groups
 
@@ -112,8 +113,8 @@ class ModelPlacement(KLPenalty, PolicyObjective, Optimised, Rewarded):
 
     @property
     def placed(self) -> dict[str, Wanted]:
-        """All groups, including the engines as `sampler`."""
-        return {**self.groups, "sampler": self.engine}
+        """All groups, including the engines as `sampler` if there are any."""
+        return {**self.groups, "sampler": self.engine} if self.has_engines else {**self.groups}
 
     @property
     def turns(self) -> Sequence[Groups]:
@@ -127,7 +128,7 @@ class ModelPlacement(KLPenalty, PolicyObjective, Optimised, Rewarded):
     @property
     def together(self) -> list[list[str]]:
         if self.colocate_all:
-            return [[*self.groups, "sampler"]]
+            return [[*self.placed]]
         sharing = []
         if self.colocate_actor_ref and "reference" in self.groups:
             sharing.append(["actor", "reference"])

@@ -79,7 +79,8 @@ class PPO(
         samples = self.rollout_batch_size * self.n_samples_per_prompt
         steps = self.max_epochs * (samples // self.train_batch_size)
         needed = (self.kl_in == "reward" and self.has_reference) or self.sampler_is == "mask"
-        return steps == 1 and not self.freezing_actor_steps and not needed
+        trains = not self.rollouts_only
+        return steps == 1 and trains and not self.freezing_actor_steps and not needed
 
     @property
     def right_from(self) -> float | None:

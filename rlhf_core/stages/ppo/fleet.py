@@ -68,7 +68,7 @@ class Fleet:
     @property
     def sleeps(self) -> bool:
         """Returns whether the engines sleep while the models work."""
-        return self.config.engine.sleep
+        return self.config.engine.sleep and self.config.has_engines
 
     def decode(self, tokens: Sequence[int], skip: bool) -> str:
         """Returns the text of tokens, without special ones if `skip`."""
@@ -246,7 +246,7 @@ class Fleet:
 
     def take_work(self) -> dict[str, GroupWork]:
         """Returns each role's work since the last call, and forgets it."""
-        return {group.name: group.take_work() for group in (*self.models, self.engines.sampler)}
+        return {group.name: group.take_work() for group in (*self.models, *self.engines.engine_groups)}
 
     @property
     def gpus(self) -> Mapping[str, Sequence[str]]:

@@ -21,9 +21,10 @@ from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.measured.phase_clock import PhaseClock, timeline_of
 from rlhf_core.stages.ppo.rewards.credit import Credited, Divergence, credit, distance_to_sampler, divergence
 from rlhf_core.stages.ppo.roles.role_passes import Scored
-from rlhf_core.stages.ppo.roles.trained import Update
+from rlhf_core.stages.ppo.roles.trained import Steps, Update
 from rlhf_core.stages.ppo.rollout_records import Rollout, Scores
 from rlhf_core.stages.ppo.sampling.collector import Collector
+from rlhf_core.stages.ppo.sampling.kept_answers import KeptAnswers
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sample_in_turn import sample
 from rlhf_core.stages.ppo.sampling.sampled_answers import MeasuredGroups, Sampled, Setup, start_sample
@@ -83,7 +84,8 @@ def ppo_iteration(
     with clock.phase("generate"):
         sampled = sampled_of(fleet, setup, carried, collector)
         rollouts = sampled.rollouts
-    pending = start_sample(engines, setup, sampled.position) if config.one_ahead and not last else None
+    ahead_of_training = config.one_ahead and config.has_engines and not last
+    pending = start_sample(engines, setup, sampled.position) if ahead_of_training else None
     if fleet.sleeps:
         with clock.phase("sleep"):
             engines.sleep(keep_weights="actor" not in schedule.rates)
@@ -105,7 +107,11 @@ def ppo_iteration(
 
     with clock.phase("train"):
         updates = updates_of(credited, schedule, kl_coef)
-        steps, logprobs = fleet.train(credited.experience, updates, measure, scores.stored)
+        if updates:
+            steps, logprobs = fleet.train(credited.experience, updates, measure, scores.stored)
+        else:  # `rollouts_only`
+            measure()
+            steps, logprobs = Steps([], [])
     diverged = measured[0] if measured else divergence_of(rollouts, scores, logprobs, kl_coef, config)
     if fleet.sleeps:
         with clock.phase("wake"):
@@ -121,6 +127,7 @@ def ppo_iteration(
             ahead = pending()._replace(age=int("actor" in updates))
     if "actor" in updates:
         metrics |= actor_metrics(steps, config)
+    if "actor" in updates and config.has_engines:
         with clock.phase("sync"):
             if collector:
                 collector.updates += 1
@@ -202,7 +209,10 @@ def divergence_of(
 
 
 def sampled_of(fleet: Fleet, setup: Setup, carried: Carried, collector: Collector | None) -> Sampled:
-    """Returns an iteration's answers: those of the collector, those sampled ahead, or new ones."""
+    """Returns an iteration's answers: those of the collector, those sampled ahead, new ones, or with
+    `train_only` kept ones, whose position is the number of the iteration."""
+    if isinstance(fleet.engines, KeptAnswers):
+        return fleet.engines.take(carried.position, setup.order)
     if collector:
         return taken(fleet.engines, collector)
     if carried.ahead:

@@ -18,7 +18,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker
-from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, STATE, RunDir
+from rlhf_core.runs.run_dir import EXPORTS, KEPT_FOLDER, ROLLOUTS, STATE, RunDir
 from rlhf_core.runs.timeline import Timeline, write_timeline
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
@@ -29,7 +29,14 @@ from rlhf_core.stages.ppo.sampling.curriculum_draws import CurriculumDraws
 from rlhf_core.stages.ppo.sampling.group_filter import GroupFilter
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sampled_answers import Setup
-from rlhf_core.stages.ppo.sampling.stored import read_ahead, read_collected, write_ahead, write_collected
+from rlhf_core.stages.ppo.sampling.stored import (
+    kept_iterations,
+    read_ahead,
+    read_collected,
+    write_ahead,
+    write_collected,
+    write_kept,
+)
 from rlhf_core.stages.ppo.sampling.validation import (
     BEST,
     HIGH,
@@ -83,6 +90,7 @@ class IterationLoop:
         self._held_out = held_out
         self._run = run
         self._iterations = iterations
+        self._until = iterations if config.has_engines else kept_iterations(config, iterations)
         self._seed = seed
         self._first = 0
         self._kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
@@ -96,13 +104,11 @@ class IterationLoop:
         """Compares engines and trainer, loads the resume state, validates the starting model, and starts to
         collect answers, where configured."""
         fleet = self._fleet
-        found = fleet.probe(
-            self._setup.probe, synced=False
-        )  # before the first transfer; raises EngineDiffers
-        print(
-            f"log-probs of engines and trainer differ by up to {found.gap:.2g} of {found.bound:.2g} allowed",
-            flush=True,
-        )
+        if self._config.has_engines:
+            # before the first transfer; raises EngineDiffers
+            found = fleet.probe(self._setup.probe, synced=False)
+            told = f"differ by up to {found.gap:.2g} of {found.bound:.2g} allowed"
+            print(f"log-probs of engines and trainer {told}", flush=True)
         if resume:
             self._load(resume)
         elif self._config.engine.adapters == "alone":
@@ -110,7 +116,7 @@ class IterationLoop:
         if self._held_out and not resume:
             shutil.rmtree(self._run / BEST, ignore_errors=True)  # from an attempt without a resume state
             _, self.best = validated(fleet, self._held_out, self._run, 0, None)
-        if self._config.continuous:
+        if self._config.continuous and self._config.has_engines:
             state = resume.folder if resume else None
             group_filter = None
             if self._config.dynamic_filtering:
@@ -128,17 +134,22 @@ class IterationLoop:
             f"iteration {self._first + 1} of {self._iterations} begins: its answers are sampled first",
             flush=True,
         )
-        parameters = 0 if config.lora else self._fleet.trained_parameters()
+        parameters = 0
+        if not config.lora and config.has_engines:
+            parameters = self._fleet.trained_parameters()
         cadence = resume_state.Cadence(
             config.save_steps, config.save_minutes, self._run.path, parameters, config.ema is not None
         )
         done = self._first
-        while done < self._iterations:
+        while done < self._until:
             done += 1
             metrics, rollouts, rewards, timeline = self._iterate(done)
             if self._held_out and self._validates(done):
                 metrics |= self._validate(self._held_out, done)
-            if done % config.logging_steps == 0 or done == self._iterations or REWARD in metrics:
+            if config.keeps_rollouts:
+                known = self._carried.statistics
+                write_kept(self._run / KEPT_FOLDER, done, self._setup.order, rollouts, rewards, known)
+            if done % config.logging_steps == 0 or done == self._until or REWARD in metrics:
                 tracker.log(done, metrics, show=SHOWN)
                 write_timeline(self._run.path, done, timeline)
                 write_rollouts(
@@ -170,8 +181,9 @@ class IterationLoop:
         fleet = self._fleet
         self._first = resume.step
         fleet.load_state(resume.folder)
-        fleet.engines.sync_weights(updates_before(self._config, self._first))
-        fleet.probe(self._setup.probe)
+        if self._config.has_engines:
+            fleet.engines.sync_weights(updates_before(self._config, self._first))
+            fleet.probe(self._setup.probe)
         self._kl, carried = restore(self._kl, resume.loop)
         if (resume.folder / REFERENCE).is_dir():
             self._reference = self._run / STATE / REFERENCE
@@ -191,6 +203,8 @@ class IterationLoop:
         step = number - 1
         last = number == self._iterations
         schedule = schedule_of(self._config, step, self._iterations, self._seed)
+        if self._config.rollouts_only:
+            schedule = schedule._replace(rates={})
         coef = self._kl.coef if self._kl.target else self._config.kl_coef_of(step, self._iterations)
         with at(f"iteration {number} of {self._iterations}"):
             metrics, mean_kl, self._carried, rollouts, rewards, timeline = ppo_iteration(
@@ -202,7 +216,7 @@ class IterationLoop:
     def _validates(self, done: int) -> bool:
         """Returns whether the actor is validated after this iteration."""
         due = done % self._config.eval_steps == 0 and done > self._config.freezing_actor_steps
-        return due or done == self._iterations
+        return due or done == self._until
 
     def _validate(self, held_out: Validation, done: int) -> dict[str, float]:
         """Validates the actor, and keeps the exports of the best iteration and of those that states name."""

@@ -24,7 +24,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     config = cast(PPO, request.config)
     actor = request.inputs[config.actor]
     require_positions(actor, stored_config(actor), config.longest)
-    require_servers(config.servers)
+    if config.has_engines:
+        require_servers(config.servers)
     try:
         groups = start_processes(config)
         with uncollected():

@@ -67,18 +67,22 @@ def start_fleet(
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)
     decided = config.model_copy(update={"zero_stage": chosen.stage})
     spec = partial(spec_of, config, paths, tokenizer.pad_token_id, trust_remote_code, own_tokens)
+    sampler = []
+    if config.has_engines:
+        sampler.append(start_sampler(groups["sampler"], config, paths["actor"], seed, trust_remote_code))
     loading = [
-        start_sampler(groups["sampler"], config, paths["actor"], seed, trust_remote_code),
+        *sampler,
         *start_read_only(groups, config, paths, spec),
         *start_trained(groups, decided, spec, seed),
     ]
     wait_until_loaded(loading, paths, config.timeout)
-    rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
+    titles = [source.title for source in config.reward_models if config.has_engines]
+    rewards = {title: groups[f"reward:{title}"] for title in titles}
     others = other_nodes()
     clients = [
         client_of(source, others, cache, config.n_samples_per_prompt)
         for source in config.reward
-        if isinstance(source, FunctionReward | HttpReward | Verifier | JudgeReward)
+        if config.has_engines and isinstance(source, FunctionReward | HttpReward | Verifier | JudgeReward)
     ]
     fleet = Fleet(
         config=decided,
@@ -89,6 +93,8 @@ def start_fleet(
         engines=engines,
         lengths=lengths_of(tokenizer),
     )
+    if not config.has_engines:
+        return fleet
     engines.open_channel()
     fleet = replace(fleet, machine=survey(decided, fleet.models, fleet.actor, engines.sampler))
     if fleet.sleeps:  # the engines are awake, and loading left memory that the models do not use
@@ -142,7 +148,7 @@ def start_read_only(
 ) -> list[Pending[RankReady]]:
     """Starts to load reward models and the reference."""
     where = {"offload": config.ref_reward_offload, "shard": config.ref_reward_shard}
-    roles = [f"reward:{source.title}" for source in config.reward_models]
+    roles = [role for role in config.groups if role.startswith("reward:")]
     loading = [groups[role].build(Reward, model=spec(role), **where) for role in roles]
     if "reference" in groups:
         # so that the KL begins at 0

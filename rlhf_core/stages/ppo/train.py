@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -32,11 +33,12 @@ from rlhf_core.rewards.reward_trial import try_rewards
 from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, VALIDATION, Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import EXPORTS, KEPT_FOLDER, ROLLOUTS, VALIDATION, Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import step_means
 from rlhf_core.stages.ppo.iteration_loop import IterationLoop, chosen, export
 from rlhf_core.stages.ppo.ppo_setup import model_paths, setup_of, tell_schedule
+from rlhf_core.stages.ppo.sampling.kept_answers import KeptAnswers
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.validation import BEST, REWARD, Best, load_validation
 from rlhf_core.stages.ppo.start_fleet import start_fleet
@@ -60,17 +62,23 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     tell_left_out(config, len(data.items))
     tell_schedule(config, iterations)
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed, data.sources)
-    held_out = load_validation(
-        config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed
-    )
+    held_out = None
+    if config.has_engines and not config.rollouts_only:
+        held_out = load_validation(
+            config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed
+        )
     resume = resume_state.latest(run)
     resumed_zero_stage = resume_state.kept_zero_stage(run, config)
     # Before any model is loaded: functions and environment may be faulty.
     held_out_prompts = held_out.prompts if held_out else ()
     require_environments(config.environments, data.items, held_out_prompts)
-    require_verifiable(config.reward, data.items, held_out_prompts)
-    try_rewards(config.reward, data.items, renderer, held_out_prompts)
-    agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / JUDGE_CACHE, request.seed)
+    agreement: dict[str, float] = {}
+    if config.has_engines:
+        require_verifiable(config.reward, data.items, held_out_prompts)
+        try_rewards(config.reward, data.items, renderer, held_out_prompts)
+        agreement = agreement_metrics(
+            config.reward, config.max_failed_rewards, run / JUDGE_CACHE, request.seed
+        )
     engines = start_rollout_group(config, renderer, groups, [*data.items, *held_out_prompts])
     fleet = start_fleet(
         config,
@@ -127,6 +135,8 @@ def start_rollout_group(
     """Returns the engines, whose models are not loaded yet. Starts what requests single answers from them, if
     needed, and the processes of each environment, which is tried with its first prompt. Raises ValueError
     when one cannot be created or its code is wrong."""
+    if config.train_only is not None:
+        return KeptAnswers(config, groups["actor"], groups["actor"], folder=Path(config.train_only))
     engines = RolloutGroup(config, groups["sampler"], groups["actor"])
     if not config.talks_to and not config.continuous:
         return engines
@@ -163,6 +173,8 @@ def write_checkpoint(fleet: Fleet, run: RunDir, best: Best | None, of_best: Mapp
 def outputs_of(config: PPO, validated: bool) -> dict[str, str]:
     """Returns the stage's outputs. `validated`: there were validations."""
     outputs = {"checkpoint": "checkpoint", "data_report": JSON, ROLLOUTS: ROLLOUTS}
+    if config.keeps_rollouts:
+        outputs[KEPT_FOLDER] = KEPT_FOLDER
     if config.exports:
         outputs[EXPORTS] = EXPORTS
     if validated:

@@ -17,7 +17,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo import iteration_loop, ppo_setup, train
 from rlhf_core.stages.ppo import start_fleet as start
-from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
+from rlhf_core.stages.ppo.iteration import Carried, Iteration, ppo_iteration
 from rlhf_core.stages.ppo.rewards.credit import credit, divergence
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
@@ -164,6 +164,23 @@ def curriculum_prompts(world: World, fields: Mapping[str, Any]) -> Any:
         order.curriculum.measure(range(place, place + 4), rewards)
         drawn_prompts += numbers
     return drawn_prompts
+
+
+def iterated_half(world: World, fields: Mapping[str, Any]) -> Any:
+    """Whether the loop's iterations train."""
+    config = ppo(world, fields)
+    rates = []
+
+    def iteration(_: Any, setup: Any, carried: Any, coef: float, schedule: Any, *rest: Any) -> Any:
+        rates.append(schedule.rates)
+        return Iteration({"reward/mean": 0.1}, 0.0, carried, [], Rewards({}, {}))
+
+    world.patch.setattr(iteration_loop, "ppo_iteration", iteration)
+    setup = ppo_setup.setup_of(config, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
+    run = RunDir(world.folder / "half")
+    roles: Any = Roles()
+    iteration_loop.IterationLoop(roles, setup, None, run, 2, 0)._iterate(1)
+    return rates
 
 
 class Roles:

@@ -27,7 +27,8 @@ WITHOUT = {
         " tasks trust_task_code template_args engine"
     ),
     # Rows that name theirs: tests/unit/environments/test_episodes_by_row.py.
-    "ppo": "environments",
+    # Runs without engines: tests/engines/test_ppo_halves.py.
+    "ppo": "environments train_only",
     # Steps whose loss is not finite: tests/unit/training/test_skipped_steps.py.
     **dict.fromkeys(("sft", "dpo", "kto"), "skip_nonfinite_steps"),
     "reward_model": "skip_nonfinite_steps ema",

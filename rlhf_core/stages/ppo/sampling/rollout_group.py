@@ -57,6 +57,11 @@ class RolloutGroup:
         """Returns whether engines get only adapters."""
         return self.config.engine.adapters == "alone"
 
+    @property
+    def engine_groups(self) -> tuple[WorkerGroup, ...]:
+        """Returns the groups of the engines' processes."""
+        return (self.sampler,)
+
     def close(self) -> None:
         """Ends open requests and the environment's processes, for which this process would otherwise wait."""
         if self.background is not None:

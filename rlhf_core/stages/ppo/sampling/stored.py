@@ -1,4 +1,5 @@
-"""Writes answers that wait for training into a resume state, and reads them back, bit for bit."""
+"""Writes answers that wait for training into a resume state, and reads them back, bit for bit; likewise the
+answers of an iteration with their rewards, for a run that trains on them alone."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.config import PPO
+from rlhf_core.rewards.clients import Rewards
+from rlhf_core.rewards.combine import Running
 from rlhf_core.stages.ppo.rollout_records import (
     Rollout,
     restored,
@@ -90,6 +94,67 @@ def read_collected(folder: Path, order: PromptOrder) -> Collected:
         tuple(head.get("counted", ())),
         head.get("looked_at", {}),
     )
+
+
+def write_kept(
+    folder: Path,
+    iteration: int,
+    order: PromptOrder,
+    rollouts: Sequence[Rollout],
+    rewards: Rewards,
+    statistics: Mapping[str, Running],
+) -> None:
+    """Writes the answers that an iteration, the first being 1, trains on, with their rewards. `statistics`:
+    the running ones of rewards, as the iteration used them."""
+    folder.mkdir(exist_ok=True)
+    place = {id(prompt.row): index for index, prompt in enumerate(order.prompts)}
+    head = {
+        "prompts": [place[id(rollout.prompt.row)] for rollout in rollouts],
+        "rewards": stored_rewards(rewards),
+        "statistics": {title: list(known) for title, known in statistics.items()},
+    }
+    _write(folder / f"iteration{iteration}.jsonl", head, rollouts)
+
+
+def read_kept(folder: Path, iteration: int, order: PromptOrder, n: int) -> Sampled:
+    """Reads what `write_kept` wrote, `n` answers per prompt. The position is the number of the iteration.
+    Raises ValueError for answers to other prompts than those of `order`."""
+    file = folder / f"iteration{iteration}.jsonl"
+    head, rows, experts = _read(file)
+    if len(rows) % n or max(head["prompts"]) >= len(order.prompts):
+        raise ValueError(other_recipe(file))
+    rollouts = []
+    for index, row, of_row in zip(head["prompts"], rows, experts, strict=True):
+        prompt = order.prompts[index]
+        if "own" not in row and list(prompt.tokens) != row["tokens"][: row["prompt"]]:
+            raise ValueError(other_recipe(file))
+        rollouts.append(restored(row, prompt, of_row))
+    statistics = {title: Running(*known) for title, known in head["statistics"].items()}
+    return Sampled(rollouts, restored_rewards(head["rewards"]), iteration, {}, statistics=statistics)
+
+
+def other_recipe(file: Path) -> str:
+    """Returns a sentence for kept rollouts that do not fit the recipe."""
+    return (
+        f"train_only: {file} was kept by a run with other prompts or n_samples_per_prompt: take that run's"
+        " recipe"
+    )
+
+
+def kept_iterations(config: PPO, most: int) -> int:
+    """Returns how many iterations the folder of `train_only` has, from the first on, and at most `most`.
+    Raises ValueError if it has none."""
+    assert config.train_only is not None
+    folder = Path(config.train_only)
+    count = 0
+    while count < most and (folder / f"iteration{count + 1}.jsonl").is_file():
+        count += 1
+    if not count:
+        raise ValueError(
+            f"train_only: {folder} has no iteration1.jsonl: name the folder kept_rollouts of a run with"
+            " keep_rollouts or rollouts_only"
+        )
+    return count
 
 
 def _write(file: Path, head: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:

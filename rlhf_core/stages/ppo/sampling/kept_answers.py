@@ -1,0 +1,34 @@
+"""Stands for the engines of a run that trains on kept rollouts alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.cluster.worker_group import WorkerGroup
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
+from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
+from rlhf_core.stages.ppo.sampling.stored import read_kept
+
+
+@dataclass(frozen=True)
+class KeptAnswers(RolloutGroup):
+    """Gives the answers that an earlier run kept in `folder`. `sampler` is the actor's group, and is not
+    called."""
+
+    folder: Path = Path()
+
+    @property
+    def engine_groups(self) -> tuple[WorkerGroup, ...]:
+        return ()
+
+    def take(self, iteration: int, order: PromptOrder) -> Sampled:
+        """Returns the answers of an iteration, the first being 0, with their rewards; the position is that of
+        the next one."""
+        return read_kept(self.folder, iteration + 1, order, self.config.n_samples_per_prompt)
+
+    def sync_weights(self, version: int = 0) -> None:
+        """Does nothing: nothing answers with the weights."""
+
+    def draft_metrics(self) -> dict[str, float]:
+        return {}
