@@ -99,7 +99,11 @@ class AgentEndpoint:
             Route("/v1/models", self._models, methods=["GET"]),
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes), log_level="warning", access_log=False, lifespan="off"
+            Starlette(routes=routes),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
         self._server = uvicorn.Server(config)
         self._socket = socket.socket()
