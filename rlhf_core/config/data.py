@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from rlhf_core.config.generated_data import GENERATED, ReasoningGymPrompts
+from rlhf_core.config.generated_data import GENERATED, VERIFIERS, ReasoningGymPrompts, VerifiersPrompts
 from rlhf_core.records import Config, InDigestIfSet, Positive, Share, check, in_key_order
 
 # what the rows of a data set hold
@@ -58,7 +58,7 @@ class Source(Config):
     path: str = Field(
         description=(
             "file, inbox (a folder NAME.inbox), Hub data set id, or one at a revision (owner/name@REVISION);"
-            " left out with reasoning_gym"
+            " left out with reasoning_gym or verifiers"
         ),
         min_length=1,
     )
@@ -90,18 +90,28 @@ class Source(Config):
     reasoning_gym: Annotated[ReasoningGymPrompts | None, InDigestIfSet] = Field(
         None, description="tasks of reasoning-gym whose questions are the prompts"
     )
+    verifiers: Annotated[VerifiersPrompts | None, InDigestIfSet] = Field(
+        None, description="environment of the package verifiers whose tasks are the prompts"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _of_tasks(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get(GENERATED) is not None:
-            return {"path": GENERATED, **given}
+        for package in (GENERATED, VERIFIERS) if isinstance(given, dict) else ():
+            if given.get(package) is not None:
+                given = {"path": package, **given}
         return given
 
     @check
     def _check_generated(self) -> Iterator[str]:
-        if self.reasoning_gym is not None and self.path != GENERATED:
-            yield f"{GENERATED} stands in place of path: leave path out"
+        for package in (GENERATED, VERIFIERS):
+            if getattr(self, package) is not None and self.path != package:
+                yield f"{package} stands in place of path: leave path out"
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether the rows come from a package, not from a file or the Hub."""
+        return self.reasoning_gym is not None or self.verifiers is not None
 
     @property
     def is_inbox(self) -> bool:

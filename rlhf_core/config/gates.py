@@ -13,8 +13,8 @@ from pydantic import Field
 
 from rlhf_core.config.data import Source, Text
 from rlhf_core.config.process_groups import Groups
+from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.config.rewarding.remote_models import Remote
-from rlhf_core.config.rewards import Environment
 from rlhf_core.records import Config, Frozen, NotInDigest, check
 
 OnFail = Literal["stop", "warn", "branch"]

@@ -1,17 +1,18 @@
-"""Prompts that the package reasoning-gym generates, as a data source. Torch-free; does not import it."""
+"""Prompts from the packages reasoning-gym and verifiers, as data sources. Torch-free; imports neither."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from rlhf_core.records import Config, Positive, check, in_key_order
+from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, check, in_key_order
 
 GENERATED = "reasoning_gym"  # a generated source has this in place of a path, and a row this column
+VERIFIERS = "verifiers"  # the same of an environment's tasks
 TAKEN = ("seed", "size")  # options of every task, which the source sets
 
 
@@ -80,3 +81,32 @@ class ReasoningGymPrompts(Config):
             name: {option: value for option, value in options.items() if option != "weight"}
             for name, options in self.tasks.items()
         }
+
+
+class VerifiersPrompts(Config):
+    """Tasks of an environment of the package verifiers, whose prompts become prompts.
+    `environment: {verifiers: NAME}` plays them."""
+
+    environment: str = Field(description="name of the installed environment", min_length=1)
+    options: dict[str, Any] = Field(
+        {}, description="arguments of load_environment; from verifiers 0.2 on, its env block"
+    )
+    python: Annotated[str | None, NotInDigest] = Field(
+        None,
+        description="interpreter that has the environment installed; default: the one that runs alignflow",
+        json_schema_extra=RECIPE_ONLY,
+        min_length=1,
+    )
+    dataset: Literal["train", "eval"] = Field(
+        "train", description="data set, with verifiers before 0.2; later ones choose by options"
+    )
+    size: Positive | None = Field(None, description="at most this many tasks; default: all")
+
+    @field_validator("options")
+    @classmethod
+    def _plain(cls, options: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(options, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"options must be what JSON can hold ({error}): write dates as texts") from error
+        return options

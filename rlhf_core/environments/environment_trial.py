@@ -7,7 +7,7 @@ the stage.
 
 from __future__ import annotations
 
-from rlhf_core.config.rewards import Environment
+from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.episodes import Episodes

@@ -12,7 +12,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from rlhf_core.config.rewards import Environment
+from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.columns import Located, tools_of

@@ -17,7 +17,7 @@ from rlhf_core.config import (
     Ranks,
     StageConfig,
 )
-from rlhf_core.config.rewards import Environment
+from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.environments.sandbox import available
 from rlhf_core.preflight.server_checks import missing_keys
 from rlhf_core.preflight.verifier_problems import verifier_needs

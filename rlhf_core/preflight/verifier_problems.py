@@ -10,6 +10,7 @@ from rlhf_core.config import PPO, Data, Rewarded
 from rlhf_core.config.rewarding.verifiers import ReasoningGymReward
 from rlhf_core.data.rows.mixture import checked_rows
 from rlhf_core.data.rows.pass_rate_column import pass_rate_problem
+from rlhf_core.data.rows.verifiers_rows import verifiers_problem
 from rlhf_core.environments.row_environments import environment_problem
 from rlhf_core.environments.verifiers.verifier_checks import lacks, row_problem, verifiers_of
 from rlhf_core.recipe.plan import Node
@@ -67,9 +68,15 @@ def _form_problem(config: Rewarded, data: Data) -> str:
 
 
 def verifier_needs(node: Node) -> list[str]:
-    """Returns a sentence for each verifier whose package or sandbox this machine lacks."""
+    """Returns a sentence for each verifier whose package or sandbox this machine lacks, and for each
+    environment of the package verifiers that its interpreter lacks."""
     config = node.config
     if not isinstance(config, Rewarded):
         return []
     told = {source.title: lacks(source) for source in verifiers_of(config.reward)}
-    return [f"stages.{node.name}.reward: {title} {lack}" for title, lack in told.items() if lack]
+    lacking = [f"stages.{node.name}.reward: {title} {lack}" for title, lack in told.items() if lack]
+    for place, environment in config.talks_to.items():
+        if environment.verifiers is not None:
+            problem = verifiers_problem(environment.verifiers, environment.python)
+            lacking += [f"stages.{node.name}.{place}: {problem}"] if problem else []
+    return lacking

@@ -19,10 +19,12 @@ from pydantic.fields import FieldInfo
 from rlhf_core.config import KINDS, PPO, SFT, AlignmentTax, EngineConfig, Recipe, Source, StageConfig
 from rlhf_core.config.engines import SPEED_ONLY
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task, task_name
+from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.config.rewarding.verifiers import ReasoningGymReward, VerifierReward
-from rlhf_core.config.rewards import Environment, FunctionReward
+from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.config.training.zero_fields import ZeroFields, deciding_options
 from rlhf_core.data.rows.reasoning_gym_rows import installed_release
+from rlhf_core.data.rows.verifiers_rows import verifiers_release
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.recipe.named_inputs import renamed
 from rlhf_core.records import InDigestIfSet, NotInDigest
@@ -85,6 +87,8 @@ def deciding(value: Any, digests: Digests) -> Any:
             content.setdefault("float8", False)
         if isinstance(value, Source) and value.reasoning_gym is not None:
             content["path"] = installed_release()
+        elif isinstance(value, Source) and value.verifiers is not None:
+            content["path"] = _package(value.verifiers.environment, value.verifiers.python)
         elif isinstance(value, Source):
             content["path"] = _content(value.path, digests)
         if isinstance(value, PPO) and value.train_only is not None:
@@ -99,6 +103,8 @@ def deciding(value: Any, digests: Digests) -> Any:
             content |= {"path": value.class_name, "code": digests.of(value.file)}
         if isinstance(value, Environment):
             content |= _agent_content(value, digests)
+            if value.verifiers is not None:
+                content["release"] = _package(value.verifiers, value.python)
             unset = [field for field in ("agent", "checker", "mcp") if not getattr(value, field)]
             content = {name: item for name, item in content.items() if name not in unset}
         if isinstance(value, ZeroFields) and not deciding_options(value.deepspeed):
@@ -129,6 +135,15 @@ def _agent_content(environment: Environment, digests: Digests) -> dict[str, Any]
     """Returns an agent's functions by name, with their files' digests."""
     found = environment.functions
     return {field: [name, digests.of(file)] for field, (file, name) in found.items()}
+
+
+def _package(environment: str, python: str | None) -> dict[str, str]:
+    """Returns what decides an environment of verifiers: its code, and the release. Empty where it is not
+    installed, which the check before the run reports."""
+    try:
+        return dict(verifiers_release(environment, python))
+    except ValueError:
+        return {}
 
 
 def _content(place: str, digests: Digests) -> str:

@@ -206,9 +206,7 @@ RULES = (
         lambda c: c.gpus > 0 and c.kind == "vllm",
         "with vLLM where gpus is above 0",
     ),
-    Rule(
-        Source, "split", lambda c: c.reasoning_gym is None and is_remote(c.path), "on a data set of the Hub"
-    ),
+    Rule(Source, "split", lambda c: not c.is_generated and is_remote(c.path), "on a data set of the Hub"),
     Rule(Recipe, "store_checkpoints", lambda c: c.store is not None, "with store"),
 )
 COLUMNS: dict[Rows, str] = {  # columns that are read from the rows of each kind

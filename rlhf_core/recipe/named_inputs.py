@@ -20,15 +20,18 @@ from rlhf_core.config import (
     StageConfig,
     VllmJudge,
 )
+from rlhf_core.config.generated_data import VerifiersPrompts
 from rlhf_core.config.judging.lm_eval_tasks import is_path
 from rlhf_core.config.kinds import KINDS, named
-from rlhf_core.config.rewards import Environment, FunctionReward, ModelReward
+from rlhf_core.config.rewarding.environment_config import Environment
+from rlhf_core.config.rewards import FunctionReward, ModelReward
 from rlhf_core.hub.ids import is_remote, parted
 
 PLACES = {  # fields that name a model or a file, in addition to those in KINDS
     Source: ("path",),
     FunctionReward: ("function",),
-    Environment: ("path", "agent", "checker"),
+    Environment: ("path", "agent", "checker", "python"),
+    VerifiersPrompts: ("python",),
     ModelReward: ("model",),
     AlignmentTax: ("tasks",),
     Evaluation: ("parents",),
@@ -200,7 +203,7 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
     match value:
-        case Source() if value.reasoning_gym is None:
+        case Source() if not value.is_generated:
             yield where, value.path
         case FunctionReward():
             yield where, value.function
@@ -208,6 +211,9 @@ def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
             yield where, value.path
         case Environment():
             yield from ((f"{where}.{field}", getattr(value, field)) for field in value.functions)
+            yield from _interpreter(value.python, where)
+        case VerifiersPrompts():
+            yield from _interpreter(value.python, where)
         case AlignmentTax():
             yield from ((f"{where}.tasks", task) for task in value.tasks if is_path(task))
     if isinstance(value, BaseModel):
@@ -216,6 +222,12 @@ def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
         value = dict(enumerate(value))
     for name, part in value.items() if isinstance(value, dict) else ():
         yield from _files(part, f"{where}.{name}")
+
+
+def _interpreter(python: str | None, where: str) -> Iterator[tuple[str, str]]:
+    """Yields the place of an interpreter that is a path, not a program found by its name."""
+    if python is not None and os.sep in python:
+        yield f"{where}.python", python
 
 
 def renamed(value: Any, names: Mapping[str, str]) -> Any:

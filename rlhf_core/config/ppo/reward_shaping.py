@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.loop_kinds import Rewarded
 from rlhf_core.config.ppo.policy_objective import PolicyObjective
-from rlhf_core.config.rewards import Environment, EnvironmentReward, NoReward, ShortEnvironment
+from rlhf_core.config.rewarding.environment_config import Environment, ShortEnvironment
+from rlhf_core.config.rewards import EnvironmentReward, NoReward
 from rlhf_core.records import InDigestIfSet, Rate, check
 
 

@@ -24,6 +24,7 @@ from rlhf_core.config.generated_data import GENERATED
 from rlhf_core.data.rows.columns import Row
 from rlhf_core.data.rows.compressed import COMPRESSED, RowLines, data_suffix, open_binary, opened_rows
 from rlhf_core.data.rows.reasoning_gym_rows import reasoning_gym_rows
+from rlhf_core.data.rows.verifiers_rows import verifiers_rows
 from rlhf_core.hub.ids import parted
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv")  # these may be compressed
@@ -43,7 +44,7 @@ def is_text(path: str) -> bool:
 
 def is_arrow(source: Source) -> bool:
     """Returns whether Arrow reads a source, which holds for parquet and Hub data sets."""
-    return not is_text(source.path) and source.reasoning_gym is None
+    return not is_text(source.path) and not source.is_generated
 
 
 def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
@@ -51,6 +52,9 @@ def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
     verifier unpickles. Raises ValueError for a file or Hub data set that cannot be read."""
     if source.reasoning_gym is not None:
         yield from reasoning_gym_rows(source.reasoning_gym, first)
+        return
+    if source.verifiers is not None:
+        yield from verifiers_rows(source.verifiers, first)
         return
     for row in _stored_rows(source, first):
         row.pop(GENERATED, None)

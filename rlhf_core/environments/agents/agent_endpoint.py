@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import json
 import secrets
 import socket
@@ -44,10 +45,12 @@ LARGEST = 2**22  # bytes of a request, which is tokenised in the loop that serve
 
 
 class AgentSession:
-    """An episode as its agent sees it. `limited`: why a limit refused its last request. `responses`: the
-    messages up to each response, by its ID."""
+    """An episode as its agent sees it. `name`: of the model in its requests, if they come with the key of all
+    episodes. `limited`: why a limit refused its last request. `responses`: the messages up to each response,
+    by its ID."""
 
-    def __init__(self, model: Conversation):
+    def __init__(self, model: Conversation, name: str):
+        self.name = name
         self.limited = ""
         self.responses = dict[str, list[Message]]()
         self._model = model
@@ -88,10 +91,14 @@ class AgentSession:
 
 
 class AgentEndpoint:
-    """The endpoint of one environment process. `url`: its address, as clients take it as `base_url`. Must be
+    """The endpoint of one environment process. `url`: its address, as clients take it as `base_url`.
+    `shared_key`: for a program that runs all episodes, whose requests name theirs as the model. Must be
     created while an event loop runs."""
 
     def __init__(self) -> None:
+        self.shared_key = f"episodes-{secrets.token_urlsafe(24)}"
+        self._numbers = itertools.count()
+        self._named = dict[str, AgentSession]()
         self._sessions = dict[str, AgentSession]()
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -115,14 +122,16 @@ class AgentEndpoint:
     def session(self, model: Conversation) -> Iterator[tuple[str, AgentSession]]:
         """Yields a key for the episode of `model`, which is valid within the block, and its session."""
         key = f"episode-{secrets.token_urlsafe(24)}"
-        self._sessions[key] = AgentSession(model)
+        session = AgentSession(model, f"{POLICY}-{next(self._numbers)}")
+        self._sessions[key] = self._named[session.name] = session
         try:
-            yield key, self._sessions[key]
+            yield key, session
         finally:
-            self._sessions.pop(key).close()
+            del self._sessions[key], self._named[session.name]
+            session.close()
 
     async def _models(self, request: Request) -> Response:
-        if self._session(request) is None:
+        if _key(request) not in (self.shared_key, *self._sessions):
             return _refusal(401, "the key is not one of an episode that runs", "invalid_api_key")
         model = {"id": POLICY, "object": "model", "created": 0, "owned_by": "alignflow"}
         return JSONResponse({"object": "list", "data": [model]})
@@ -157,13 +166,17 @@ class AgentEndpoint:
         written: Callable[[AgentRequest, Answer, AgentSession], Response],
     ) -> Response:
         """Answers a request with the policy, or says why not. A client that is gone is not waited for."""
-        session = self._session(request)
-        if session is None:
+        key = _key(request)
+        session = self._sessions.get(key)
+        if session is None and key != self.shared_key:
             return _refusal(401, "the key is not one of an episode that runs", "invalid_api_key")
         try:
             body = json.loads(await body_of(request))
             if not isinstance(body, dict):
                 raise ValueError("the body must be a JSON object")
+            session = session or self._named.get(str(body.get("model")))
+            if session is None:
+                return _refusal(404, "the model is not one of an episode that runs", "model_not_found")
             asked = read(body, session)
             answer = await session.complete(asked, gone(request))
             return Response(status_code=499) if answer is None else written(asked, answer, session)
@@ -177,10 +190,6 @@ class AgentEndpoint:
             return Response(status_code=499)
         except Exception as error:  # whatever a request may hold is the client's to correct
             return _refusal(400, str(error) or type(error).__name__, "invalid_request")
-
-    def _session(self, request: Request) -> AgentSession | None:
-        given = str(request.headers.get("authorization", ""))
-        return self._sessions.get(given.removeprefix("Bearer "))
 
 
 class TooLarge(ValueError):
@@ -201,6 +210,10 @@ async def gone(request: Request) -> None:
     """Waits until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _key(request: Request) -> str:
+    return str(request.headers.get("authorization", "")).removeprefix("Bearer ")
 
 
 def _stream(events: Iterator[str]) -> Response:

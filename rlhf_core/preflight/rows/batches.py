@@ -74,9 +74,12 @@ def prompt_problem(node: Node, seed: int) -> str:
     config = node.config
     if not isinstance(config, Rewarded):
         return ""
-    files = [source for source in config.prompts.sources if source.reasoning_gym is None]
+    files = [source for source in config.prompts.sources if not source.is_generated]
     generated = [source.reasoning_gym for source in config.prompts.sources if source.reasoning_gym]
-    if any(is_remote(file.path) for file in files) or sum(each.size for each in generated) > MOST_GENERATED:
+    far = any(is_remote(file.path) for file in files) or any(
+        source.verifiers is not None for source in config.prompts.sources
+    )
+    if far or sum(each.size for each in generated) > MOST_GENERATED:
         return ""
     where = f"stages.{node.name}.prompts"
     if isinstance(config, PPO):

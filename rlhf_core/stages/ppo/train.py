@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import PPO
-from rlhf_core.config.rewards import Environment
+from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.config.training.optimiser_fields import EMA
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.data_report import JSON, write_data_report

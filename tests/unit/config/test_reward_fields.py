@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from rlhf_core.config import PPO, Data
 from rlhf_core.config.data import Source
+from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.config.rewarding.verifiers import CodeReward, MathReward
-from rlhf_core.config.rewards import Environment, FunctionReward
+from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.environments.verifiers.code_verifier import ALL_TESTS
 from rlhf_core.environments.verifiers.forked import WAITING
 from tests.support.text_rows import rows_of_text
@@ -74,6 +75,12 @@ def test_an_environment_gives_the_reward_unless_others_are_named() -> None:
         ({"path": "mcp_tools"}, "set mcp alone"),
         ({"mcp": "server", "agent": "a.py:run"}, "in place of path"),
         ({"mcp": "https://user:secret@host/mcp"}, "token_env"),
+        ({"verifiers": "a", "path": "guess"}, "verifiers stands in place of path"),
+        ({"verifiers": "a", "mcp": "server"}, "in place of path"),
+        ({"verifiers": "a", "checker": "a.py:check"}, "checker is for agent and mcp"),
+        ({"path": "verifiers_episodes"}, "set verifiers alone"),
+        ({"agent": "a.py:run", "python": "python3"}, "python is for verifiers"),
+        ({"verifiers": ""}, "verifiers"),
     ],
 )
 def test_wrong_fields(fields: dict[str, Any], told: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhf_core.config.rewards import Environment
+from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.data.chat import Renderer
 from rlhf_core.environments.agents.users_functions import called
 from rlhf_core.environments.episode_contract import Episode

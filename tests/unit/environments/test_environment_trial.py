@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.rewards import Environment
+from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments import environment_trial as trial

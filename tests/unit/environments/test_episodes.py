@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rlhf_core.config.rewards import Environment
+from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.episode_contract import Episode, EpisodeRequest

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from rlhf_core.cluster.rank_environment import free_port
-from rlhf_core.config.rewards import Environment
+from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.episode_contract import EpisodeRequest

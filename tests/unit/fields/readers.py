@@ -87,8 +87,10 @@ LabelledPairs.limit rlhf_core/rewards/judge/label_agreement.py labels.limit
 JudgeReward.scale rlhf_core/rewards/judge/rating_reply.py source.scale
 Criterion.text rlhf_core/rewards/judge/rating_prompt.py criterion.text
 EnvironmentReward.normalize rlhf_core/rewards/combine.py source.normalize
-Environment.path rlhf_core/config/rewards.py self.path
-Environment.options rlhf_core/config/rewards.py self.options
+Environment.path rlhf_core/config/rewarding/environment_config.py self.path
+Environment.options rlhf_core/config/rewarding/environment_config.py self.options
+Environment.python rlhf_core/config/rewarding/environment_config.py self.python
+VerifiersPrompts.python rlhf_core/data/rows/verifiers_rows.py source.python
 Environment.answer_max_len rlhf_core/stages/ppo/train.py environment.answer_max_len
 Environment.timeout rlhf_core/environments/episodes.py self._config.timeout
 RequestLimits.timeout rlhf_core/judging/chat_client.py self.limits.timeout

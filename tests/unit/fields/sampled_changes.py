@@ -18,6 +18,7 @@ import rlhf_core.stages.preferences.sample_answers
 from rlhf_core.config import KINDS, Data, EngineConfig, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
+from rlhf_core.data.rows import verifiers_rows
 from rlhf_core.data.rows.row_files import raw_rows
 from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, sft_documents
 from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
@@ -218,6 +219,16 @@ def questions(world: World, fields: Mapping[str, Any]) -> Any:
     return generated(world, {"reasoning_gym": {"tasks": "gcd", "size": 3, **fields}})
 
 
+def planted_tasks(world: World, fields: Mapping[str, Any]) -> Any:
+    """The rows of a source whose tasks an environment of verifiers gives."""
+    world.patch.setattr(verifiers_rows, "_answered", lambda asked, *_: [{"task": asked, "prompt": []}])
+    return list(raw_rows(Source.model_validate(fields), None))
+
+
+def planted_task(world: World, fields: Mapping[str, Any]) -> Any:
+    return planted_tasks(world, {"verifiers": {"environment": "a", **fields}})
+
+
 def asked(world: World, fields: Mapping[str, Any]) -> Any:
     """What the episodes of an environment are started with."""
     told: list[Any] = []
@@ -320,12 +331,24 @@ SAMPLED = {
         Change("reward_key", "reward2", rendered("scored")),
         Change("reasoning_gym", {"tasks": "lcm", "size": 3}, generated, {"path": "reasoning_gym"}),
         Change(
+            "verifiers",
+            {"environment": "b"},
+            planted_tasks,
+            {"path": "verifiers", "verifiers": {"environment": "a"}},
+        ),
+        Change(
             "format",
             "columns",
             rendered("preference"),
             {"path": "hh.jsonl", "margin_key": None, "format": "hh"},
         ),
         Change("probability", 0.25, rendered("preference"), {"path": "pairs.jsonl", "probability": 0.5}),
+    ],
+    "VerifiersPrompts": [
+        Change("environment", "b", planted_task),
+        Change("options", {"a": 1}, planted_task),
+        Change("dataset", "eval", planted_task),
+        Change("size", 2, planted_task),
     ],
     "ReasoningGymPrompts": [
         Change("tasks", ["lcm"], questions),
@@ -360,6 +383,7 @@ SAMPLED = {
         Change("agent", "b.py:run", asked, {"path": "agent", "agent": "a.py:run"}),
         Change("checker", "c.py:check", asked, {"path": "agent", "agent": "a.py:run"}),
         Change("mcp", ("http://b/",), asked, {"path": "mcp_tools", "mcp": ("http://a/",)}),
+        Change("verifiers", "b", asked, {"path": "verifiers_episodes", "verifiers": "a"}),
     ],
     "RuleJudge": [Change("answer_key", "known", ruled)],
     "RewardJudge": changes(scored, {}, {"reward": "rm2", "tie": 1e9}),

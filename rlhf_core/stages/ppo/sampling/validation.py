@@ -105,7 +105,8 @@ def load_validation(
                 group = f"{name}-{column}" if name in of_files else name
                 groups.setdefault(group, []).append(place)
         else:
-            stem = Path(source.path.partition("@")[0]).stem
+            named = source.path if source.verifiers is None else source.verifiers.environment
+            stem = Path(named.partition("@")[0]).stem
             group = stem if stem not in groups else f"{stem}-{len(groups) + 1}"
             groups[group] = list(places)
             of_files.add(group)
