@@ -11,6 +11,7 @@ from rlhf_core.config.rewarding.verifiers import ReasoningGymReward
 from rlhf_core.data.rows.mixture import checked_rows
 from rlhf_core.data.rows.pass_rate_column import pass_rate_problem
 from rlhf_core.data.rows.verifiers_rows import verifiers_problem
+from rlhf_core.environments.agents.openenv_session import openenv_problem
 from rlhf_core.environments.row_environments import environment_problem
 from rlhf_core.environments.verifiers.verifier_checks import lacks, row_problem, verifiers_of
 from rlhf_core.recipe.plan import Node
@@ -69,7 +70,8 @@ def _form_problem(config: Rewarded, data: Data) -> str:
 
 def verifier_needs(node: Node) -> list[str]:
     """Returns a sentence for each verifier whose package or sandbox this machine lacks, and for each
-    environment of the package verifiers that its interpreter lacks."""
+    environment of the package verifiers that its interpreter lacks, and each server of OpenEnv that this
+    machine cannot reach."""
     config = node.config
     if not isinstance(config, Rewarded):
         return []
@@ -78,5 +80,8 @@ def verifier_needs(node: Node) -> list[str]:
     for place, environment in config.talks_to.items():
         if environment.verifiers is not None:
             problem = verifiers_problem(environment.verifiers, environment.python)
+            lacking += [f"stages.{node.name}.{place}: {problem}"] if problem else []
+        if environment.openenv is not None:
+            problem = openenv_problem(environment.openenv, environment.options.get("token_env"))
             lacking += [f"stages.{node.name}.{place}: {problem}"] if problem else []
     return lacking

@@ -15,7 +15,12 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from rlhf_core.records import RECIPE_ONLY, Config, InDigestIfSet, NotInDigest, Positive, Rate, check
 
 # fields in place of path, and the file in shipped/ that each means
-IN_PLACE_OF_PATH = {"agent": "agent", "mcp": "mcp_tools", "verifiers": "verifiers_episodes"}
+IN_PLACE_OF_PATH = {
+    "agent": "agent",
+    "mcp": "mcp_tools",
+    "verifiers": "verifiers_episodes",
+    "openenv": "openenv_episodes",
+}
 AGENT_FUNCTION = re.compile(r"\S+\.py:[A-Za-z_]\w*")
 # alignflow's environments and their class in shipped/NAME.py
 SHIPPED = {
@@ -24,6 +29,7 @@ SHIPPED = {
     "agent": "Agent",
     "mcp_tools": "McpTools",
     "verifiers_episodes": "VerifiersEpisodes",
+    "openenv_episodes": "OpenEnvEpisodes",
 }
 
 
@@ -32,7 +38,9 @@ class Environment(Config):
     path.py:Class` means `{path: path.py:Class}`."""
 
     path: str = Field(
-        description="path.py:Class of your own, or guess or tools; left out with agent, mcp or verifiers"
+        description=(
+            "path.py:Class of your own, or guess or tools; left out with agent, mcp, verifiers or openenv"
+        )
     )
     agent: str | None = Field(
         None,
@@ -53,6 +61,12 @@ class Environment(Config):
         json_schema_extra=RECIPE_ONLY,
         min_length=1,
     )
+    openenv: Annotated[str | None, InDigestIfSet] = Field(
+        None,
+        description="address of a server of OpenEnv: http://..., https://..., ws://... or wss://...",
+        json_schema_extra=RECIPE_ONLY,
+        pattern=r"^(http|ws)s?://\S+$",
+    )
     python: Annotated[str | None, NotInDigest] = Field(
         None,
         description=(
@@ -72,7 +86,11 @@ class Environment(Config):
         pattern=r"^\S+\.py:[A-Za-z_]\w*$",
     )
     options: dict[str, Any] = Field(
-        {}, description="arguments of the class, of the agent's function, or of the verifiers environment"
+        {},
+        description=(
+            "arguments of the class, of the agent's function, of the verifiers environment, or of OpenEnv's"
+            " client (docs/how-to/openenv.md)"
+        ),
     )
     max_turns: Positive = Field(8, description="answers of an episode")
     answer_max_len: Positive | None = Field(
@@ -129,9 +147,9 @@ class Environment(Config):
             yield "python is for verifiers: leave it out, or set verifiers in place of path"
         if self.checker is not None and not (self.agent or self.mcp):
             yield "checker is for agent and mcp: leave it out, or set one of them in place of path"
-        for server in self.mcp:
-            if "@" in (urlsplit(server).netloc if "://" in server else ""):
-                yield "an address in mcp holds a password: name its variable in options.token_env"
+        for field, servers in (("mcp", self.mcp), ("openenv", [self.openenv or ""])):
+            if any("@" in urlsplit(server).netloc for server in servers if "://" in server):
+                yield f"an address in {field} holds a password: name its variable in options.token_env"
         if self.agent is None or AGENT_FUNCTION.fullmatch(self.agent):
             return
         try:
@@ -181,6 +199,8 @@ class Environment(Config):
         checker = {} if self.checker is None else {"checker": _absolute(self.checker)}
         if self.verifiers is not None:
             return {"name": self.verifiers, "options": self.options, "python": self.python}
+        if self.openenv is not None:
+            return {**self.options, "url": self.openenv}
         if self.mcp:
             return {**self.options, "servers": self.mcp} | checker
         if self.agent is None:

@@ -42,6 +42,7 @@ from rlhf_core.environments.joined_calls import Message
 
 LOOPBACK = "127.0.0.1"
 LARGEST = 2**22  # bytes of a request, which is tokenised in the loop that serves all episodes
+KEEP_ALIVE_SECONDS = 3600  # for which an agent's tools may work between two requests
 
 
 class AgentSession:

@@ -10,23 +10,22 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import mcp
 
 from rlhf_core.environments.agents.agent_command import adopt_orphans, kill_marked
 from rlhf_core.environments.agents.mcp_session import McpSession, Servers
+from rlhf_core.environments.agents.own_loop import in_a_loop_of_its_own
 from rlhf_core.environments.agents.users_functions import called, function_of, require_arguments, reward_of
 from rlhf_core.environments.conversation import Answer, Call, Conversation, LimitReached
 from rlhf_core.environments.shipped.tools import is_right
 from rlhf_core.system.processes import users_error
 
-R = TypeVar("R")
 START_SECONDS = 60.0  # in which all servers must list their tools
 MARK = "ALIGNFLOW_EPISODE"  # the variable that names the episode of a server
 
@@ -147,28 +146,6 @@ class McpTools:
         finally:
             kill_marked(MARK, mark)
         return listed
-
-
-def in_a_loop_of_its_own(work: Callable[[], Awaitable[R]]) -> R:
-    """Runs work while another event loop runs in this thread, which waits for it."""
-    results = list[R]()
-    errors = list[BaseException]()
-
-    async def worked() -> R:
-        return await work()
-
-    def run() -> None:
-        try:
-            results.append(asyncio.run(worked()))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def first_of(group: BaseException) -> BaseException:

@@ -81,6 +81,10 @@ def test_an_environment_gives_the_reward_unless_others_are_named() -> None:
         ({"path": "verifiers_episodes"}, "set verifiers alone"),
         ({"agent": "a.py:run", "python": "python3"}, "python is for verifiers"),
         ({"verifiers": ""}, "verifiers"),
+        ({"openenv": "host:8000"}, "openenv"),
+        ({"openenv": "https://user:secret@host"}, "an address in openenv holds a password"),
+        ({"openenv": "http://host", "path": "guess"}, "openenv stands in place of path"),
+        ({"path": "openenv_episodes"}, "set openenv alone"),
     ],
 )
 def test_wrong_fields(fields: dict[str, Any], told: str) -> None:

@@ -384,6 +384,7 @@ SAMPLED = {
         Change("checker", "c.py:check", asked, {"path": "agent", "agent": "a.py:run"}),
         Change("mcp", ("http://b/",), asked, {"path": "mcp_tools", "mcp": ("http://a/",)}),
         Change("verifiers", "b", asked, {"path": "verifiers_episodes", "verifiers": "a"}),
+        Change("openenv", "http://b", asked, {"path": "openenv_episodes", "openenv": "http://a"}),
     ],
     "RuleJudge": [Change("answer_key", "known", ruled)],
     "RewardJudge": changes(scored, {}, {"reward": "rm2", "tie": 1e9}),
