@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import importlib
 import os
 import time
@@ -19,7 +17,7 @@ from rlhf_core.cluster.reach import end_when_alone, head, own_node
 from rlhf_core.cluster.work_log import RankTime
 from rlhf_core.runs.allotment import CORES_ENV
 from rlhf_core.system import progress
-from rlhf_core.system.gc_pause import uncollected
+from rlhf_core.system.gc_pause import freeze_libraries, uncollected
 from rlhf_core.system.gpu_allocator import give_up_segments
 from rlhf_core.system.machine import free_memory, num_cpus
 from rlhf_core.system.processes import raised_by_us
@@ -82,8 +80,7 @@ class Worker:
         try:
             with uncollected():
                 getattr(importlib.import_module(module), name)(*args)
-            gc.freeze()  # full collections while engines start need not scan the libraries
-            atexit.register(gc.unfreeze)  # some libraries count what is left of them at exit
+            freeze_libraries()
         except Exception as error:  # `build` raises it, because somebody waits for that
             self._unprepared = error
         self._imports = time.monotonic() - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -21,17 +22,20 @@ from rlhf_core.rollout.vllm.environment import (
     set_vllm_environment,
 )
 from rlhf_core.rollout.vllm.patches.table import apply_patches
-from rlhf_core.system.gc_pause import uncollected
+from rlhf_core.system.gc_pause import freeze_libraries, uncollected
 
 
 def library(kv_cache_gib: float) -> Any:
     """Imports vLLM with its engine, after setting the environment that vLLM reads at its first import."""
     set_vllm_environment(kv_cache_gib)
+    first = "vllm.entrypoints.llm" not in sys.modules
     with uncollected():
         import vllm
         import vllm.entrypoints.llm  # `vllm.LLM` would import it later
 
     apply_patches()
+    if first:
+        freeze_libraries()
     return vllm
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 import warnings
@@ -16,6 +17,7 @@ from rlhf_core.data.documents import Document, Prompt, answered, compact
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine_contract import answer_of
 from rlhf_core.rollout.vllm.patches.packed_experts import forget_packed_experts
+from rlhf_core.rollout.vllm.patches.token_ranks import token_ranks
 from rlhf_core.rollout.vllm.vllm_answers import sampled_logprobs
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_core.rollout.vllm.weight_receiver import WeightReceiver
@@ -48,6 +50,17 @@ def test_experts_that_vllm_packed_are_packed_anew() -> None:
     model[1].quant_method = SimpleNamespace(moe_kernel="packed")
     forget_packed_experts(model)
     assert model[1].quant_method.moe_kernel is None and not vars(model[0].quant_method)
+
+
+def test_ranks_of_tokens_are_those_that_vllm_computes_without_compilation() -> None:
+    """The most probable token has rank 1; equal log-probs count too, also those of tokens left out."""
+    from vllm.v1.sample.ops import logprobs as operations
+
+    rows = torch.tensor([[-0.1, -2.0, -3.0], [-1.0, -1.0, -4.0], [-torch.inf, 0.0, -torch.inf]])
+    chosen = torch.tensor([[-3.0], [-1.0], [-torch.inf]])
+    found = token_ranks(rows, chosen)
+    assert found.tolist() == [3, 2, 3] and token_ranks(rows[:0], chosen[:0]).tolist() == []
+    assert found.equal(inspect.unwrap(operations.batched_count_greater_than)(rows, chosen))
 
 
 def test_a_seed_is_that_of_both_of_vllms_model_runners() -> None:

@@ -41,6 +41,7 @@ PRIVATE = {
     ],
     "gpt_oss_experts": ["vllm.model_executor.models.gpt_oss:GptOssModel._load_weights_other"],
     "qwen2_runner": ["vllm.config.engine:DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"],
+    "token_ranks": ["vllm.v1.sample.sampler:batched_count_greater_than"],
     "packed_experts": [],
     "vocabulary_rows": ["vllm.model_executor.models.qwen2:Qwen2ForCausalLM.compute_logits"],
     "memory_share": ["vllm.v1.worker.gpu_worker:Worker.determine_available_memory"],

@@ -69,6 +69,13 @@ PATCHES = (
         "A CPU kernel for tensors with a dimension of heads.",
     ),
     Patch(
+        "token_ranks",
+        TESTED,
+        "On CPUs PyTorch counts the ranks of tokens; vLLM compiles this at each engine's first log-probs: 8 s"
+        " less.",
+        "An engine without compilation (`enforce_eager`) that compiles nothing.",
+    ),
+    Patch(
         "packed_experts",
         TESTED,
         "On CPUs new weights of experts replace the old ones, which vLLM keeps packed.",
