@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def is_file(source: Source) -> bool:
     return is_text(source.path) or Path(source.path).suffix == ".parquet"
 
 
+@lru_cache(maxsize=1024)  # asked for each row
 def is_text(path: str) -> bool:
     """Returns whether a file's suffix is JSON or CSV, compressed or not."""
     return data_suffix(path) in TEXT_SUFFIXES

@@ -1,12 +1,15 @@
-"""Tokenizers: which can be trained with, their end and pad tokens, and tokens without an embedding."""
+"""Tokenizers: which can be trained with, their end and pad tokens, tokens without an embedding, and how texts
+are encoded."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import Qwen2Config
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.chat.text_encoder import TextEncoder
 from rlhf_core.models.checkpoint.save import save_tokenizer
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.unit.data.test_chat import CHATML, Make, make
@@ -88,3 +91,27 @@ def test_a_token_that_the_model_has_no_embedding_for_is_told_before_training(mak
         match=r"has the number \d+, and the model has embeddings for 3 tokens: call resize_token_embeddings",
     ):
         Renderer(load_tokenizer(str(folder)), "chat")
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["control tokens", "control tokens as text"])
+def test_a_text_has_the_tokens_that_a_call_of_the_tokenizer_gives_it(make: Make, split: bool) -> None:
+    tokenizer = load_tokenizer(str(make()))
+    encoder = TextEncoder(tokenizer)
+    texts = ["", "a", " a café 🙂\n", "one<|im_end|>two", "word " * 2000]
+    expected = [
+        tokenizer(text, add_special_tokens=False, split_special_tokens=split).input_ids for text in texts
+    ]
+    assert [encoder.ids(text, split) for text in texts] == expected
+    # other code may have called the tokenizer with these
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=50)
+    assert [encoder.ids(text, split) for text in texts] == expected
+
+
+def test_a_tokenizer_with_a_call_of_its_own_encodes_by_it(make: Make) -> None:
+    class Lower(PreTrainedTokenizerFast):
+        def __call__(self, text: str, **options: bool) -> Any:
+            return super().__call__(text.lower(), **options)
+
+    tokenizer = Lower.from_pretrained(make())
+    assert TextEncoder(tokenizer).ids("ABC") == TextEncoder(load_tokenizer(str(make()))).ids("abc")
