@@ -85,6 +85,21 @@ def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]
         count += 1
 
 
+def consecutive(documents: Sequence[Document], width: int) -> list[list[Document]]:
+    """Returns rows of consecutive documents, each of at most `width` tokens, or of as many as the longest
+    document has. The order stays."""
+    width = max([width, *map(len, documents)])
+    rows: list[list[Document]] = []
+    held = width
+    for document in documents:
+        held += len(document)
+        if held > width:
+            rows.append([])
+            held = len(document)
+        rows[-1].append(document)
+    return rows
+
+
 class Parts(Lazy[list[Item]]):
     """A sequence of consecutive parts of `items`, each read on access. `starts`: the index of each part's
     first item."""
@@ -100,10 +115,11 @@ class Passes(NamedTuple):
     """Describes how documents are grouped into forward passes: `rows` padded documents or, with `tokens`, one
     row of at most `tokens` tokens.
 
-    The other fields apply with `tokens`. `ranks`: the number of passes is a multiple of it if there are
-    enough documents, so that no rank waits for another. `share`: a prompt that a document shares with an
-    earlier one is stored once (`Document.shared`). `apart`: each document has its own row, and a pass has at
-    most `tokens` tokens including padding.
+    The other fields apply with `tokens`. `width`: a pass has several rows, of at most `width` tokens or one
+    longer document, for attention that computes whole rows and masks other documents. `ranks`: the number of
+    passes is a multiple of it if there are enough documents, so that no rank waits for another. `share`: a
+    prompt that a document shares with an earlier one is stored once (`Document.shared`). `apart`: each
+    document has its own row, and a pass has at most `tokens` tokens including padding.
     """
 
     rows: int
@@ -111,6 +127,7 @@ class Passes(NamedTuple):
     ranks: int = 1
     share: bool = False
     apart: bool = False
+    width: int | None = None
 
     def split(self, items: Sequence[Item], length: Callable[[Item], int]) -> list[list[Item]]:
         """Returns the items of each pass. `length` returns an item's tokens. With `rows` the items stay in
@@ -152,7 +169,7 @@ class Passes(NamedTuple):
             )
         if self.tokens is None or self.apart:
             return [[document] for document in documents]
-        return [self.branched(documents)]
+        return [self.branched(documents)] if self.width is None else consecutive(documents, self.width)
 
     def branched(self, documents: Sequence[Document]) -> list[Document]:
         """Returns the documents of one row. With `share`, a document shares its prompt with the last unshared

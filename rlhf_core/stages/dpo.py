@@ -21,7 +21,7 @@ from rlhf_core.data.packing import Parts, Passes
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
-from rlhf_core.models.kernels.attention import can_share
+from rlhf_core.models.kernels.attention import can_share, row_width
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import MEAN_LOGPROBS, Loss, preference_loss, sft_loss, with_balance
@@ -96,6 +96,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         config.micro_train_tokens,
         share=share,
         apart=bool(trained.document_leak),
+        width=row_width(trained.model),
     )
     if engine.rank == 0:
         write_data_report(

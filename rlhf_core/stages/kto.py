@@ -27,6 +27,7 @@ from rlhf_core.data.packing import Passes
 from rlhf_core.data.sources import labelled_answers
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
+from rlhf_core.models.kernels.attention import row_width
 from rlhf_core.objectives.collate import sent
 from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
@@ -97,7 +98,10 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     engine = make_engine(trained, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     passes = Passes(
-        config.micro_train_batch_size, config.micro_train_tokens, apart=bool(trained.document_leak)
+        config.micro_train_batch_size,
+        config.micro_train_tokens,
+        apart=bool(trained.document_leak),
+        width=row_width(trained.model),
     )
     if engine.rank == 0:
         write_data_report(

@@ -17,7 +17,7 @@ from rlhf_core.data.documents import Pair
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.data.survey import Loaded
-from rlhf_core.models.kernels.attention import can_share
+from rlhf_core.models.kernels.attention import can_share, row_width
 from rlhf_core.models.load_model import trained_scorer
 from rlhf_core.models.reward_scoring import STATISTICS
 from rlhf_core.objectives.collate import collate, sent
@@ -84,6 +84,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         replicas(engine),
         share,
         bool(scorer.document_leak),
+        row_width(scorer.model),
     )
 
     def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:

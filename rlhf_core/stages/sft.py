@@ -21,6 +21,7 @@ from rlhf_core.data.data_report import write_data_report
 from rlhf_core.data.documents import Document, store_suffix
 from rlhf_core.data.packing import Passes, best_fit
 from rlhf_core.data.sources import AnswerDocuments, SuffixOf, answer_documents, sft_documents
+from rlhf_core.models.kernels.attention import row_width
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
@@ -73,7 +74,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
         apart = bool(policy.document_leak)
         if config.micro_train_tokens:
-            passes = Passes(1, config.micro_train_tokens, replicas(engine), apart=apart)
+            width = row_width(policy.model)
+            passes = Passes(1, config.micro_train_tokens, replicas(engine), apart=apart, width=width)
             return [passes.rows_of(part) for part in passes.split(documents, len)]
         capacity = config.max_len if config.packing and not apart else 0
         return rows_to_micro_batches(documents, capacity, config.micro_train_batch_size)

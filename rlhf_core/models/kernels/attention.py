@@ -31,6 +31,7 @@ VARLEN = "varlen"
 PLAIN = "varlen_plain"
 WITHIN_DOCUMENTS = {"full_attention", "sliding_attention"}
 LARGEST_HEAD = 256  # limit of all kernels
+MASKED_ROW = 128  # tokens; attention with a mask computes whole rows, and short rows are padded more
 MEASURED = ("dynamic", "longrope")  # values of `rope_type`
 
 
@@ -178,6 +179,11 @@ def takes_varlen(model: PreTrainedModel) -> bool:
     """Returns whether the model accepts one row and the bounds of documents instead of a mask. Among stateful
     models, only those that `_fits` accepts do."""
     return model.config._attn_implementation in ((VARLEN,) if is_stateful(model) else (FLASH, VARLEN, PLAIN))
+
+
+def row_width(model: PreTrainedModel) -> int | None:
+    """Returns `Passes.width` for a model: None if it accepts the bounds of documents."""
+    return None if takes_varlen(model) else MASKED_ROW
 
 
 def document_bounds(positions: Tensor, device: torch.device) -> dict[str, Any]:

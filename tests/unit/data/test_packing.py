@@ -122,6 +122,20 @@ def test_a_budget_lays_documents_in_one_row_and_rows_lays_one_in_each() -> None:
     assert Passes(2, tokens=16).split([], len) == []
 
 
+def test_attention_that_computes_whole_rows_gets_narrow_ones() -> None:
+    """Consecutive documents share a row; the longest one may be wider than asked for, and then all rows."""
+
+    def rows(lengths: list[int], width: int) -> list[list[int]]:
+        documents = [Document([1] * length, [True] * length) for length in lengths]
+        laid = Passes(2, tokens=99, width=width).rows_of(documents)
+        assert [document for row in laid for document in row] == documents, "in their order"
+        return [[len(document) for document in row] for row in laid]
+
+    assert rows([3, 4, 1, 6, 2, 8], 8) == [[3, 4, 1], [6, 2], [8]]
+    assert rows([3, 12, 4, 8, 1], 8) == [[3], [12], [4, 8], [1]]
+    assert rows([], 8) == []
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(20, 300))
 def test_rows_of_one_document_stay_within_the_budget_with_their_padding(
     lengths: list[int], budget: int

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
-from rlhf_core.models.kernels.attention import can_share
+from rlhf_core.models.kernels.attention import can_share, row_width
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import Batch, collate, sent
 from rlhf_core.stages.ppo.rollout_records import Experience
@@ -94,7 +94,8 @@ def passes_of(holder: ModelHolder, rows: int, tokens: int | None) -> Passes:
     share = can_share(holder.module.model, holder.device) and not (
         isinstance(holder.module, Policy) and holder.module.balanced
     )
-    return Passes(rows, tokens, replicas(holder), share, bool(holder.module.document_leak))
+    leak = bool(holder.module.document_leak)
+    return Passes(rows, tokens, replicas(holder), share, leak, row_width(holder.module.model))
 
 
 def replays(holder: ModelHolder) -> bool:
