@@ -37,7 +37,6 @@ SMALL = (
     "ppo.save_steps=1",
     "ppo.rollout_batch_size=16",
     "ppo.train_batch_size=32",
-    "ppo.micro_train_batch_size=32",
     "iterative_dpo.prompts_per_round=24",
     "iterative_dpo.n_samples_per_prompt=3",
     "iterative_dpo.train_batch_size=8",
