@@ -13,7 +13,7 @@ class RankTime(NamedTuple):
     seconds: float
 
 
-class Span(NamedTuple):
+class CallSpan(NamedTuple):
     """A call of a group: from the first rank's begin to the last rank's end (seconds since 1970), and the
     slowest rank's own seconds."""
 
@@ -27,12 +27,12 @@ class WorkLog:
     """Collects the spans of finished calls until `take`."""
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._spans: list[CallSpan] = []
 
     def add(self, phase: str, times: Sequence[RankTime]) -> None:
         """Adds a call that all ranks of `times` have finished."""
         self._spans.append(
-            Span(
+            CallSpan(
                 phase,
                 min(time.begin for time in times),
                 max(time.begin + time.seconds for time in times),
@@ -40,7 +40,7 @@ class WorkLog:
             )
         )
 
-    def take(self) -> list[Span]:
+    def take(self) -> list[CallSpan]:
         """Returns the spans since the last call, and forgets them."""
         spans = self._spans
         self._spans = []
@@ -50,8 +50,8 @@ class WorkLog:
 class GroupWork(NamedTuple):
     """The spans of a group's calls to all ranks, and of the calls to one rank, by rank."""
 
-    together: Sequence[Span]
-    alone: Sequence[Sequence[Span]]
+    together: Sequence[CallSpan]
+    alone: Sequence[Sequence[CallSpan]]
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of work by phase, those of the slowest rank, without waits for other groups."""
@@ -62,7 +62,7 @@ class GroupWork(NamedTuple):
         return spent
 
 
-def seconds_by_phase(spans: Sequence[Span]) -> dict[str, float]:
+def seconds_by_phase(spans: Sequence[CallSpan]) -> dict[str, float]:
     """Returns the sum of the seconds of each phase."""
     spent: dict[str, float] = {}
     for span in spans:

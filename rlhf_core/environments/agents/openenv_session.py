@@ -35,7 +35,7 @@ class ActionRefused(ValueError):
     """Reports an action that does not have the form which the server's schema asks for."""
 
 
-class Step(NamedTuple):
+class OpenEnvStep(NamedTuple):
     """What the environment says after a reset or an action."""
 
     observation: dict[str, Any]
@@ -128,18 +128,18 @@ class OpenEnvSession:
         self._name = name
         self._seconds = seconds
 
-    async def reset(self, arguments: Mapping[str, Any]) -> Step:
+    async def reset(self, arguments: Mapping[str, Any]) -> OpenEnvStep:
         """Begins an episode. Raises ServerFault."""
         try:
             return await self._asked("reset", arguments)
         except ActionRefused as error:
             raise ServerFault(f"the OpenEnv server {self._name} refuses the reset: {error}") from error
 
-    async def step(self, action: Mapping[str, Any]) -> Step:
+    async def step(self, action: Mapping[str, Any]) -> OpenEnvStep:
         """Takes an action. Raises ActionRefused for one of another form, and ServerFault."""
         return await self._asked("step", action)
 
-    async def _asked(self, kind: str, data: Mapping[str, Any]) -> Step:
+    async def _asked(self, kind: str, data: Mapping[str, Any]) -> OpenEnvStep:
         try:
             async with asyncio.timeout(self._seconds):
                 await self._connection.send(json.dumps({"type": kind, "data": dict(data)}))
@@ -171,7 +171,7 @@ class OpenEnvSession:
         code = f"{content.get('code', 'no code')!s:.40}"
         raise ServerFault(f"the OpenEnv server {self._name} failed in a {kind}: {told} ({code})")
 
-    def _step(self, kind: str, content: Mapping[str, Any]) -> Step:
+    def _step(self, kind: str, content: Mapping[str, Any]) -> OpenEnvStep:
         observation = content.get("observation")
         reward = content.get("reward")
         done = content.get("done", False)
@@ -181,4 +181,4 @@ class OpenEnvSession:
                 f"the OpenEnv server {self._name} answered a {kind} without an observation, a reward that is"
                 " a number or null, and done"
             )
-        return Step(observation, None if reward is None else float(reward), done)
+        return OpenEnvStep(observation, None if reward is None else float(reward), done)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen2Config
+from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.chat.text_encoder import TextEncoder

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from rlhf_core.cluster.work_log import GroupWork, Span, seconds_by_phase
+from rlhf_core.cluster.work_log import CallSpan, GroupWork, seconds_by_phase
 from rlhf_core.runs.timeline import Timeline, TimelineRow
 
 HOST = "host"  # in place of the name of a GPU
@@ -19,7 +19,7 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self.begin = time.time()
-        self.spans: list[Span] = []
+        self.spans: list[CallSpan] = []
         self._start = time.monotonic()
 
     @contextmanager
@@ -30,7 +30,7 @@ class PhaseClock:
         start = self.elapsed()
         yield
         end = self.elapsed()
-        self.spans.append(Span(name, self.begin + start, self.begin + end, end - start))
+        self.spans.append(CallSpan(name, self.begin + start, self.begin + end, end - start))
 
     def elapsed(self) -> float:
         """Returns the seconds since the iteration began."""
@@ -60,7 +60,7 @@ def timeline_of(
 
 def _parts(
     role: str, gpus: Sequence[str], work: GroupWork
-) -> Iterator[tuple[str, Sequence[str], Sequence[Span]]]:
+) -> Iterator[tuple[str, Sequence[str], Sequence[CallSpan]]]:
     """Yields name, GPUs and spans of a role as a whole, and of each rank that was called alone."""
     if work.together:
         yield role, gpus, work.together
@@ -72,7 +72,7 @@ def _parts(
             yield name, gpus[rank * of_rank : (rank + 1) * of_rank], spans
 
 
-def _drawn(spans: Iterable[Span], begin: float, whole: float) -> list[tuple[str, float, float]]:
+def _drawn(spans: Iterable[CallSpan], begin: float, whole: float) -> list[tuple[str, float, float]]:
     """Returns (phase, begin, end) within the iteration, in order, spans of one phase with hardly a gap
     joined."""
     joined: list[tuple[str, float, float]] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.cluster.work_log import GroupWork, RankTime, Span, WorkLog
+from rlhf_core.cluster.work_log import CallSpan, GroupWork, RankTime, WorkLog
 from rlhf_core.runs.timeline import (
     TIMELINE,
     StoredTimeline,
@@ -33,14 +33,18 @@ def test_a_call_lasts_from_the_first_rank_s_begin_to_the_last_one_s_end() -> Non
     log.add("score", [RankTime(10.0, 2.0), RankTime(11.0, 4.0)])
     log.add("score", [RankTime(20.0, 1.0)])
     spans = log.take()
-    assert spans == [Span("score", 10.0, 15.0, 4.0), Span("score", 20.0, 21.0, 1.0)]
+    assert spans == [CallSpan("score", 10.0, 15.0, 4.0), CallSpan("score", 20.0, 21.0, 1.0)]
     assert GroupWork(spans, []).seconds() == {"score": 5.0}, "of the slowest rank, without its wait"
     assert log.take() == [] and GroupWork([], []).seconds() == {}
 
 
 def test_ranks_that_are_called_one_by_one_count_as_the_slowest() -> None:
-    alone = [[Span("generate", 0, 3, 3.0), Span("look", 3, 4, 1.0)], [Span("generate", 0, 5, 5.0)], []]
-    assert GroupWork([Span("sync", 6, 7, 1.0)], alone).seconds() == {
+    alone = [
+        [CallSpan("generate", 0, 3, 3.0), CallSpan("look", 3, 4, 1.0)],
+        [CallSpan("generate", 0, 5, 5.0)],
+        [],
+    ]
+    assert GroupWork([CallSpan("sync", 6, 7, 1.0)], alone).seconds() == {
         "sync": 1.0,
         "generate": 5.0,
         "look": 1.0,
@@ -54,8 +58,10 @@ def test_the_timeline_has_a_row_for_the_stage_and_for_each_role(now: list[float]
     with clock.phase("score"):
         now[0] = 6.0
     now[0] = 10.0
-    actor = GroupWork([Span("score", 1004.5, 1006.0, 1.5)], [[], []])
-    sampler = GroupWork([], [[Span("generate", 1000.0, 1003.0, 3.0)], [Span("generate", 999.0, 1004.0, 5.0)]])
+    actor = GroupWork([CallSpan("score", 1004.5, 1006.0, 1.5)], [[], []])
+    sampler = GroupWork(
+        [], [[CallSpan("generate", 1000.0, 1003.0, 3.0)], [CallSpan("generate", 999.0, 1004.0, 5.0)]]
+    )
     gpus = {"actor": ["a", "b"], "critic": ["host"], "sampler": ["c", "a"]}
     found = timeline_of(clock, {"actor": actor, "critic": GroupWork([], []), "sampler": sampler}, gpus)
     assert clock.seconds() == {"generate": 4.0, "score": 2.0}
@@ -73,15 +79,15 @@ def test_the_timeline_has_a_row_for_the_stage_and_for_each_role(now: list[float]
 def test_short_gaps_within_a_phase_are_joined_and_others_are_not(now: list[float]) -> None:
     clock = PhaseClock()
     now[0] = 100.0
-    spans = [Span("generate", 1000 + i, 1000 + i + 0.7, 0.7) for i in range(50)]
+    spans = [CallSpan("generate", 1000 + i, 1000 + i + 0.7, 0.7) for i in range(50)]
     late = [
-        Span("generate", 1060, 1061, 1.0),
-        Span("sync", 1061, 1062, 1.0),
-        Span("generate", 1062, 1063, 1.0),
+        CallSpan("generate", 1060, 1061, 1.0),
+        CallSpan("sync", 1061, 1062, 1.0),
+        CallSpan("generate", 1062, 1063, 1.0),
     ]
     of_gaps = timeline_of(clock, {"sampler": GroupWork(spans + late, [])}, {}).rows[1].spans
     assert len(of_gaps) == 53, "gaps of 0.3 s are more than 0.2 % of 100 s"
-    close = [Span("generate", 1000 + i, 1000 + i + 0.95, 0.95) for i in range(50)]
+    close = [CallSpan("generate", 1000 + i, 1000 + i + 0.95, 0.95) for i in range(50)]
     now[0] = 1000.0
     assert timeline_of(clock, {"sampler": GroupWork(close + late, [])}, {}).rows[1].spans == [
         ("generate", 0.0, 49.95),
