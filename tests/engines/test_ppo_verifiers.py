@@ -53,7 +53,7 @@ class GuessHarness(vf.Harness[vf.HarnessConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
         messages = [{{"role": "user", "content": data.prompt}}]
-        async with httpx.AsyncClient(headers={{"authorization": f"Bearer {{secret}}"}}, timeout=600) as client:
+        async with httpx.AsyncClient(headers={{"authorization": f"Bearer {{secret}}"}}, timeout=600, verify=False) as client:
             for _ in range(2):
                 asked = {{"model": ctx.model, "messages": messages}}
                 reply = await client.post(f"{{endpoint}}/chat/completions", json=asked)

@@ -115,6 +115,7 @@ class DriverProcess:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(told)
         ending = await asyncio.to_thread(self._kill)
+        self._writing.close()
         if self._blocked:
             ending = "was killed, since an episode blocked it"
         said = await asyncio.to_thread(self._last_said)
