@@ -24,8 +24,8 @@ from rlhf_core.environments.agents.openenv_session import (
     ActionRefused,
     OpenEnvServer,
     OpenEnvSession,
+    OpenEnvStep,
     ServerFault,
-    Step,
 )
 from rlhf_core.environments.agents.own_loop import in_a_loop_of_its_own
 from rlhf_core.environments.conversation import Answer, Conversation, LimitReached
@@ -103,7 +103,7 @@ class OpenEnvEpisodes:
             raise ValueError(f"the OpenEnv server {self._server.name} gave no reward in {model.turns} steps")
 
     async def _act(
-        self, session: OpenEnvSession, step: Step, model: Conversation, rewards: RewardsOfSteps
+        self, session: OpenEnvSession, step: OpenEnvStep, model: Conversation, rewards: RewardsOfSteps
     ) -> None:
         """Steps with the text of each answer until the episode is done, or a limit cuts an answer."""
         said = self._text(step)
@@ -125,7 +125,7 @@ class OpenEnvEpisodes:
         return None if step.done else self._text(step) or "(nothing)"
 
     async def _call_tools(
-        self, session: OpenEnvSession, step: Step, model: Conversation, rewards: RewardsOfSteps
+        self, session: OpenEnvSession, step: OpenEnvStep, model: Conversation, rewards: RewardsOfSteps
     ) -> None:
         """Steps with each call until an answer has none, the episode is done, or a limit cuts an answer."""
         said = self._text(step)
@@ -148,7 +148,7 @@ class OpenEnvEpisodes:
                 results.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text})
             answer = await model.answer(*results)
 
-    def _text(self, step: Step) -> str:
+    def _text(self, step: OpenEnvStep) -> str:
         return text_of(step.observation, self._observe, self._longest)
 
 
