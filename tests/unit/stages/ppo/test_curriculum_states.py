@@ -21,6 +21,7 @@ from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.runs.timeline import Timeline
 from rlhf_core.stages.ppo.iteration import Carried, measure_pass_rates, ppo_iteration
 from rlhf_core.stages.ppo.iteration_loop import save_state
 from rlhf_core.stages.ppo.ppo_setup import schedule_of, setup_of
@@ -163,7 +164,7 @@ def test_a_killed_stage_draws_the_same_prompts(
             setup.order.curriculum.measure(places, rewards)  # type: ignore[union-attr]
             drawn[roles.weights] = [str(prompt.messages) for prompt in prompts]
             later = carried._replace(position=places.stop)
-            return {"reward/mean": 0.1}, 0.0, later, [], Rewards({}, {})
+            return {"reward/mean": 0.1}, 0.0, later, [], Rewards({}, {}), Timeline(0.0, [])
 
         doubles = {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}
         fields = {"save_steps": save_steps, "curriculum": {"right": 1.0}}
