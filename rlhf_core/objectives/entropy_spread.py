@@ -6,6 +6,8 @@ host does not wait for the GPU before all counts are added.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,9 +19,15 @@ EDGES = torch.from_numpy(np.geomspace(LEAST, MOST, 511, dtype=np.float32))
 CENTRES = np.concatenate([[0.0], np.sqrt(EDGES[:-1].numpy() * EDGES[1:].numpy()), [MOST]])
 
 
+@cache
+def edges_on(device: torch.device) -> Tensor:
+    """Returns the edges on a device, copied once: the host waits for a copy."""
+    return EDGES.to(device)
+
+
 def entropy_counts(entropy: Tensor, mask: Tensor) -> Tensor:
     """Returns how many tokens under the mask are in each bin, (512,) fp32. `entropy`, `mask`: (B, T)."""
-    bins = torch.bucketize(entropy.detach().flatten(), EDGES.to(entropy.device), right=True)
+    bins = torch.bucketize(entropy.detach().flatten(), edges_on(entropy.device), right=True)
     counts = torch.zeros(len(CENTRES), device=entropy.device)
     return counts.index_add(0, bins, mask.flatten().to(counts.dtype))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from rlhf_core.objectives import entropy_spread
 from rlhf_core.objectives.entropy_spread import LEAST, MOST, PERCENTILES, entropy_counts, entropy_percentiles
 
 
@@ -50,3 +53,18 @@ def test_equal_entropies_have_one_value(value: float) -> None:
 def test_one_token_and_one_beyond_all_bins() -> None:
     assert percentiles(torch.tensor([[2.0]])) == pytest.approx([2.0] * 3, rel=0.018)
     assert percentiles(torch.tensor([[1e6]])) == [MOST] * 3
+
+
+def test_the_edges_are_copied_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+    edges = entropy_spread.EDGES
+
+    def to(device: torch.device) -> torch.Tensor:
+        copies.append(device)
+        return edges
+
+    entropy_spread.edges_on.cache_clear()
+    monkeypatch.setattr(entropy_spread, "EDGES", SimpleNamespace(to=to))
+    for _ in range(3):
+        assert percentiles(torch.full((1, 2), 0.5)) == pytest.approx([0.5] * 3, rel=0.018)
+    assert copies == [torch.device("cpu")]

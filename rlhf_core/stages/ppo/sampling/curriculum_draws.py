@@ -120,7 +120,7 @@ class CurriculumDraws:
             right = given & (np.where(given, rewards, 0.0) >= self._right_from)
             groups = zip(prompts, right.sum(1).tolist(), given.sum(1).tolist(), strict=True)
             for prompt, of_right, answered in groups:
-                count_group(self._counts, prompt, of_right, answered, self._config.discount)
+                count_group(self._counts, prompt, of_right, answered, rewards.shape[1], self._config.discount)
             changed = np.unique(prompts)
             self._weights[changed] = weights_of(self._counts, self._config.target, changed)
             self._sums.clear()

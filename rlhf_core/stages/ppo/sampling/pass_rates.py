@@ -16,7 +16,7 @@ from scipy.special import gammaln
 
 class PassCounts(NamedTuple):
     """Holds counts of each prompt, (N,) float64: answers that were `right`, and `answered` ones with a
-    reward; and whether the last ones were all right, (N,) bool."""
+    reward; and whether all of the last group were right, (N,) bool."""
 
     right: np.ndarray
     answered: np.ndarray
@@ -31,14 +31,14 @@ def counts_before(rates: np.ndarray, answers: int) -> PassCounts:
     return PassCounts(np.where(known, rates, 0.0) * answered, answered, known & (rates >= 1))
 
 
-def count_group(counts: PassCounts, prompt: int, right: int, answered: int, discount: float) -> None:
-    """Adds the answers to a prompt; its earlier counts keep the share `discount`. Answers without a reward
-    are not `answered`; a group of such alone changes nothing."""
+def count_group(counts: PassCounts, prompt: int, right: int, answered: int, n: int, discount: float) -> None:
+    """Adds the `n` answers to a prompt; its earlier counts keep the share `discount`. Answers without a
+    reward are not `answered`; a group of such alone changes nothing, and a group with one solves nothing."""
     if not answered:
         return
     counts.right[prompt] = discount * counts.right[prompt] + right
     counts.answered[prompt] = discount * counts.answered[prompt] + answered
-    counts.solved[prompt] = right == answered
+    counts.solved[prompt] = right == n
 
 
 def weights_of(counts: PassCounts, target: float, prompts: np.ndarray | slice = slice(None)) -> np.ndarray:

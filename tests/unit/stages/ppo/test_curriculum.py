@@ -167,12 +167,12 @@ def test_zero_passes_keep_a_weight() -> None:
 
 def test_earlier_answers_count_less() -> None:
     found = counts_before(np.array([0.5, np.nan]), 4)
-    count_group(found, 0, 4, 4, 0.5)
-    count_group(found, 1, 1, 3, 0.5)
-    count_group(found, 1, 0, 0, 0.5)
+    count_group(found, 0, 4, 4, 4, 0.5)
+    count_group(found, 1, 1, 3, 4, 0.5)
+    count_group(found, 1, 0, 0, 4, 0.5)
     assert (found.right.tolist(), found.answered.tolist()) == ([5.0, 1.0], [6.0, 3.0])
     assert found.solved.tolist() == [True, False]
-    count_group(found, 0, 0, 2, 0.0)
+    count_group(found, 0, 0, 2, 4, 0.0)
     assert (found.right[0], found.answered[0], found.solved[0]) == (0.0, 2.0, False)
 
 
@@ -185,6 +185,17 @@ def test_answers_without_a_reward_do_not_count() -> None:
     assert drawn.metrics() == {"curriculum/solved": 0.0, "curriculum/unseen": 1.0}
     drawn.measure([1], np.array([[1.0, nan, 0.0, 0.9999999]]))
     assert drawn.metrics()["curriculum/mean_pass_rate"] == pytest.approx(2 / 3)
+
+
+def test_a_prompt_is_solved_only_when_all_its_answers_have_a_reward() -> None:
+    drawn = draws(1)
+    nan = float("nan")
+    shares = []
+    for place, rewards in enumerate(([1.0, nan, nan, nan], [1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, nan])):
+        drawn.prompt_at(place)
+        drawn.measure([place], np.array([rewards]))
+        shares.append(drawn.metrics()["curriculum/solved"])
+    assert shares == [0.0, 1.0, 0.0]
 
 
 def test_sources_keep_their_shares() -> None:
@@ -203,7 +214,12 @@ def test_a_source_without_a_free_prompt_is_passed_over() -> None:
 
 
 def test_the_column_is_read() -> None:
-    rows = [("one", {"rate": 0}), ("two", {"rate": None}), ("three", {}), ("four", {"rate": 0.5})]
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("one", {"rate": 0}),
+        ("two", {"rate": None}),
+        ("three", {}),
+        ("four", {"rate": 0.5}),
+    ]
     np.testing.assert_array_equal(pass_rates("rate", rows), [0, np.nan, np.nan, 0.5])
     np.testing.assert_array_equal(pass_rates(None, rows), [np.nan] * 4)
     for wrong in (1.5, -0.1, "0.5", True, float("nan")):
