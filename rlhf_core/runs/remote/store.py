@@ -28,6 +28,7 @@ from rlhf_core.runs.remote.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.resume_state import LOOP
 from rlhf_core.runs.run_dir import (
     EXPORTS,
+    KEPT_FOLDER,
     METRICS,
     REQUEST,
     RESULT,
@@ -262,7 +263,7 @@ def _collect(run: RunDir, step: str, folder: Path) -> None:
     past = {f"iteration{number}" for number in range(int(step.removeprefix("step-")) + 1)}
     found = [
         made
-        for name in (EXPORTS, ROLLOUTS, VALIDATION)
+        for name in (EXPORTS, ROLLOUTS, KEPT_FOLDER, VALIDATION)
         for made in (run / name).glob("iteration*")
         if made.stem in past
     ]

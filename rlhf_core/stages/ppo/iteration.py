@@ -149,10 +149,10 @@ def ppo_iteration(
 
 
 def measure_pass_rates(setup: Setup, measured: MeasuredGroups, trained: Rewards) -> dict[str, float]:
-    """Tells the curriculum, if there is one, the rewards of the groups that are `measured`. `trained`: those
-    of the answers that the iteration trains on. Returns the curriculum's metrics."""
+    """Tells the curriculum, if one draws prompts, the rewards of the groups that are `measured`. `trained`:
+    those of the answers that the iteration trains on. Returns the curriculum's metrics."""
     curriculum = setup.order.curriculum
-    if curriculum is None:
+    if curriculum is None or not setup.config.has_engines:
         return {}
     if measured.places:
         rewards = trained if measured.rewards is None else measured.rewards
@@ -212,7 +212,7 @@ def sampled_of(fleet: Fleet, setup: Setup, carried: Carried, collector: Collecto
     """Returns an iteration's answers: those of the collector, those sampled ahead, new ones, or with
     `train_only` kept ones, whose position is the number of the iteration."""
     if isinstance(fleet.engines, KeptAnswers):
-        return fleet.engines.take(carried.position, setup.order)
+        return fleet.engines.take(carried.position, setup)
     if collector:
         return taken(fleet.engines, collector)
     if carried.ahead:

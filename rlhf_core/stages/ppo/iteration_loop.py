@@ -33,6 +33,7 @@ from rlhf_core.stages.ppo.sampling.stored import (
     kept_iterations,
     read_ahead,
     read_collected,
+    remove_kept,
     write_ahead,
     write_collected,
     write_kept,
@@ -113,6 +114,7 @@ class IterationLoop:
             self._load(resume)
         elif self._config.engine.adapters == "alone":
             fleet.engines.sync_weights()  # all answers come from engines with adapters; no effect yet
+        remove_kept(self._run / KEPT_FOLDER, self._first)
         if self._held_out and not resume:
             shutil.rmtree(self._run / BEST, ignore_errors=True)  # from an attempt without a resume state
             _, self.best = validated(fleet, self._held_out, self._run, 0, None)
@@ -148,7 +150,7 @@ class IterationLoop:
                 metrics |= self._validate(self._held_out, done)
             if config.keeps_rollouts:
                 known = self._carried.statistics
-                write_kept(self._run / KEPT_FOLDER, done, self._setup.order, rollouts, rewards, known)
+                write_kept(self._run / KEPT_FOLDER, done, self._setup, rollouts, rewards, known)
             if done % config.logging_steps == 0 or done == self._until or REWARD in metrics:
                 tracker.log(done, metrics, show=SHOWN)
                 write_timeline(self._run.path, done, timeline)
@@ -330,7 +332,7 @@ def finish_saving(fleet: Fleet, commit: resume_state.StateCommit | None) -> None
 
 def updates_before(config: PPO, iteration: int) -> int:
     """Returns how often the actor was updated before an iteration."""
-    return max(0, iteration - config.freezing_actor_steps)
+    return 0 if config.rollouts_only else max(0, iteration - config.freezing_actor_steps)
 
 
 def adapted(kl: KLController, config: PPO, iteration: int, mean_kl: float) -> KLController:

@@ -60,6 +60,7 @@ def setup_of(
         terms=terms,
         probe=probe,
         allowed_failures=int(config.max_failed_rewards * config.rollout_batch_size * n),
+        actor=paths.get("actor", ""),
     )
 
 

@@ -97,9 +97,11 @@ def test_a_state_is_copied_whole_while_the_stage_goes_on(
     write("metrics.jsonl", '{"step": 9}\n')
     write("exports/iteration9/model", "whole")
     write("exports/iteration10/model", "cut")
-    for folder in ("rollouts", "validation"):
+    for folder in ("kept_rollouts", "rollouts", "validation"):
         write(f"{folder}/iteration9.jsonl", "{}\n")
         write(f"{folder}/.iteration9.jsonl.ff", "cut")
+    write("kept_rollouts/iteration9.npz", "experts")
+    write("kept_rollouts/iteration10.jsonl", "cut")
     save(9)
     monkeypatch.setattr(RemoteFiles, "send", goes_on)
     store.put_state(here, "step-9")
@@ -111,7 +113,8 @@ def test_a_state_is_copied_whole_while_the_stage_goes_on(
     )
     state_files = ["state/best/iteration9/model", "state/step-9/loop.json", "state/step-9/rank"]
     answers = ["rollouts/iteration9.jsonl", *state_files, "validation/iteration9.jsonl"]
-    assert found == ["exports/iteration9/model", "metrics.jsonl", *answers]
+    kept = ["kept_rollouts/iteration9.jsonl", "kept_rollouts/iteration9.npz"]
+    assert found == ["exports/iteration9/model", *kept, "metrics.jsonl", *answers]
     assert (there / "metrics.jsonl").read_text() == '{"step": 9}\n'
     shutil.rmtree(here / "state/best")
     with pytest.raises(OSError, match="best"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
-from rlhf_core.stages.ppo.sampling.sampled_answers import PromptOrder, Sampled
+from rlhf_core.stages.ppo.sampling.sampled_answers import Sampled, Setup
 from rlhf_core.stages.ppo.sampling.stored import read_kept
 
 
@@ -22,10 +22,10 @@ class KeptAnswers(RolloutGroup):
     def engine_groups(self) -> tuple[WorkerGroup, ...]:
         return ()
 
-    def take(self, iteration: int, order: PromptOrder) -> Sampled:
+    def take(self, iteration: int, setup: Setup) -> Sampled:
         """Returns the answers of an iteration, the first being 0, with their rewards; the position is that of
         the next one."""
-        return read_kept(self.folder, iteration + 1, order, self.config.n_samples_per_prompt)
+        return read_kept(self.folder, iteration + 1, setup)
 
     def sync_weights(self, version: int = 0) -> None:
         """Does nothing: nothing answers with the weights."""

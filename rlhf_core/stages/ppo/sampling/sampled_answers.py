@@ -82,7 +82,7 @@ class PromptOrder(NamedTuple):
 class Setup(NamedTuple):
     """Holds values that are fixed for all iterations of a run. `terms`: the sources of rewards; `probe`: the
     documents that check a weight sync; `allowed_failures`: the number of answers on which a reward source may
-    fail in one iteration."""
+    fail in one iteration; `actor`: the path of the starting model."""
 
     config: PPO
     order: PromptOrder
@@ -90,6 +90,7 @@ class Setup(NamedTuple):
     terms: Sequence[Term]
     probe: Sequence[Document]
     allowed_failures: int
+    actor: str = ""
 
 
 class MeasuredGroups(NamedTuple):

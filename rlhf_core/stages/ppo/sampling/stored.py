@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.config import PPO
+from rlhf_core.data.documents import Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running
 from rlhf_core.stages.ppo.rollout_records import (
@@ -22,8 +23,8 @@ from rlhf_core.stages.ppo.rollout_records import (
     stored_rewards,
 )
 from rlhf_core.stages.ppo.sampling.collector import Collected
-from rlhf_core.stages.ppo.sampling.sampled_answers import MeasuredGroups, PromptOrder, Sampled
-from rlhf_core.system.files import write_text
+from rlhf_core.stages.ppo.sampling.sampled_answers import MeasuredGroups, PromptOrder, Sampled, Setup
+from rlhf_core.system.files import digest, write_text
 
 AHEAD = "ahead.jsonl"
 EXPERTS = "ahead.npz"
@@ -99,7 +100,7 @@ def read_collected(folder: Path, order: PromptOrder) -> Collected:
 def write_kept(
     folder: Path,
     iteration: int,
-    order: PromptOrder,
+    setup: Setup,
     rollouts: Sequence[Rollout],
     rewards: Rewards,
     statistics: Mapping[str, Running],
@@ -107,38 +108,94 @@ def write_kept(
     """Writes the answers that an iteration, the first being 1, trains on, with their rewards. `statistics`:
     the running ones of rewards, as the iteration used them."""
     folder.mkdir(exist_ok=True)
-    place = {id(prompt.row): index for index, prompt in enumerate(order.prompts)}
+    place = {id(prompt.row): index for index, prompt in enumerate(setup.order.prompts)}
     head = {
         "prompts": [place[id(rollout.prompt.row)] for rollout in rollouts],
+        "rows": [None if rollout.own is None else digest_of_row(rollout.prompt) for rollout in rollouts],
+        "kept_by": kept_by(setup),
+        "actor": setup.actor,
         "rewards": stored_rewards(rewards),
         "statistics": {title: list(known) for title, known in statistics.items()},
     }
     _write(folder / f"iteration{iteration}.jsonl", head, rollouts)
 
 
-def read_kept(folder: Path, iteration: int, order: PromptOrder, n: int) -> Sampled:
-    """Reads what `write_kept` wrote, `n` answers per prompt. The position is the number of the iteration.
-    Raises ValueError for answers to other prompts than those of `order`."""
+def read_kept(folder: Path, iteration: int, setup: Setup) -> Sampled:
+    """Reads what `write_kept` wrote. The position is the number of the iteration. Tells with the first one
+    that another actor sampled. Raises ValueError for rollouts that do not fit the recipe."""
     file = folder / f"iteration{iteration}.jsonl"
     head, rows, experts = _read(file)
-    if len(rows) % n or max(head["prompts"]) >= len(order.prompts):
-        raise ValueError(other_recipe(file))
-    rollouts = []
-    for index, row, of_row in zip(head["prompts"], rows, experts, strict=True):
-        prompt = order.prompts[index]
-        if "own" not in row and list(prompt.tokens) != row["tokens"][: row["prompt"]]:
-            raise ValueError(other_recipe(file))
-        rollouts.append(restored(row, prompt, of_row))
+    unlike = unlike_recipe(head, rows, setup)
+    if unlike:
+        raise ValueError(
+            f"train_only: {file} does not fit the recipe, it was kept with {', '.join(unlike)}: take the"
+            " values of that run, or keep rollouts with these"
+        )
+    if iteration == 1 and head["actor"] != setup.actor:
+        print(f"note: {file} was kept by a run of the actor {head['actor']}, not {setup.actor}", flush=True)
+    prompts = [setup.order.prompts[index] for index in head["prompts"]]
+    rollouts = [restored(row, prompt, e) for prompt, row, e in zip(prompts, rows, experts, strict=True)]
     statistics = {title: Running(*known) for title, known in head["statistics"].items()}
     return Sampled(rollouts, restored_rewards(head["rewards"]), iteration, {}, statistics=statistics)
 
 
-def other_recipe(file: Path) -> str:
-    """Returns a sentence for kept rollouts that do not fit the recipe."""
-    return (
-        f"train_only: {file} was kept by a run with other prompts or n_samples_per_prompt: take that run's"
-        " recipe"
-    )
+def kept_by(setup: Setup) -> dict[str, Any]:
+    """Returns what must be equal in the run that keeps rollouts and in one that trains on them, as JSON."""
+    config = setup.config
+    return {
+        "n_samples_per_prompt": config.n_samples_per_prompt,
+        "rollout_batch_size": config.rollout_batch_size,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "rewards": sorted(term.title for term in setup.terms),
+    }
+
+
+def unlike_recipe(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], setup: Setup) -> list[str]:
+    """Returns what of kept rollouts does not fit the recipe, in words; empty if all does."""
+    known = head.get("kept_by", {})
+    told = [
+        f"{name} {known.get(name)} (here {value})"
+        for name, value in kept_by(setup).items()
+        if known.get(name) != value
+    ]
+    without = head["rewards"]["sources"].keys() - head["statistics"].keys()
+    told += [
+        f"another normalize of {term.title} than running"
+        for term in setup.terms
+        if term.normalize == "running" and term.title in without
+    ]
+    prompts = setup.order.prompts
+    found = [prompts[index] if index < len(prompts) else None for index in head["prompts"]]
+    answered = zip(rows, found, head.get("rows", [None] * len(rows)), strict=True)
+    if not all(answers_prompt(row, prompt, of_row) for row, prompt, of_row in answered):
+        told.append("other prompts")
+    return told
+
+
+def answers_prompt(row: Mapping[str, Any], prompt: Prompt | None, of_row: str | None) -> bool:
+    """Returns whether a kept rollout answers a prompt; None: the data has too few. `of_row`: for an episode,
+    whose environment may write the prompt, the digest of the prompt's row."""
+    if prompt is None:
+        return False
+    if "own" in row:
+        return digest_of_row(prompt) == of_row
+    return list(prompt.tokens) == row["tokens"][: row["prompt"]]
+
+
+def digest_of_row(prompt: Prompt) -> str:
+    """Returns a digest of a prompt's row in the data; values that JSON lacks count as their text."""
+    return digest(json.dumps(prompt.row, sort_keys=True, default=str))
+
+
+def remove_kept(folder: Path, after: int) -> None:
+    """Removes the kept rollouts of the iterations from `after` + 1 on: an attempt before the resume made
+    them."""
+    for file in folder.glob("iteration*"):
+        number = file.stem.removeprefix("iteration")
+        if number.isdigit() and int(number) > after:
+            file.unlink()
 
 
 def kept_iterations(config: PPO, most: int) -> int:

@@ -110,6 +110,7 @@ def test_the_adaptive_coefficient_waits_for_the_first_update_of_the_actor() -> N
     start = KLController(0.3, 0.1)
     assert [adapted(start, adaptive, step, 0.0) == start for step in range(5)] == [True] * 4 + [False]
     assert adapted(start, ppo(kl_target=0.1), 0, 0.0) == start
+    assert adapted(start, ppo(kl_target=0.1, rollouts_only=True), 9, 0.5) == start
     assert adapted(start, ppo(kl_target=0.1), 1, 0.5).coef > 0.3
     with pytest.raises(ValueError, match="stays 0 with init_kl_coef 0: set init_kl_coef above 0"):
         ppo(kl_target=0.1, init_kl_coef=0.0)
