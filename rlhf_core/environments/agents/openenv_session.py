@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import os
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
@@ -62,6 +63,7 @@ class OpenEnvServer:
         """Returns the JSON schema of actions; empty if the server does not show it. Raises ServerFault when
         the server cannot be reached."""
         body = b""
+        end = time.monotonic() + OPEN_SECONDS
         try:
             trusted = self._parts.hostname not in LOOPBACK
             with httpx.stream(
@@ -73,6 +75,10 @@ class OpenEnvServer:
             ) as response:
                 for part in response.iter_bytes():
                     body += part
+                    if time.monotonic() > end:  # the timeout is that of each part
+                        raise ServerFault(
+                            f"the OpenEnv server {self.name} did not send its schema in {OPEN_SECONDS:g} s"
+                        )
                     if len(body) > LARGEST:
                         raise ServerFault(
                             f"the OpenEnv server {self.name} sent a schema of over {LARGEST} bytes"
@@ -97,6 +103,7 @@ class OpenEnvServer:
                 open_timeout=OPEN_SECONDS,
                 close_timeout=CLOSE_SECONDS,
                 max_size=LARGEST,
+                ping_timeout=None,  # a server that computes a step may not answer; each answer has its limit
                 proxy=None if self._parts.hostname in LOOPBACK else True,
             )
         except (OSError, WebSocketException, ValueError) as error:  # TimeoutError is an OSError

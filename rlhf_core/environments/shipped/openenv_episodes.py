@@ -31,6 +31,7 @@ from rlhf_core.environments.agents.own_loop import in_a_loop_of_its_own
 from rlhf_core.environments.conversation import Answer, Conversation, LimitReached
 
 CALLS = 8  # of tools in one answer
+CUT = "a limit of tokens cut the last answer"
 
 
 class OpenEnvEpisodes:
@@ -105,7 +106,7 @@ class OpenEnvEpisodes:
     async def _act(
         self, session: OpenEnvSession, step: OpenEnvStep, model: Conversation, rewards: RewardsOfSteps
     ) -> None:
-        """Steps with the text of each answer until the episode is done, or a limit cuts an answer."""
+        """Steps with the text of each answer until the episode is done. Raises LimitReached."""
         said = self._text(step)
         answer = await model.answer(*[said] if said else [])
         while answer.finished:
@@ -113,6 +114,7 @@ class OpenEnvEpisodes:
             if told is None:
                 return
             answer = await model.answer(told)
+        raise LimitReached(CUT)
 
     async def _stepped(self, session: OpenEnvSession, answer: Answer, rewards: RewardsOfSteps) -> str | None:
         """Returns the next message for the model; None when the episode is done."""
@@ -127,7 +129,8 @@ class OpenEnvEpisodes:
     async def _call_tools(
         self, session: OpenEnvSession, step: OpenEnvStep, model: Conversation, rewards: RewardsOfSteps
     ) -> None:
-        """Steps with each call until an answer has none, the episode is done, or a limit cuts an answer."""
+        """Steps with each call until the episode is done, or an answer has no calls: its reward is 0. Raises
+        LimitReached."""
         said = self._text(step)
         answer = await model.answer(*[said] if said else [])
         while answer.calls and answer.finished:
@@ -147,6 +150,9 @@ class OpenEnvEpisodes:
                             return
                 results.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text})
             answer = await model.answer(*results)
+        if not answer.finished:
+            raise LimitReached(CUT)
+        model.reward(0.0)  # an episode that ends without a step has a reward too
 
     def _text(self, step: OpenEnvStep) -> str:
         return text_of(step.observation, self._observe, self._longest)

@@ -3,11 +3,14 @@ and fails in every way, and one of the package where ALIGNFLOW_TEST_OPENENV name
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +170,22 @@ class Caller(AtOnce):
         return SampledAnswer([*said, self._renderer.end_token_id], [-1.0] * (len(said) + 1), True)
 
 
+class Cut(AtOnce):
+    """In place of engines: the limit of tokens cuts each answer after the first `whole` ones."""
+
+    whole = 0
+
+    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
+        answer = await super().ask(engine, tokens, seed, sampling)
+        if len(self.asked) <= self.whole:
+            return answer
+        return SampledAnswer(answer.tokens[:-1], answer.logprobs[:-1], False)
+
+
+class CutSecond(Cut):
+    whole = 1
+
+
 Play = Callable[..., list[Episode]]
 
 
@@ -208,6 +227,19 @@ def test_an_environment_that_is_never_done_ends_with_the_turns(play: Play, serve
     assert episode.rewards == [0.125] * 4 and not episode.failure
     (episode,) = play(server, {"reset": {"fault": "never"}}, reward="last")
     assert episode.rewards == [0.0, 0.0, 0.0, 0.125]
+
+
+def test_a_cut_answer_ends_the_episode_with_its_rewards_so_far(play: Play, server: str) -> None:
+    for url in (server, f"{server}/tools"):
+        (episode,) = play(url, engines=Cut)
+        assert episode.rewards == [0.0] and not episode.failure, episode.failure
+    (episode,) = play(server, engines=CutSecond, reward="last")
+    assert episode.rewards == [0.0, 0.25] and not episode.failure, episode.failure
+
+
+def test_an_episode_with_tools_that_calls_none_has_the_reward_0(play: Play, server: str) -> None:
+    (episode,) = play(f"{server}/tools")
+    assert episode.rewards == [0.0] and not episode.failure, episode.failure
 
 
 def test_an_action_of_another_form_is_told_to_the_model(play: Play, server: str) -> None:
@@ -252,6 +284,52 @@ def test_a_server_that_is_down_is_a_sentence(play: Play) -> None:
         play("http://127.0.0.1:1", reward="mean")
     with pytest.raises(ValueError, match="the variable NO_TOKEN is empty"):
         play("http://127.0.0.1:1", token_env="NO_TOKEN")
+
+
+def test_a_schema_that_trickles_ends_after_the_time_of_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv_session, "OPEN_SECONDS", 2.0)
+    done = threading.Event()
+
+    def trickle(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not done.wait(0.05):
+                connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = threading.Thread(target=trickle, args=(listening,))
+        serving.start()
+        stop = threading.Timer(20.0, done.set)  # what waits for the end of the schema gets one
+        stop.start()
+        try:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            with pytest.raises(openenv_session.ServerFault, match=r"did not send its schema in 2 s"):
+                openenv_session.OpenEnvServer(url, None, 1.0).action_schema()
+        finally:
+            done.set()
+            stop.cancel()
+            serving.join()
+
+
+def test_the_wait_for_an_answer_has_no_limit_beside_seconds(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = dict[str, Any]()
+
+    async def refusing(address: str, **options: Any) -> None:
+        given.update(options)
+        raise OSError("planted")
+
+    async def opened() -> None:
+        async with openenv_session.OpenEnvServer(server, None, 60.0).session():
+            pass
+
+    monkeypatch.setattr(openenv_session, "connect", refusing)
+    with pytest.raises(openenv_session.ServerFault, match="opens no session: planted"):
+        asyncio.run(opened())
+    assert given["ping_timeout"] is None
 
 
 @pytest.mark.skipif(
