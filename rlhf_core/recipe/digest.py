@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rlhf_core.config.rewarding.verifiers import ReasoningGymReward, VerifierRew
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.config.training.zero_fields import ZeroFields, deciding_options
 from rlhf_core.data.rows.reasoning_gym_rows import installed_release
-from rlhf_core.data.rows.verifiers_rows import verifiers_release
+from rlhf_core.data.rows.verifiers_rows import NoSuchInstallation, verifiers_release
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.recipe.named_inputs import renamed
 from rlhf_core.records import InDigestIfSet, NotInDigest
@@ -139,11 +140,17 @@ def _agent_content(environment: Environment, digests: Digests) -> dict[str, Any]
 
 def _package(environment: str, python: str | None) -> dict[str, str]:
     """Returns what decides an environment of verifiers: its code, and the release. Empty where it is not
-    installed, which the check before the run reports."""
+    installed, which the check before the run reports. Raises ValueError when it cannot be told."""
     try:
-        return dict(verifiers_release(environment, python))
-    except ValueError:
+        return dict(found_release(environment, python))
+    except NoSuchInstallation:
         return {}
+
+
+@cache
+def found_release(environment: str, python: str | None) -> Mapping[str, str]:
+    """Returns the release that this process has found first, so that all its digests have the same one."""
+    return verifiers_release(environment, python)
 
 
 def _content(place: str, digests: Digests) -> str:

@@ -31,6 +31,10 @@ ROWS_SECONDS = 1800.0  # an environment may download its data set
 TOLD = 400  # characters of its error output in a message
 
 
+class NoSuchInstallation(ValueError):
+    """Reports that an interpreter, the package verifiers or the environment is not there."""
+
+
 def driver_command(python: str | None, *arguments: str) -> list[str]:
     """Returns the command that runs the driver in an interpreter (None: in this one)."""
     return [python or sys.executable, "-P", "-c", START, str(FOLDER), *arguments]
@@ -48,7 +52,8 @@ def driver_environment() -> dict[str, str]:
 
 def verifiers_release(name: str, python: str | None) -> Mapping[str, str]:
     """Returns the version of verifiers in an interpreter, and a digest of the environment's Python files.
-    Raises ValueError with a sentence for a missing interpreter, package or environment."""
+    Raises NoSuchInstallation with a sentence for a missing interpreter, package or environment, and
+    ValueError when it cannot be told."""
     (found,) = _answered(json.dumps({"name": name}), "release", python, RELEASE_SECONDS)
     return found
 
@@ -70,6 +75,7 @@ def verifiers_rows(source: VerifiersPrompts, first: int | None) -> Iterator[Row]
         "name": source.environment,
         "options": source.options,
         "dataset": source.dataset,
+        "sized": source.size is not None,
         "count": min(counts, default=None),
     }
     for task in deepcopy(_rows(json.dumps(asked), source.python)):
@@ -84,7 +90,8 @@ def _rows(asked: str, python: str | None) -> tuple[dict[str, Any], ...]:
 
 def _answered(asked: str, mode: str, python: str | None, seconds: float) -> list[dict[str, Any]]:
     """Returns what the driver wrote. Its error output is shown if it takes part in rows. Raises ValueError
-    with a sentence when it wrote a problem, did not end in time, or failed."""
+    with a sentence when it wrote a problem, did not end in time, or failed; NoSuchInstallation for a missing
+    interpreter, and for a problem with its release."""
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
             done = subprocess.run(
@@ -98,7 +105,8 @@ def _answered(asked: str, mode: str, python: str | None, seconds: float) -> list
                 timeout=seconds,
             )
         except OSError as error:
-            raise ValueError(
+            missing = isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError)
+            raise (NoSuchInstallation if missing else ValueError)(
                 f"{VERIFIERS}: the interpreter {python} cannot be started ({error.strerror}): correct python"
             ) from error
         except subprocess.TimeoutExpired:
@@ -112,7 +120,8 @@ def _answered(asked: str, mode: str, python: str | None, seconds: float) -> list
     except ValueError:
         lines = []
     if lines and "problem" in lines[-1]:
-        raise ValueError(f"{VERIFIERS}: {lines[-1]['problem']}")
+        kind = NoSuchInstallation if mode == "release" else ValueError
+        raise kind(f"{VERIFIERS}: {lines[-1]['problem']}")
     if done.returncode or (mode == "release" and len(lines) != 1):
         raise ValueError(
             f"{VERIFIERS}: the process in {python or sys.executable} {how_ended(done.returncode)}:"

@@ -69,6 +69,8 @@ def release(asked: dict[str, Any], say: Say) -> None:
 
 def rows(asked: dict[str, Any], say: Say) -> None:
     environment = loaded(asked)
+    if environment.is_endless and not asked["sized"]:
+        raise Problem(f"the tasks of {asked['name']} do not end: set size, beside environment")
     try:
         for row in itertools.islice(environment.tasks(asked["dataset"]), asked["count"]):
             say(**row)

@@ -31,6 +31,8 @@ class SwallowedErrors(logging.Handler):
 class OldEnvironment:
     """Gives the environment's tasks, and runs it on one."""
 
+    is_endless = False  # its tasks are a data set
+
     def __init__(self, name: str, options: dict[str, Any]):
         import verifiers
 

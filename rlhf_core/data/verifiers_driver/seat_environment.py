@@ -45,24 +45,37 @@ class SeatEnvironment:
         own = {**given.get(self._seat, {})}
         if seat.model is not None:
             raise Problem(f"the policy is the model of the seat {self._seat}: leave its model out of options")
+        if "retries" in own:
+            raise Problem(
+                "failed attempts are repeated by max_attempts of environment: leave retries out of"
+                f" options.{self._seat}"
+            )
+        # another try in the same episode would count the answers of the failed one
+        if hasattr(seat, "retries"):
+            own["retries"] = type(seat.retries)().model_dump(mode="json")
         harness = default_harness_id(given["taskset"]["id"]) if seat.harness is None else seat.harness.id
         if seat.harness is None and harness == "bash":
             own["harness"] = PLAIN
             harness = PLAIN["id"]
         if "runtime" in own or seat.runtime.type != "prime":
             return own
-        builtin = harness_class(harness).__module__.startswith("verifiers.")
-        if builtin and harness_class(harness).EXECUTES_CODE:
+        if harness_class(harness).EXECUTES_CODE:
             raise Problem(
                 f"the harness {harness} executes what the model writes: set options.{self._seat}.runtime to"
                 " {type: docker}, or to {type: subprocess}, which is this machine with all your rights"
             )
         return {**own, "runtime": HERE}
 
+    @property
+    def is_endless(self) -> bool:
+        """Whether the taskset says that its tasks do not end."""
+        taskset = self._env.taskset
+        return not getattr(taskset, "bounded", not getattr(taskset, "INFINITE", False))
+
     def tasks(self, dataset: str) -> Iterator[dict[str, Any]]:
         """Yields the tasks of the taskset, which its options choose."""
         for task in self._env.taskset:
-            data = task.data.model_dump(mode="json", exclude_none=True)
+            data = task.data.model_dump(mode="json")
             system = task.data.system_prompt
             first = [{"role": "system", "content": system}] if system else []
             opening = data.get("prompt") or data.get("name") or f"task {data['idx']}"

@@ -74,21 +74,30 @@ class PlantedData(vf.TaskData):
     fault: str
     turns: int
 
+    note: str | None
+    left: int | None = 3
+
 class PlantedTask(vf.Task[PlantedData]):
     @vf.reward
     async def right(self, trace) -> float:
         if self.data.fault == "score":
             raise KeyError("planted")
+        assert self.data.note is None and self.data.left is None
         return float(trace.num_turns == self.data.turns)
 
 class PlantedConfig(vf.TasksetConfig):
     turns: int = 2
     answers: int = 5
+    endless: bool = False
 
 class PlantedTaskset(vf.Taskset[PlantedTask, PlantedConfig]):
+    def __init__(self, config):
+        super().__init__(config)
+        self.INFINITE = config.endless
+
     def load(self):
         for i, fault in enumerate(FAULTS[: self.config.answers]):
-            data = PlantedData(prompt=f"task {i}", answer=str(i), fault=fault, turns=self.config.turns)
+            data = PlantedData(prompt=f"task {i}", answer=str(i), fault=fault, turns=self.config.turns, note=None, left=None)
             yield PlantedTask(data, self.config.task)
 
 class PlantedHarness(vf.Harness[vf.HarnessConfig]):
@@ -188,6 +197,40 @@ def test_a_step_that_raises_is_a_failed_attempt(play: Play, python: str) -> None
 def test_a_limit_of_turns_cuts_the_episode(play: Play, python: str) -> None:
     (episode,) = play(rows_of(python)[4])
     assert episode.rewards == [0.0, 0.0, 0.0] and not episode.failure, episode.failure
+
+
+def seats_only(python: str) -> None:
+    if "taskset" not in options(python):
+        pytest.skip("this release has no seats")
+
+
+def test_an_endless_taskset_needs_a_size(python: str) -> None:
+    seats_only(python)
+    given = {"environment": "planted-game", "python": python, "options": {"taskset": {"endless": True}}}
+    for first in (None, 2):
+        with pytest.raises(ValueError, match="planted-game do not end: set size, beside environment"):
+            list(raw_rows(Source.model_validate({"verifiers": given}), first))
+    assert len(list(raw_rows(Source.model_validate({"verifiers": {**given, "size": 2}}), None))) == 2
+
+
+def test_the_seat_of_the_policy_has_no_retries(python: str) -> None:
+    seats_only(python)
+    given = {"environment": "planted-game", "python": python}
+    source = {"verifiers": {**given, "options": {"agent": {"retries": {"max_retries": 1}}}}}
+    with pytest.raises(ValueError, match=r"leave retries out of options\.agent"):
+        list(raw_rows(Source.model_validate(source), None))
+
+
+def test_a_harness_that_executes_code_needs_a_runtime(python: str) -> None:
+    seats_only(python)
+    executing = NEW.replace("EXECUTES_CODE = False", "EXECUTES_CODE = True")
+    (folder,) = Path(python).parents[1].glob("lib/python*/site-packages")
+    (folder / "planted_coder.py").write_text(executing)
+    given = {"environment": "planted-coder", "python": python}
+    with pytest.raises(ValueError, match=r"the harness planted.coder executes what the model writes"):
+        list(raw_rows(Source.model_validate({"verifiers": given}), None))
+    own = {"agent": {"runtime": {"type": "subprocess"}}}
+    assert list(raw_rows(Source.model_validate({"verifiers": {**given, "options": own}}), None))
 
 
 def test_what_is_missing_is_a_sentence(python: str) -> None:

@@ -81,6 +81,12 @@ class World:
             return {"reward": float(left.pid)}
         if fault == "text": return {"reward": "much"}
         if fault == "nan": return {"reward": float("nan")}
+        if fault in ("limit", "judge"):
+            try:
+                for _ in range(3): await asyncio.to_thread(client, model, row["prompt"])
+            except OSError as error:
+                if fault == "limit": raise RuntimeError(error.read().decode()) from None
+                raise ConnectionError("the judge is gone") from None
         if fault == "other": await asyncio.to_thread(client, "policy-999", "whose?")
         return {"reward": float(text.startswith("ok"))}
 
@@ -170,6 +176,13 @@ def test_a_fault_is_a_failed_attempt_and_the_next_episode_runs(play: Play, fault
         assert "the planted end" in failed.failure
     (fine,) = play("")
     assert fine.rewards == [1.0], fine.failure
+
+
+def test_only_the_error_of_a_refused_request_is_the_end_by_a_limit(play: Play) -> None:
+    (limited,) = play("limit")
+    assert limited.rewards == [0.0] * 3 and not limited.failure, limited.failure
+    (failed,) = play("judge")
+    assert failed.rewards == [] and "the judge is gone" in failed.failure
 
 
 def test_what_hangs_runs_out_of_time_and_stops_no_others(play: Play) -> None:
