@@ -141,7 +141,7 @@ def judge_all(
     questions: Sequence[Question],
     texts: Mapping[str, Sequence[str]],
 ) -> tuple[dict[str, list[Judgment]], dict[str, Judging]]:
-    """Returns the verdicts of each judge and its requests and costs, by its name. Writes the verdicts to
+    """Returns each judge's verdicts, requests and costs, by the judge's name. Writes the verdicts to
     `report/judgments/`."""
     judgments: dict[str, list[Judgment]] = {}
     use: dict[str, Judging] = {}
@@ -169,8 +169,8 @@ def about_answers(
     questions: Sequence[Question],
     rule: KnownAnswerJudge | None,
 ) -> dict[str, dict[str, float]]:
-    """Returns what reports say of each model's answers: share of right ones if there is a `rule`, mean number
-    of tokens, share of truncated ones."""
+    """Returns what reports say about each model's answers: the share of right ones if there is a `rule`, the
+    mean number of tokens, and the share of truncated ones."""
     right = {}
     if rule:
         for model, given in answers.items():

@@ -102,8 +102,8 @@ def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> N
 
 
 def checked_flow(flow_name: str, planned: Plan, nodes: tuple[Node, ...]) -> Any:
-    """Returns a flow that runs stages of a plan which was checked on this machine already. Call it with the
-    plan's recipe, which Prefect shows, and for the flow `stage` with the name of the stage."""
+    """Returns a flow that runs stages of a plan that has already been checked on this machine. Call it with
+    the plan's recipe, which Prefect shows, and for the flow `stage` with the name of the stage."""
 
     def run_checked(recipe: Recipe, name: str | None = None, overrides: tuple[str, ...] = ()) -> None:
         with provided(variables(planned.recipe)):
@@ -182,7 +182,8 @@ class OpenStages:
                 self._pass_gates(ancestor)
 
     def run_each(self) -> None:
-        """Runs each stage when it may start, until none is left that may. Keeps the exceptions of stages."""
+        """Runs each stage when it may start, until no stage is left that may start. Keeps the exceptions of
+        stages."""
         stages = (
             Threads(partial(self._work, run_stage.submit))
             if self._schedule.peak > 1

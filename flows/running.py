@@ -34,7 +34,7 @@ class Ended(NamedTuple):
 
 def prepare_next(nodes: Sequence[Node], begun: Collection[str]) -> None:
     """Lets the process of the first stage that has not begun and is not done import its libraries while the
-    last begun stage works (rlhf_core/runs/prepared.py)."""
+    stage that began last works (rlhf_core/runs/prepared.py)."""
     for node in nodes:
         if node.name not in begun and not node.done:
             prepared.plan(KINDS[node.kind].package, node.kind)

@@ -27,10 +27,10 @@ from evaluation.dashboard.pages import digest, fill, page_of, whole
 STATIC = Path(__file__).parent / "templates"
 FILES = {"live.js": "text/javascript", "dashboard.css": "text/css"}
 LOOK_SECONDS = 1.0
-SLOW_SECONDS = 15.0  # between two checks of the files (LOOK_SECONDS); between two rebuilds of all parts
+SLOW_SECONDS = 15.0  # LOOK_SECONDS: between checks of the files; SLOW_SECONDS: between rebuilds of all parts
 GRACE_SECONDS = 2.0  # for streams to end when the server stops
 MAX_STREAMS = 64
-MAX_REPORT = 64 << 20  # open pages (MAX_STREAMS); bytes
+MAX_REPORT = 64 << 20  # MAX_STREAMS: open pages; MAX_REPORT: bytes
 
 
 def dashboard(artifacts: Path) -> Starlette:

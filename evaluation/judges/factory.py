@@ -107,8 +107,8 @@ def make_judge(
 
 
 def remote_cache_name(judge: configs.OpenAIJudge) -> str:
-    """Returns the name of a judge's file in a shared cache: after model and endpoint, so that recipes with
-    other judge names share it."""
+    """Returns the name of a judge's file in a shared cache: it is named after model and endpoint, so that
+    recipes with other judge names share it."""
     return f"{file_name(judge.model)}-{digest(judge.base_url)[:8]}.jsonl"
 
 

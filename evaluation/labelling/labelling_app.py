@@ -32,7 +32,7 @@ from rlhf_core.system.machine import disk_problem
 TEMPLATES = Path(__file__).parent / "templates"
 STATIC = {"label.js": "text/javascript", "label.css": "text/css"}
 LARGEST_REQUEST = 1 << 17
-NOTE_LENGTH = 10_000  # bytes (LARGEST_REQUEST); characters
+NOTE_LENGTH = 10_000  # LARGEST_REQUEST: bytes; NOTE_LENGTH: characters
 SEND_SECONDS = 30.0  # for a browser to send its request in
 LONGEST = 86_400.0  # seconds recorded for one label
 

@@ -117,8 +117,8 @@ def stage(
 
 
 def _kept_in(place: Path) -> Path:
-    """Returns the folder of kept rollouts, which `place` is, or has as a run directory. Raises ValueError if
-    there are none."""
+    """Returns the folder of kept rollouts: `place` itself or, if `place` is a run directory, the folder in
+    it. Raises ValueError if there are none."""
     inner = place / KEPT_FOLDER
     folder = (inner if inner.is_dir() else place).absolute()
     if not (folder / "iteration1.jsonl").is_file():

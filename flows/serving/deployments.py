@@ -158,8 +158,8 @@ def deploy(
 
 
 def in_step(client: SyncPrefectClient, name: str, schedule: Schedule) -> Schedule:
-    """Returns an interval schedule that goes on from the one that the deployment FLOW/NAME has, if the
-    interval is the same: an interval that begins anew at each start of `serve` might never end. Returns other
+    """Returns an interval schedule that continues the one that the deployment FLOW/NAME has, if the interval
+    is the same: an interval that begins again at each start of `serve` might never end. Returns other
     schedules as they are."""
     if schedule.interval is None:
         return schedule

@@ -26,8 +26,8 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
     """Marks runs of deployments whose process on this machine is gone as crashed, or as cancelled if they
     were being cancelled.
 
-    Ends processes that go on `IGNORED_SECONDS` after a cancellation: the worker's runner sends one signal
-    for each run, and a run that was retried has had it.
+    Ends processes that are still running `IGNORED_SECONDS` after a cancellation: the worker's runner sends
+    one signal for each run, and a run that was retried has already received it.
 
     `at_start`: no worker runs yet. Also marks runs that never had a process, and runs that were about to
     start. Returns the number of marked runs.
@@ -97,7 +97,7 @@ def _may_live(run: FlowRun) -> bool:
 
 
 def _process_of(run: FlowRun) -> psutil.Process | None:
-    """Returns a run's process if it is surely one of this machine."""
+    """Returns a run's process if it is certainly on this machine."""
     host, pid = _place(run)
     try:
         here = host in ("", socket.gethostname())

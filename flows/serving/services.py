@@ -49,7 +49,7 @@ EVERYWHERE = "0.0.0.0"
 PAGE = "live page of"
 # on SQLite, Prefect 3.7 logs a traceback at each poll of a worker: ten megabytes an hour
 LOG_BYTES = 20_000_000
-# of requests to a server that is busy (503), with pauses of 2, 4, 8 ... s: nine minutes; Prefect's 5 take two
+# retries of requests to a busy server (503), with pauses of 2, 4, 8 ... s: nine minutes; Prefect's 5 take two
 RETRIES = 7
 ENDPOINT_RETRIES = 2  # whoever asks an endpoint waits for its answer
 

@@ -12,7 +12,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.events import Event, Resource
 
 SILENT_SECONDS = 540  # three heartbeats at Prefect's default of 180 s
-PAGE = 200  # runs of one answer
+PAGE = 200  # runs in one answer
 WAITS = "alignflow.flow-run.waits"
 
 # A run whose heartbeats stop was killed with -9, and no worker watched it. A suspended run, which waits for a

@@ -42,9 +42,9 @@ class InboxWatch:
         self._earliest = 0.0
 
     def due(self) -> bool:
-        """Returns whether to start a run: at least `min_new_rows` rows came that no round has; or a round is
-        unfinished and this object has started none. Rows that were there at the last start do not count until
-        a round is finished. Returns False while a run works on the loop, and during pauses.
+        """Returns whether to start a run: at least `min_new_rows` rows have arrived that no round has, or a
+        round is unfinished and this object has started none. Rows that were there at the last start do not
+        count until a round is finished. Returns False while a run works on the loop, and during pauses.
 
         Raises ValueError when `loop.json` or an inbox cannot be read.
         """

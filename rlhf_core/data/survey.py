@@ -388,8 +388,8 @@ def _histogram(lengths: dict[str, array[int]]) -> dict[str, list[int]]:
 
 
 class Loaded(NamedTuple, Generic[Item]):
-    """Holds items in the order of the data, and their report. `sources`: of prompts, the index of each one's
-    source."""
+    """Holds items in the order of the data, and their report. `sources`: for prompts, the index of each
+    prompt's source."""
 
     items: Sequence[Item]
     report: DataReport

@@ -169,8 +169,8 @@ class EpisodeAttempt:
         self._process.send(answer=self._number, call=call, **asdict(seen), message=message)
 
     def _drop(self, call: int) -> None:
-        """Aborts a request that nobody waits for. A conversation by `model.answer` cannot go on without it,
-        and reports that itself."""
+        """Aborts a request that nobody waits for. A conversation through `model.answer` cannot continue
+        without it, and reports that itself."""
         self._held = [told for told in self._held if told["call"] != call]
         task = self._answering.get(call)
         if task is not None and not self._trajectories.of_row(call):

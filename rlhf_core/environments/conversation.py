@@ -35,7 +35,7 @@ class Call:
 @dataclass(frozen=True)
 class Answer:
     """Holds an answer of the model. `text`: without calls and control tokens. `finished`: False if a token
-    limit cut it. `prompt_tokens`, `tokens`: before it, and of it."""
+    limit cut it. `prompt_tokens`, `tokens`: the numbers of tokens before it and in it."""
 
     text: str
     finished: bool

@@ -3,8 +3,8 @@ Standard library only.
 
 Clients of OpenAI's protocols send all messages each time. A call whose messages begin with those of an
 earlier call and its answer, and that has the same tools, continues that conversation: its tokens stay as they
-were sampled. If the conversation has gone on since, or an answer in it is not there yet, the call forks it.
-Any other call begins a conversation.
+were sampled. If the conversation has continued since then, or an answer in it has not arrived yet, the call
+forks it. Any other call begins a conversation.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class JoinedCalls:
         return CallPlace(conversation, new, (known.number, answers))
 
     def answered(self, conversation: KnownConversation, message: Message) -> None:
-        """Adds the answer to the conversation's call, which the client has got."""
+        """Adds the answer to the conversation's call, which the client has received."""
         conversation.compared.append(_compared(plain_message(message)))
         conversation.ends.append(len(conversation.compared))
         conversation.open = True
 
     def refused(self, place: CallPlace) -> None:
-        """Takes a call back that was not answered, so that another one may continue its conversation."""
+        """Takes back a call that was not answered, so that another one may continue its conversation."""
         conversation = place.conversation
         if place.fork or not conversation.ends:
             self._known.remove(conversation)
@@ -93,8 +93,8 @@ class JoinedCalls:
     def _longest(
         self, asked: list[Message], compared: list[Any], tools: Sequence[Any]
     ) -> tuple[KnownConversation, int] | None:
-        """Returns the conversation, and the number of its answers, that the messages continue furthest; of
-        equal ones the one that can be continued without a fork."""
+        """Returns the conversation, and the number of its answers, that the messages continue furthest; among
+        equals, the one that can be continued without a fork."""
         best: tuple[KnownConversation, int] | None = None
         longest = (0, False)
         for known in self._known:
@@ -163,7 +163,7 @@ def _plain_call(call: Any) -> dict[str, Any]:
 
 
 def check_depth(value: Any) -> None:
-    """Raises ValueError for lists and objects in each other that are more than `DEEPEST`."""
+    """Raises ValueError for lists and objects that are nested more than `DEEPEST` levels deep."""
     level = [value]
     for _ in range(DEEPEST):
         inner = [part for part in level if isinstance(part, dict | list | tuple)]

@@ -1,4 +1,4 @@
-"""Which environment a row names, where a stage has several."""
+"""Determines which environment a row names, if a stage has several."""
 
 from __future__ import annotations
 

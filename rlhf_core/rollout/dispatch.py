@@ -157,9 +157,9 @@ class Engines:
                     )
                 for key, answer in (await self._wait(calls.popleft()))[0]:
                     future = asked.pop(key, None)
-                    if future is not None and not future.done():  # else the asker is gone
+                    if future is not None and not future.done():  # else nobody waits for the answer
                         future.set_result(answer)
-                await asyncio.sleep(0)  # lets askers that got an answer ask again
+                await asyncio.sleep(0)  # lets callers that got an answer ask again
         except Exception as error:
             if isinstance(error, RankDied):
                 print(f"engine {engine} died; its {len(asked)} requests are asked again: {error}", flush=True)

@@ -144,7 +144,7 @@ class RolloutEngine(Protocol):
         sampling."""
 
     def wake(self) -> None:
-        """Takes up the GPU again."""
+        """Resumes using the GPU."""
 
     def stay(self) -> None:
         """Blocks, in a process that only helps an engine, until the engine ends."""

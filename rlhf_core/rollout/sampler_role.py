@@ -33,7 +33,7 @@ class SamplerRole:
         # others.
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
-        # Requests without a seed draw from the engine's.
+        # Requests without a seed of their own use the engine's.
         self._engine = open_engine(model, config, seed=seed + self.rank, **options)
         self._engine.first = self.rank * config.processes
         self._seed_whole = torch.cuda.is_available() and not config.seed_answers

@@ -180,8 +180,8 @@ class TransformersEngine:
         return found
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights: collects them in host memory, then builds the model anew. Raises ValueError
-        if some are missing."""
+        """Replaces all weights: collects them in host memory, then rebuilds the model. Raises ValueError if
+        some are missing."""
         before = self._sampled
         kind = type(before.model)
         sent = {name: weight.detach().to("cpu", copy=True) for name, weight in weights}
@@ -225,7 +225,7 @@ class TransformersEngine:
         return 0, 0  # it drafts no tokens
 
     def sleep(self, keep_weights: bool) -> None:
-        """Moves the weights to host memory, also those that will be replaced: they describe the model."""
+        """Moves the weights to host memory, even those that will be replaced: they describe the model."""
         self._sampled.to("cpu")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -244,10 +244,10 @@ class TransformersEngine:
 
 class SeededDraws(LogitsProcessor):
     """Draws each row's next token with the row's own random numbers, and keeps it with its log-prob under the
-    distribution it was drawn from. Returns logits of which only the drawn token's is finite."""
+    distribution it was drawn from. Returns logits in which only the drawn token's is finite."""
 
     def __init__(self, seeds: Sequence[int], sampling: Sampling, known: int | None):
-        self.tokens: list[Tensor] = []  # one (rows,) a step
+        self.tokens: list[Tensor] = []  # one (rows,) tensor per step
         self.logprobs: list[Tensor] = []
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._greedy = sampling.temperature == 0
@@ -274,7 +274,7 @@ class SeededDraws(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(-1, tokens[:, None], 0.0)
 
     def _drawn(self, logprobs: Tensor) -> Tensor:
-        """Inverts the distribution function at one uniform number a row, in fp64."""
+        """Inverts the distribution function at one uniform number per row, in fp64."""
         cumulative = logprobs.double().exp().cumsum(-1)
         uniform = torch.cat([torch.rand(1, generator=each, dtype=torch.float64) for each in self._generators])
         levels = uniform.to(cumulative.device)[:, None] * cumulative[:, -1:]

@@ -198,8 +198,8 @@ def both(pairs: Sequence[Pair]) -> list[Document]:
 
 
 def with_reference(pairs: Sequence[Pair], refs: Sequence[float], start: int) -> Sequence[PairWithReference]:
-    """Returns pairs with their reference log-probs, which begin at `start`, in the order of `both`; 0 if
-    `refs` is empty."""
+    """Returns pairs with their reference log-probs, which begin at index `start` of `refs` and are in the
+    order of `both`; 0 if `refs` is empty."""
 
     def get(index: int) -> PairWithReference:
         chosen = start + 2 * index

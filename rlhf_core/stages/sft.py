@@ -1,5 +1,5 @@
 """Runs supervised fine-tuning: token-mean NLL over assistant tokens, documents packed into rows of `max_len`,
-or of `micro_train_tokens` evenly.
+or evenly into rows of `micro_train_tokens`.
 
 Packing happens inside an optimiser step: a step holds the same documents packed or padded, so the loss curve
 is the same. Conditional SFT is this stage with `condition: reward` (`data.condition`); rejection sampling is
@@ -124,8 +124,8 @@ def load_documents(
     folder: Path,
     suffix_of: SuffixOf | None = None,
 ) -> AnswerDocuments:
-    """Loads conversations of a file mixture, or answers with the mask on them alone: a preferences stage's
-    (no `data`), or scored ones. Held-out scored answers are conditioned like those trained on
+    """Loads conversations of a file mixture, or answers with the mask only on them: those of a preferences
+    stage (no `data`), or scored ones. Held-out scored answers are conditioned like those trained on
     (`suffix_of`)."""
     own = data or Data(
         sources=(Source(path=request.inputs[config.answers or ""]),),

@@ -2,7 +2,7 @@
 loaded, the engine that trains it, and models that are cut and not trained.
 
 Everything else uses `backend_of(config)`. What a backend shards, and the memory that this takes, is in
-`config/training/sharding.py`. A further backend (FSDP2) is one more class here, and a record there.
+`config/training/sharding.py`. A further backend (FSDP2) needs one more class here, and a record there.
 """
 
 from __future__ import annotations

@@ -240,8 +240,8 @@ class TorchEngine:
 def optimizers_of(
     module: nn.Module, trained: Mapping[str, Tensor], adamw: AdamW
 ) -> list[torch.optim.Optimizer]:
-    """Returns the optimisers that train `trained` together: AdamW, with `adamw.muon` after Muon for the
-    hidden matrices. `trained`: as in `adamw_optimizer`."""
+    """Returns the optimisers that train `trained` together: AdamW; with `adamw.muon`, Muon for the hidden
+    matrices comes before it. `trained`: as in `adamw_optimizer`."""
     if not adamw.muon:
         return [adamw_optimizer(module, trained, adamw)]
     hidden = hidden_matrices(module)
@@ -252,8 +252,8 @@ def optimizers_of(
 
 
 def first_state(optimizer: torch.optim.Optimizer, weight: Tensor, steps: float) -> dict[str, Tensor]:
-    """Returns a weight's state of zeros, such as `optimizer` makes in its first step; `steps` of AdamW have
-    been taken."""
+    """Returns a state of zeros for a weight, like the one that `optimizer` makes in its first step, with
+    `steps` steps of AdamW counted as taken."""
     if isinstance(optimizer, torch.optim.Muon):
         return {"momentum_buffer": torch.zeros_like(weight)}
     place = weight.device if optimizer.defaults["fused"] else torch.device("cpu")

@@ -11,9 +11,9 @@ def learning_rate(step: int, total: int, peak: float, schedule: ScheduleFields) 
     """Returns the learning rate of a step: a linear warm-up to `peak`, then what `schedule` says, down to
     `min_lr_ratio * peak`.
 
-    `step` counts from 0 to `total - 1`. The first step's rate is not 0. The last step of wsd has the rate at
-    the end of the fall; of cosine and linear, a step after the last would have it. A warm-up that is longer
-    than the run does not reach the peak.
+    `step` counts from 0 to `total - 1`. The first step's rate is not 0. With wsd, the last step has the rate
+    at the end of the fall; with cosine and linear, a step after the last one would have it. A warm-up that is
+    longer than the run does not reach the peak.
     """
     warmup = warmup_steps(total, schedule)
     if step < warmup:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-KIND = "average"  # of its tensors in a training state (`state_files`)
-LEAST_SHARE = 0.01  # of the weights in an update; what smaller shares add is lost in fp32's rounding
+KIND = "average"  # the kind of its tensors in a training state (`state_files`)
+LEAST_SHARE = 0.01  # the weights' share in an update; what smaller shares add is lost in fp32's rounding
 SLICE = 2**24  # elements that `swap` copies at a time
 
 
@@ -30,7 +30,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Counts a step, and adds the weights as they are after it if their turn has come."""
+        """Counts a step and, if it is their turn, adds the weights as they are after it."""
         self.steps += 1
         if self.steps % self._every == 0:
             torch._foreach_lerp_(self.values, self._weights, self._share)

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024), the optimiser of hidden matrices, as PyTorch has it."""
+"""Muon (Jordan et al. 2024), the optimiser of hidden matrices, in PyTorch's implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOMENTUM = 0.95  # with Nesterov's update, as in both papers
 
 def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
     """Returns the trained matrices of the layers of a `Policy` or `Scorer`, routers too. The experts of a
-    layer in one 3-D tensor are none, which PyTorch's Muon refuses.
+    layer in one 3-D tensor are not included, because PyTorch's Muon refuses such tensors.
 
     Raises ValueError when there are none.
     """

@@ -160,8 +160,8 @@ def policy_to_train(request: StageRequest, config: SFT | DPO | KTO, path: str) -
 def open_frozen(
     path: str, config: Trainable, trust_remote_code: bool, device: torch.device
 ) -> Policy | FrozenModel:
-    """Loads a policy that is not trained: whole on each rank, or cut over the ranks if a trained one
-    is. Is a collective then."""
+    """Loads a policy that is not trained: whole on each rank, or cut over the ranks if a trained one is. In
+    that case this is a collective."""
     cut = config.sharding is not None and config.sharding.weights
     shards = backend_of(config).frozen_shards(config.dtype) if cut else None
     policy = load_policy(path, config.dtype, trust_remote_code, shards=shards)

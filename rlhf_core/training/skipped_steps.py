@@ -28,8 +28,8 @@ class SkippedSteps:
     budget."""
 
     def __init__(self, run: RunDir, allowed: int, count: int, first_step: int, writes: bool):
-        """Removes lines after step `first_step`, the steps done so far, from the file. `writes`: this rank
-        writes the file."""
+        """Removes lines after step `first_step`, the number of steps done so far, from the file. `writes`:
+        this rank writes the file."""
         self.allowed = allowed
         self.count = count
         self._file = run / NONFINITE_STEPS

@@ -29,8 +29,8 @@ STEPS = "steps"  # key of the number of optimiser steps, a separate tensor
 
 
 class WeightPart(NamedTuple):
-    """A rank's part of one trained weight: elements from `start` on, by kind (KINDS; with Muon and moving
-    averages others), as views of the trained tensors."""
+    """A rank's part of one trained weight: elements from `start` on, by kind (KINDS; others with Muon and
+    moving averages), as views of the trained tensors."""
 
     name: str
     start: int

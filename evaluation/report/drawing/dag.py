@@ -23,7 +23,7 @@ GAP_Y = 20.0
 WAYPOINT = 6.0  # height of a waypoint
 SWEEPS = 16
 LINE = 14
-MAX_LINES = 3  # most characters per line (LINE), most lines
+MAX_LINES = 3  # LINE: most characters per line; MAX_LINES: most lines
 COLOURS = {
     "data": "#b7791f",
     "hub": "#6b46c1",

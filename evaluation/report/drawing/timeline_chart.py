@@ -10,7 +10,7 @@ from evaluation.report.drawing.chart_style import COLOURS, INK, STYLE, WIDTH, sh
 from rlhf_core.runs.timeline import Timeline, TimelineRow
 
 ROW = 0.26  # inches
-NAMED = 0.07  # share of the iteration from which on a bar has its phase written in it
+NAMED = 0.07  # bars of at least this share of the iteration have their phase written in them
 LEFT = 1.9  # inches for the names of the rows
 
 

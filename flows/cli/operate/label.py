@@ -89,7 +89,7 @@ def label(
 
 
 def refuse(wrong: Mapping[str, bool]) -> None:
-    """Raises ValueError with the sentences that are so."""
+    """Raises ValueError with the sentences that are true."""
     faults = [sentence for sentence, is_so in wrong.items() if is_so]
     if faults:
         raise ValueError("\n".join(faults))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 BAR = 20
-NARROW = 64  # cells of a bar (BAR); columns of a terminal too narrow for one
+NARROW = 64  # BAR: cells of a bar; NARROW: a terminal with fewer columns is too narrow for one
 MARKS = {"done": "✓", "skipped": "✓", "failed": "✗", "running": "▶", "waiting": "·"}
 PLAIN_MARKS = {"done": "+", "skipped": "+", "failed": "x", "running": ">", "waiting": "."}
 COLOURS = {"done": "green", "skipped": "green", "failed": "red", "running": "cyan", "waiting": "dim"}

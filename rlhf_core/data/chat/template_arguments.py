@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.data import passed_by_alignflow
 
-TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # known to transformers alone
+TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # known only to transformers
 
 
 def variables_of(chat_template: str) -> set[str]:

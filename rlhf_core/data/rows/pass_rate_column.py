@@ -9,8 +9,8 @@ import numpy as np
 
 
 def pass_rate_problem(key: str | None, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """Returns a sentence for the first row, given with its place, whose column `key` is no pass rate, or if
-    no row has the column; "" if neither is so, or there is no `key`."""
+    """Returns a sentence for the first row, given with its place, whose column `key` is not a pass rate, or a
+    sentence saying that no row has the column; "" if neither is the case, or there is no `key`."""
     if key is None:
         return ""
     has_column = False

@@ -50,7 +50,7 @@ def reasoning_gym_rows(source: ReasoningGymPrompts, first: int | None) -> Iterat
 
 @lru_cache(maxsize=8)
 def _generated(asked: str) -> tuple[dict[str, Any], ...]:
-    # some tasks follow the order of sets of texts, which is another one in each process unless it is fixed
+    # some tasks depend on the order of sets of strings, which differs between processes unless it is fixed
     environment = child_environment() | {"PYTHONHASHSEED": "0"}
     command = [sys.executable, "-P", "-m", WORKER]
     done = subprocess.run(

@@ -1,7 +1,8 @@
 """Generates questions of reasoning-gym's tasks: `python -m rlhf_core.data.rows.reasoning_gym_worker`.
 
 Reads a JSON object on stdin: the fields of `ReasoningGymPrompts`, with `options` and `shares` by task in
-place of `tasks`, and `count`, the number of rows to write. Writes a row a line, or `{"problem": SENTENCE}`.
+place of `tasks`, and `count`, the number of rows to write. Writes one row per line, or `{"problem":
+SENTENCE}`.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _told(error: Exception) -> str:
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what tasks print is no row
+    os.dup2(2, 1)  # what tasks print is not a row
     try:
         for made in rows(json.load(sys.stdin)):
             print(json.dumps(made), file=out)

@@ -32,7 +32,7 @@ TOLD = 400  # characters of its error output in a message
 
 
 class NoSuchInstallation(ValueError):
-    """Reports that an interpreter, the package verifiers or the environment is not there."""
+    """Reports that an interpreter, the package verifiers or the environment is missing."""
 
 
 def driver_command(python: str | None, *arguments: str) -> list[str]:
@@ -41,8 +41,8 @@ def driver_command(python: str | None, *arguments: str) -> list[str]:
 
 
 def driver_environment() -> dict[str, str]:
-    """Returns the variables of the driver: this process's without the module path of alignflow and of an
-    interpreter of its own."""
+    """Returns the driver's environment variables: this process's, without alignflow's module path and without
+    the variables that select an interpreter."""
     kept = child_environment()
     paths = [path for path in kept.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(ROOT))]
     for variable in ("PYTHONHOME", "VIRTUAL_ENV", "PYTHONPATH"):
@@ -53,7 +53,7 @@ def driver_environment() -> dict[str, str]:
 def verifiers_release(name: str, python: str | None) -> Mapping[str, str]:
     """Returns the version of verifiers in an interpreter, and a digest of the environment's Python files.
     Raises NoSuchInstallation with a sentence for a missing interpreter, package or environment, and
-    ValueError when it cannot be told."""
+    ValueError when these cannot be determined."""
     (found,) = _answered(json.dumps({"name": name}), "release", python, RELEASE_SECONDS)
     return found
 

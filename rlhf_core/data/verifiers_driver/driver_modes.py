@@ -17,7 +17,7 @@ from .old_environment import OldEnvironment
 from .seat_environment import SeatEnvironment
 from .supervision import begin_under_supervision
 
-KEY_VARIABLE = "ALIGNFLOW_API_KEY"  # by its name, verifiers does not give it to the programs that it starts
+KEY_VARIABLE = "ALIGNFLOW_API_KEY"  # because of its name, verifiers does not pass it to programs it starts
 LONGEST_LINE = 2**30  # bytes
 
 Say = Callable[..., None]
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def first_line() -> bytes:
-    """Reads a line, and not beyond it."""
+    """Reads a line, and nothing beyond it."""
     line = bytearray()
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte

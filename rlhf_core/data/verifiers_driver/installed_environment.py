@@ -42,7 +42,7 @@ def _files_of(spec: ModuleSpec) -> list[Path]:
 
 
 def _shipped(module: str) -> list[Path]:
-    """Returns the files of a taskset that verifiers ships. Looks for them in its folder, since a look for the
+    """Returns the files of a taskset that verifiers ships. Looks for them in its folder, since looking up the
     module would import the package."""
     package = importlib.util.find_spec("verifiers")
     folders = [] if package is None else list(package.submodule_search_locations or ())

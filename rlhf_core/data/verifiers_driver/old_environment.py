@@ -12,14 +12,14 @@ from .driver_errors import Problem, failure_of, recorded_failure
 from .task_messages import messages_of
 
 POLICY_SECONDS = 86400.0  # for an answer, which alignflow itself limits
-# of the episode that runs: errors of reward functions, which rubrics log and count as 0
+# the running episode's errors of reward functions, which rubrics log and count as 0
 swallowed: contextvars.ContextVar[list[BaseException] | None] = contextvars.ContextVar(
     "swallowed", default=None
 )
 
 
 class SwallowedErrors(logging.Handler):
-    """Keeps the error that a rubric reports while it handles it."""
+    """Keeps the error that a rubric reports while handling it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -29,7 +29,7 @@ class SwallowedErrors(logging.Handler):
 
 
 class OldEnvironment:
-    """Gives the environment's tasks, and runs it on one."""
+    """Yields the environment's tasks, and runs the environment on one."""
 
     is_endless = False  # its tasks are a data set
 

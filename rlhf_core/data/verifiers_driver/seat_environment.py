@@ -8,12 +8,12 @@ from typing import Any
 from .driver_errors import Failure, Problem, recorded_failure
 from .task_messages import messages_of
 
-HERE = {"type": "subprocess"}  # verifiers' own default is a sandbox of a cloud
+HERE = {"type": "subprocess"}  # verifiers' own default is a sandbox in a cloud
 PLAIN = {"id": "null"}  # a conversation with the tools of the taskset
 
 
 class SeatEnvironment:
-    """Gives the environment's tasks, and runs it on one.
+    """Yields the environment's tasks, and runs the environment on one.
 
     `options`: its `env` block without the taskset's ID. The policy plays the seat that has no client. If
     neither options, seat nor taskset name a harness, the seat is a plain conversation; without a runtime it

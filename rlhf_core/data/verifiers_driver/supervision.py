@@ -14,12 +14,13 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_SECONDS = 0.2
 ENDING_LOOKS = 10
-KILLS = 100  # rounds, since a process may start another while it is looked for
+KILLS = 100  # rounds, since a process may start another while they are being looked for
 
 
 def begin_under_supervision(alive: int) -> None:
-    """Returns in a new process. It and all that it starts, in whatever session, end with the process that has
-    the other end of the pipe `alive`. They end too when the new process ends, and this one then as it did."""
+    """Forks, and returns in the new process. That process and all that it starts, in whatever session, end
+    with the process that has the other end of the pipe `alive`. They also end when the new process ends, and
+    this process then ends in the same way."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Messages of text from the prompts of tasks. Standard library only."""
+"""Converts the prompts of tasks to text messages. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def messages_of(prompt: Any) -> list[dict[str, str]]:
-    """Returns a prompt, a text or messages, as messages of text."""
+    """Returns a prompt, given as text or as messages, as text messages."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [{"role": message["role"], "content": _text_of(message.get("content"))} for message in prompt]

@@ -32,8 +32,9 @@ class AgentFailed(Exception):
 
 
 async def run_command(command: str, task: Mapping[str, Any], base_url: str, key: str) -> str:
-    """Runs the command and returns its standard output. Raises AgentFailed when it exits with another status
-    than 0. Whatever it started is killed when it ends, and all of it when this call is cancelled."""
+    """Runs the command and returns its standard output. Raises AgentFailed when it exits with a status other
+    than 0. Whatever it started is killed when it ends, and the command itself too when this call is
+    cancelled."""
     with tempfile.TemporaryDirectory(prefix="alignflow-agent-", ignore_cleanup_errors=True) as folder:
         # files in place of pipes, which a process that it leaves behind would keep open
         given, out, error = (Path(folder) / name for name in ("task.json", "stdout", "stderr"))

@@ -42,13 +42,13 @@ from rlhf_core.environments.joined_calls import Message
 
 LOOPBACK = "127.0.0.1"
 LARGEST = 2**22  # bytes of a request, which is tokenised in the loop that serves all episodes
-KEEP_ALIVE_SECONDS = 3600  # for which an agent's tools may work between two requests
+KEEP_ALIVE_SECONDS = 3600  # how long an agent's tools may work between two requests
 
 
 class AgentSession:
-    """An episode as its agent sees it. `name`: of the model in its requests, if they come with the key of all
-    episodes. `limited`: why a limit refused its last request. `responses`: the messages up to each response,
-    by its ID."""
+    """An episode as its agent sees it. `name`: the model's name in its requests, if they come with the key
+    shared by all episodes. `limited`: why a limit refused its last request. `responses`: the messages up to
+    each response, by its ID."""
 
     def __init__(self, model: Conversation, name: str):
         self.name = name
@@ -60,7 +60,7 @@ class AgentSession:
         self._context = contextvars.copy_context()  # names the episode whose step runs (`episode_now`)
 
     async def complete(self, asked: AgentRequest, gone: Coroutine[Any, Any, None]) -> Answer | None:
-        """Returns the model's answer; None if the client is `gone` before. Raises LimitReached, ValueError,
+        """Returns the model's answer; None if the client is `gone` first. Raises LimitReached, ValueError,
         and CancelledError when the session ends."""
         if self._closed:
             gone.close()
@@ -92,9 +92,9 @@ class AgentSession:
 
 
 class AgentEndpoint:
-    """The endpoint of one environment process. `url`: its address, as clients take it as `base_url`.
-    `shared_key`: for a program that runs all episodes, whose requests name theirs as the model. Must be
-    created while an event loop runs."""
+    """The endpoint of one environment process. `url`: its address, in the form that clients take as
+    `base_url`. `shared_key`: for a program that runs all episodes, whose requests name theirs as the model.
+    Must be created while an event loop runs."""
 
     def __init__(self) -> None:
         self.shared_key = f"episodes-{secrets.token_urlsafe(24)}"
@@ -121,7 +121,7 @@ class AgentEndpoint:
 
     @contextmanager
     def session(self, model: Conversation) -> Iterator[tuple[str, AgentSession]]:
-        """Yields a key for the episode of `model`, which is valid within the block, and its session."""
+        """Yields a key for the episode of `model`, valid within the block, and the episode's session."""
         key = f"episode-{secrets.token_urlsafe(24)}"
         session = AgentSession(model, f"{POLICY}-{next(self._numbers)}")
         self._sessions[key] = self._named[session.name] = session
@@ -189,7 +189,7 @@ class AgentEndpoint:
             return _refusal(413, str(error), "invalid_request")
         except ClientDisconnect:
             return Response(status_code=499)
-        except Exception as error:  # whatever a request may hold is the client's to correct
+        except Exception as error:  # whatever is wrong in a request is for the client to correct
             return _refusal(400, str(error) or type(error).__name__, "invalid_request")
 
 

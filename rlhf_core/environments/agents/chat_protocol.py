@@ -1,8 +1,9 @@
 """Reads requests of OpenAI's chat completions, and writes their answers, whole or as a stream.
 
 Source: https://platform.openai.com/docs/api-reference/chat. Sampling belongs to the stage: `temperature`,
-`top_p`, `seed` and penalties of a request are not used. What would change which tokens are sampled, and that
-the engines of a stage do not do here, is refused: `stop`, `n` above 1, a response format, a forced call.
+`top_p`, `seed` and penalties of a request are not used. Options that would change which tokens are sampled,
+and that the engines of a stage do not support here, are refused: `stop`, `n` above 1, a response format, a
+forced call.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ POLICY = "policy"  # the model's name in answers
 
 
 class AgentRequest(NamedTuple):
-    """A request in the form of chat completions. `most`: tokens of the answer at most. `usage`: a stream ends
-    with the numbers of tokens."""
+    """A request in the form of chat completions. `most`: the maximum number of tokens of the answer. `usage`:
+    a stream ends with the numbers of tokens."""
 
     messages: list[dict[str, Any]]
     tools: list[Any]

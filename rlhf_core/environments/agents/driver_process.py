@@ -1,5 +1,6 @@
-"""The process that has an environment of the package `verifiers`, in an interpreter of its own: starts it,
-asks it for episodes, kills it when it does not react. Each environment process has one; both end together."""
+"""Manages the process that runs an environment of the package `verifiers`, in an interpreter of its own:
+starts it, asks it for episodes, and kills it when it does not react. Each environment process has one; both
+end together."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ class DriverProcess:
         task.add_done_callback(self._tasks.discard)
 
     async def _read(self, lines: asyncio.StreamReader) -> None:
-        with suppress(ValueError):  # no JSON, or an endless line: something else writes to the pipe
+        with suppress(ValueError):  # not JSON, or an endless line: something else writes to the pipe
             while line := await lines.readline():
                 told = json.loads(line)
                 waiting = self._waiting.get(told.get("id"))
@@ -124,8 +125,8 @@ class DriverProcess:
                 waiting.set_exception(DriverEnded(f"the process of the environment {ending}: {said}"))
 
     async def run(self, task: Any, model: str) -> dict[str, Any]:
-        """Returns what the process says of an episode: its reward, or an error. Raises DriverEnded. If this
-        wait is cancelled, the episode ends in the process too."""
+        """Returns what the process says about an episode: its reward, or an error. Raises DriverEnded. If
+        this wait is cancelled, the episode ends in the process too."""
         if self.ended:
             raise DriverEnded("the process of the environment has ended")
         number = next(self._numbers)
@@ -139,7 +140,8 @@ class DriverProcess:
                 self._begin(self._stop(number))
 
     async def _stop(self, number: int) -> None:
-        """Cancels an episode. Kills the process if it does not react: code of one episode blocks all."""
+        """Cancels an episode. Kills the process if it does not react: the code of one episode is then
+        blocking all of them."""
         ending = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._send(cancel=number)
         try:

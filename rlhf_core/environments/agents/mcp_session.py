@@ -22,7 +22,7 @@ ADDRESSES = ("http://", "https://")
 LARGEST_RESULT = 2**26  # bytes
 PAGES = 100  # of a list of tools
 OUTAGES = {401, 403, 404, 429, *range(500, 600)}  # statuses that say nothing about the model's call
-# Starts a command that ends with the process that started it, in a session of its own as it is.
+# Starts a command so that it ends with the process that started it, although it is in a session of its own.
 ENDS_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 )
@@ -80,7 +80,7 @@ class Servers:
         ) as http:
             transport = streamable_http_client(server, http_client=http, max_sse_event_size=LARGEST_RESULT)
             async with mcp.Client(transport) as client:
-                outages.clear()  # of the first requests, which try versions of the protocol
+                outages.clear()  # those of the first requests, which try versions of the protocol
                 yield McpSession(client, self.name(place), outages)
 
 
@@ -105,7 +105,7 @@ class McpSession:
         return found
 
     async def call(self, name: str, arguments: dict[str, Any], seconds: float) -> str:
-        """Calls a tool, and returns its result, or what failed, as a text. Raises ServerGone."""
+        """Calls a tool, and returns its result, or what failed, as text. Raises ServerGone."""
         try:
             check_depth(arguments)
             json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
@@ -131,7 +131,7 @@ class McpSession:
 
 
 def text_of(part: Any) -> str:
-    """Returns a part of a result as text; of a part that has none, its type."""
+    """Returns a part of a result as text; for a part without text, its type."""
     inner = part.resource if part.type == "resource" else part
     text = getattr(inner, "text", None)
     return f"[{part.type}]" if text is None else str(text)

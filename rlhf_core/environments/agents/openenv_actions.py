@@ -25,7 +25,7 @@ def text_field(schema: Mapping[str, Any]) -> str | None:
 
 
 def action_problem(schema: Mapping[str, Any], field: str | None, constant: Mapping[str, Any]) -> str:
-    """Returns why actions of this form would all be refused; "" if nothing speaks against them."""
+    """Returns why actions of this form would all be refused; "" if there is no reason to refuse them."""
     properties = schema.get("properties") or {}
     given = {*constant, *([field] if field is not None else [])}
     known = ", ".join(name for name in properties if name != "metadata")
@@ -75,8 +75,8 @@ def _refuse(constant: str) -> Any:
 
 
 def text_of(observation: Mapping[str, Any], fields: Collection[str], longest: int) -> str:
-    """Returns what the model sees of an observation: the named fields (empty: all that hold something). One
-    that is a text is shown as it is, anything else as JSON. At most `longest` characters."""
+    """Returns what the model sees of an observation: the named fields (empty: all that hold something). A
+    field that is text is shown as it is, anything else as JSON. At most `longest` characters."""
     shown = {
         name: value
         for name, value in observation.items()

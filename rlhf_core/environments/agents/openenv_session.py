@@ -75,7 +75,7 @@ class OpenEnvServer:
             ) as response:
                 for part in response.iter_bytes():
                     body += part
-                    if time.monotonic() > end:  # the timeout is that of each part
+                    if time.monotonic() > end:  # the timeout applies to each part
                         raise ServerFault(
                             f"the OpenEnv server {self.name} did not send its schema in {OPEN_SECONDS:g} s"
                         )
@@ -143,7 +143,7 @@ class OpenEnvSession:
             raise ServerFault(f"the OpenEnv server {self._name} refuses the reset: {error}") from error
 
     async def step(self, action: Mapping[str, Any]) -> OpenEnvStep:
-        """Takes an action. Raises ActionRefused for one of another form, and ServerFault."""
+        """Takes an action. Raises ActionRefused for an action of another form, and ServerFault."""
         return await self._asked("step", action)
 
     async def _asked(self, kind: str, data: Mapping[str, Any]) -> OpenEnvStep:

@@ -1,4 +1,4 @@
-"""Runs asynchronous work to its end from code that an event loop has called."""
+"""Runs asynchronous work to completion from code that an event loop has called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 def in_a_loop_of_its_own(work: Callable[[], Awaitable[R]]) -> R:
-    """Runs work while another event loop runs in this thread, which waits for it."""
+    """Runs work although another event loop is running in this thread; the thread waits for the work."""
     results = list[R]()
     errors = list[BaseException]()
 

@@ -1,8 +1,9 @@
-"""Reads requests of OpenAI's responses, and writes their answers, whole or as a stream.
+"""Reads requests of OpenAI's responses API, and writes their answers, whole or as a stream.
 
 Source: https://platform.openai.com/docs/api-reference/responses. A request becomes a list of messages of chat
-completions: `instructions` a system message, calls and their outputs messages of the assistant and of tools.
-`previous_response_id` stands for all messages up to that response of the same episode.
+completions: `instructions` become a system message, and calls and their outputs become messages of the
+assistant and of tools. `previous_response_id` stands for all messages up to that response of the same
+episode.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from rlhf_core.system.processes import users_module
 
 
 async def called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Calls a function of the user; one that is not async in a thread of its own, which this process does not
-    wait for: one that hangs blocks no other."""
+    """Calls a function of the user. A function that is not async runs in a thread of its own, which this
+    process does not wait for: one that hangs does not block the others."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **named)
     loop = asyncio.get_running_loop()

@@ -1,4 +1,5 @@
-"""`environment: {agent: ...}`: trains an agent that one did not write, by the address of its model.
+"""`environment: {agent: ...}`: trains an agent that somebody else may have written, through the address of
+its model.
 
 The agent is a function `path.py:run`, called as `run(task, base_url, api_key)`, or a command. It asks the
 policy through an OpenAI-compatible endpoint (`agent_endpoint`), as often and in as many conversations as it

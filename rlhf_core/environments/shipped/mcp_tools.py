@@ -26,18 +26,18 @@ from rlhf_core.environments.conversation import Answer, Call, Conversation, Limi
 from rlhf_core.environments.shipped.tools import is_right
 from rlhf_core.system.processes import users_error
 
-START_SECONDS = 60.0  # in which all servers must list their tools
+START_SECONDS = 60.0  # within which all servers must list their tools
 MARK = "ALIGNFLOW_EPISODE"  # the variable that names the episode of a server
 
 
 class McpTools:
     """Answers the model's calls with the tools of `servers`. `checker`: path.py:function, called with the
     task and the text of the last answer; without it the reward is 1 if that answer equals the row's column
-    `answer`. `seconds`: for one call of a tool. `calls`: in one answer. `longest`: characters of a result.
-    `token_env`: the variable with the bearer token for servers with an address. Raises ValueError when a
-    server cannot be asked for its tools."""
+    `answer`. `seconds`: time limit of one call of a tool. `calls`: most calls in one answer. `longest`: most
+    characters of a result. `token_env`: the variable with the bearer token for servers with an address.
+    Raises ValueError when a server cannot be asked for its tools."""
 
-    users_function = None  # errors name no line, but those of the checker
+    users_function = None  # errors name no line, except those of the checker
 
     def __init__(
         self,

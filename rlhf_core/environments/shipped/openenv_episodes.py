@@ -30,19 +30,19 @@ from rlhf_core.environments.agents.openenv_session import (
 from rlhf_core.environments.agents.own_loop import in_a_loop_of_its_own
 from rlhf_core.environments.conversation import Answer, Conversation, LimitReached
 
-CALLS = 8  # of tools in one answer
+CALLS = 8  # most calls of tools in one answer
 CUT = "a limit of tokens cut the last answer"
 
 
 class OpenEnvEpisodes:
     """Plays on the server at `url`.
 
-    `field`: of the action, which is the answer's text; by default the only one that the server's schema asks
-    for, and if there are several, the answer must hold a JSON object. `action`: constant fields. `observe`:
-    fields of the observation that the model sees; empty: all. `reward`: sum over the steps, or the last.
-    `reset`: arguments of the reset; those in a row's column `reset` are added. `seconds`: for one answer of
-    the server. `longest`: characters of an observation. `token_env`: the variable with a bearer token. Raises
-    ValueError with a sentence when the server cannot be used."""
+    `field`: the field of the action that takes the answer's text; by default the only one that the server's
+    schema asks for, and if it asks for several, the answer must hold a JSON object. `action`: constant
+    fields. `observe`: fields of the observation that the model sees; empty: all. `reward`: sum over the
+    steps, or the last. `reset`: arguments of the reset; those in a row's column `reset` are added. `seconds`:
+    time limit of one answer of the server. `longest`: most characters of an observation. `token_env`: the
+    variable with a bearer token. Raises ValueError with a sentence when the server cannot be used."""
 
     users_function = None  # errors name no line
 

@@ -55,7 +55,7 @@ class VerifiersEpisodes:
         driver = await self._ready()
         with self._endpoint.session(model) as (_, session):
             told = await driver.run(json.loads(task[VERIFIERS]), session.name)
-            # the error is that of the refused request, and not of what ran after it
+            # the error is that of the refused request, not that of what ran after it
             if session.limited and session.limited in told.get("error", ""):
                 raise LimitReached(session.limited)
         if "error" in told:

@@ -1,8 +1,8 @@
 """Joins the conversations of one episode.
 
 An environment that asks by `model.answer` has one conversation. An agent that sends whole lists of messages
-(`joined_calls`) may have several: sub-agents, summaries in place of a history, several goes from one point.
-All of them are trained on with the episode's reward, as one document of several sequences
+(`joined_calls`) may have several: sub-agents, summaries in place of a history, several attempts from one
+point. All of them are trained on with the episode's reward, as one document of several sequences
 (`Document.starts`), in the order of their last answers.
 """
 
@@ -33,10 +33,11 @@ class TakenAnswer(NamedTuple):
 
 class JoinedTrajectories:
     """Holds the trajectories of an episode by the number of their conversation; number 0 begins with the
-    row's prompt. `tools`: the environment's and the row's, for that one.
+    row's prompt. `tools`: the environment's and the row's, for that trajectory.
 
-    All conversations together have at most `limits.turns` answers, and as many tokens as one may have.
-    `format_of_calls` returns the template's format of tool calls, and raises ValueError if it has none.
+    All conversations together have at most `limits.turns` answers, and at most as many tokens as a single one
+    may have. `format_of_calls` returns the template's format of tool calls, and raises ValueError if it has
+    none.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class JoinedTrajectories:
         return path, tokens, room
 
     def _path(self, asked: Mapping[str, Any]) -> Trajectory:
-        """Returns the trajectory of a request: one that there is, a fork of one, or a new one."""
+        """Returns the trajectory of a request: an existing one, a fork of one, or a new one."""
         known = self._paths.get(asked["conversation"])
         if known is not None:
             return known
@@ -112,12 +113,13 @@ class JoinedTrajectories:
             self._paths[number].drop_request()
 
     def of_row(self, call: int) -> bool:
-        """Returns whether a request that waits is one of the row's conversation."""
+        """Returns whether one of the waiting requests belongs to the row's conversation."""
         return self._waiting[call][0] == 0
 
     def rewarded(self, rewards: Mapping[int, float]) -> list[float]:
-        """Returns the reward of each answer, in order of arrival. Answers whose call has none never reached
-        the environment, and are dropped. Raises LookupError if one of these is of conversation 0."""
+        """Returns the reward of each answer, in order of arrival. Answers whose call has no reward never
+        reached the environment, and are dropped. Raises LookupError if one of them belongs to conversation
+        0."""
         received = [taken for taken in self._answers if taken.call in rewards]
         if self._cut_at is not None:
             self._cut_at = sum(taken.call in rewards for taken in self._answers[: self._cut_at])
@@ -126,7 +128,7 @@ class JoinedTrajectories:
                 continue
             if taken.conversation == 0:
                 raise LookupError("an answer of the row's conversation has no reward")
-            # the last one: without it, the environment could not go on in this conversation
+            # the last one: without it, the environment could not continue this conversation
             self._paths[taken.conversation].drop_last()
         self._answers = received
         return [rewards[taken.call] for taken in received]
@@ -205,7 +207,7 @@ class JoinedTrajectories:
     @property
     def ended_by(self) -> Limit | None:
         """Returns the limit that ended the episode, None if none did: the one that refused a request, else
-        that on tokens within the last answer."""
+        the limit on tokens, if it cut the last answer."""
         if self._cut_at is not None and len(self._answers) <= self._cut_at:
             return self._refused_by
         return None if self._kept[-1].ended else "tokens"
@@ -230,7 +232,7 @@ class JoinedTrajectories:
 
 def joined_experts(known: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """Joins the experts of sequences, (T - 1, layers, k) each, with -1 (unknown) for the last token of each
-    but the last. Returns None if those of one are unknown."""
+    but the last. Returns None if the experts of one sequence are unknown."""
     parts = list[np.ndarray]()
     for experts in known:
         if experts is None:

@@ -84,8 +84,8 @@ class Trajectory:
 
     def ask(self, new: Sequence[Message], left: int = NO_LIMIT) -> tuple[list[int], int]:
         """Adds messages. Returns all tokens, and how many the next answer may have. `left`: tokens that the
-        episode has left. Raises Full, or ValueError for messages that the template rejects; adds nothing
-        then. After Full the conversation is not `finished`, unless another answer follows."""
+        episode has left. Raises Full, or ValueError for messages that the template rejects; in both cases
+        nothing is added. After Full the conversation is not `finished`, unless another answer follows."""
         if not self._answers:
             return self._open(new, left)
         if self.turns >= self._limits.turns:
@@ -127,7 +127,8 @@ class Trajectory:
         return self._tokens, room
 
     def _rendered(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """Returns the tokens of the prompt, and whether it is too long: then cut, unless `whole`."""
+        """Returns the tokens of the prompt, and whether it is too long; if so, the tokens are cut, unless
+        `whole`."""
         if not self._whole:
             return self._renderer.prompt_within(messages, self._limits.prompt_tokens, self._tools)
         tokens = self._renderer.prompt(messages, self._tools)
@@ -167,8 +168,8 @@ class Trajectory:
         return Answer(text, answer.finished, calls, start, len(answer.tokens)), message
 
     def forked(self, answers: int) -> Trajectory:
-        """Returns a trajectory that goes on after the first `answers` answers of this one. The tokens that it
-        has from this one are masked, since this one trains on them."""
+        """Returns a trajectory that continues after the first `answers` answers of this one. The tokens that
+        it takes from this one are masked, since this one trains on them."""
         end = self._answers[answers - 1].last + 1
         made = Trajectory(self.prompt, self._renderer, self._limits, self._tools, self._calls, self._whole)
         made.messages = self.messages[: self._answers[answers - 1].messages]

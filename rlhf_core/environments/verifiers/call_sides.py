@@ -34,7 +34,7 @@ class AnswerError(Exception):
 
 
 class AnswerObject:
-    """An object of the other side. Equal to itself alone."""
+    """An object of the other side. Equal only to itself."""
 
     def __init__(self, link: "Link", place: Any):
         self._link = link
@@ -162,7 +162,7 @@ class Link:
         self.send(reply)
 
     def reply(self, what: str, place: Any, given: Any) -> dict[str, Any]:
-        """Calls a function that was an argument, or goes on with an iterator. Nothing else: attributes would
+        """Calls a function that was an argument, or continues an iterator. Nothing else: attributes would
         lead the answer to the tests."""
         if what not in ("call", "iterate", "next"):
             raise AttributeError(f"no {what} of an argument")
@@ -302,7 +302,7 @@ def same(found: Any, known: Any) -> bool:
         numbers = isinstance(found, int | float) and isinstance(known, int | float)
         return numbers and math.isclose(found, known, rel_tol=1e-6, abs_tol=1e-9)
     if isinstance(found, dict) and isinstance(known, dict):
-        given = {str(key): value for key, value in found.items()}  # JSON has texts as keys
+        given = {str(key): value for key, value in found.items()}  # keys in JSON are strings
         return given.keys() == known.keys() and all(same(given[key], known[key]) for key in known)
     return type(found) is type(known) and bool(found == known)
 

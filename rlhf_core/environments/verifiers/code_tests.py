@@ -1,4 +1,4 @@
-"""Reads the tests of a row, in the forms that published data sets have.
+"""Reads the tests of a row, in the forms that published data sets use.
 
 - Python code with asserts, as text or a list of texts (MBPP), or with a function `check(candidate)` and the
   column `entry_point` (HumanEval), or with functions `test_...`.
@@ -33,13 +33,13 @@ class CodeTests(NamedTuple):
 
 
 def known_tests(row: Mapping[str, Any], column: str) -> CodeTests:
-    """Returns a row's tests. Raises ValueError when it has none, or in a form that is not known."""
+    """Returns a row's tests. Raises ValueError when it has none, or has them in an unknown form."""
     value = cell(row, column)
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             value = json.loads(value)
         except ValueError:
-            pass  # Python code may begin so, too
+            pass  # Python code may also begin like this
     try:
         found = _tests(value, row.get("entry_point"))
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -88,8 +88,8 @@ def _lines(value: Any) -> str:
 
 
 def _call(name: str, given: Any, known: Any) -> str:
-    """Returns the check of one call. As in APPS, a result may stand alone in a list; arguments in a text are
-    JSON, one a line."""
+    """Returns the check of one call. As in APPS, a result may be wrapped in a list; arguments given as text
+    are JSON, one per line."""
     if not name.isidentifier() or iskeyword(name) or name in OWN:
         raise ValueError(f"fn_name {name!r:.60}, which is no name of a function")
     if isinstance(given, str):

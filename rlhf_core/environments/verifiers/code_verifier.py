@@ -1,8 +1,8 @@
 """`reward: code`: runs the last block of Python code of a response with the row's tests, in a sandbox.
 
 The reward is 1 if all tests pass, else 0; with `partial` the share that passes. A test that exceeds a limit
-of CPU time or memory has failed, and after one that exceeds the time the remaining ones have too. An answer
-has no reward if the sandbox itself fails.
+of CPU time or memory has failed, and after one that exceeds the time limit the remaining ones count as failed
+too. An answer has no reward if the sandbox itself fails.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 from rlhf_core.environments import sandbox
 from rlhf_core.environments.verifiers.code_tests import CodeTests, known_tests
 
-ALL_TESTS = 10  # times the limit of one test that all of an answer's may take together
-WAITING = 4  # times the limit of CPU time that tests may take by the clock, on a busy machine
+ALL_TESTS = 10  # all tests of an answer together may take this many times the limit of one test
+WAITING = 4  # tests may take this many times their limit of CPU time by the clock, on a busy machine
 START_SECONDS = 30.0  # for the sandbox and Python to start, by the clock
 START_CPU = 1.0  # CPU seconds for them to start
 LONGEST_CODE = 100_000  # bytes; Linux limits an argument to 128 KiB
@@ -81,8 +81,8 @@ def verify_answers(
 
 
 def last_block(text: str, tags: Sequence[str]) -> str | None:
-    """Returns the last closed block of code between fences that has one of these tags, or without one the
-    last that has no tag; None if there is none."""
+    """Returns the last closed block of code between fences that has one of these tags, or, if there is none,
+    the last one without a tag; None if there is neither."""
     tagged: str | None = None
     untagged: str | None = None
     fence = tag = ""
@@ -110,8 +110,9 @@ def can_run(code: str) -> bool:
 async def passed_tests(
     code: str, tests: CodeTests, seconds: float, memory_mib: int, all_or_nothing: bool
 ) -> int:
-    """Returns how many tests the code passes; with `all_or_nothing` up to the first that it does not pass.
-    `seconds`: CPU time of one test. Raises SandboxFailed, OSError or RuntimeError when the sandbox fails."""
+    """Returns how many tests the code passes; with `all_or_nothing`, only up to the first that it does not
+    pass. `seconds`: CPU time of one test. Raises SandboxFailed, OSError or RuntimeError when the sandbox
+    fails."""
     if tests.programs:
         return await _programs(code, tests, seconds, memory_mib, all_or_nothing)
     command = [*sandbox.python()[:-1], "-c", SIDES.read_text()]
@@ -189,8 +190,9 @@ async def _checks(answer: Process, checker: Process, count: int, seconds: float,
 
 
 async def _answer_call(answer: Process, checker: Process, line: bytes, end: float) -> None:
-    """Hands a call, or the result of one, to the answer, and its next line back. Raises TimeoutError when
-    there is none in time, and when the answer's process has ended or wrote too much."""
+    """Hands a call, or the result of one, to the answer's side, and that side's next line to the tests.
+    Raises TimeoutError when there is none in time, and when the answer's process has ended or wrote too
+    much."""
     await _send_line(answer, line, end - time.monotonic())
     reply = await _line(answer, end - time.monotonic())
     if not reply:

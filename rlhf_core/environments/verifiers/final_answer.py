@@ -1,20 +1,20 @@
 r"""Finds the final answer in a text. Standard library only.
 
-The first of these that a text has decides, and of several the last one: `\boxed{...}`, a line `#### ...` (as
-in GSM8K), and a sentence with `answer is ...` or `answer: ...`. Of sentences, those without a number or a
-formula count only if none has one. A sentence with several values, or that hedges, is not an answer. A text
-that is nothing but a number or a formula is its own answer.
+The first of these forms that occurs in a text decides, and if it occurs several times, its last occurrence:
+`\boxed{...}`, a line `#### ...` (as in GSM8K), and a sentence with `answer is ...` or `answer: ...`.
+Sentences without a number or a formula count only if no sentence has one. A sentence with several values, or
+that hedges, is not an answer. A text that is nothing but a number or a formula is its own answer.
 """
 
 from __future__ import annotations
 
 import re
 
-LONGEST = 1000  # characters of a final answer; a longer one is none
+LONGEST = 1000  # characters of a final answer; anything longer is not one
 BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 HASHES = re.compile(r"####[ \t]*([^\n]*)")
 FORMULA = r"\\\[[\s\S]{1,500}?\\\]|\\\(.{1,500}?\\\)|\$\$[^$]{1,500}\$\$|\$(?=\S)[^$\n]{1,500}(?<=\S)\$(?!\d)"
-# also `**Answer:** 5`, and a value on the next line, after `- ` or `* ` too
+# also `**Answer:** 5`, and a value on the next line, even after `- ` or `* `
 STATED = re.compile(
     r"\banswer(?:\*\*)?(?:[ \t]+is\b|[ \t]*:)(?:\n\s*[-*][ \t]+|[\s:]|\*\*(?=\s))*"
     rf"(?P<sentence>(?:{FORMULA}|[^\n.;!]|\.(?=\S))*)",
@@ -25,7 +25,7 @@ HEDGES = re.compile(
     r"|wrong|incorrect|unknown)\b",
     re.IGNORECASE,
 )
-SCALES = re.compile(  # words that make another number of the one beside them
+SCALES = re.compile(  # words that turn the number beside them into another one
     r"\b(?:hundred|thousand|million|billion|trillion|dozen|half|halves|thirds?|quarters?|squared|cubed"
     r"|below)s?\b",
     re.IGNORECASE,
@@ -80,7 +80,7 @@ def _final(text: str) -> str | None:
 def _value(sentence: str) -> str | None:
     """Returns the one value of a sentence, with the words after it, which may be its unit: what is bold, if
     something is; all of it, if it has neither words nor formulas between dollar signs; else its formula or
-    number. None if there are several, or something else than words beside it."""
+    number. None if there are several, or if something other than words is beside it."""
     bold = BOLD.findall(sentence)
     stated = MINUS.sub("-", bold[0] if len(bold) == 1 else sentence)
     values = list(VALUE.finditer(stated))
@@ -98,7 +98,7 @@ def _value(sentence: str) -> str | None:
 
 
 def _bare(value: str) -> str:
-    """Returns a number, or a formula without what delimits it."""
+    """Returns a number, or a formula without its delimiters."""
     if value[:2] in (r"\[", r"\("):
         return value[2:-2]
     return value.strip("$")

@@ -1,5 +1,5 @@
 """Runs checks in a forked process with limits of time and memory: a check that exceeds them, or crashes, is
-false, and the next one goes on in a fresh process. Standard library only."""
+false, and the next check runs in a fresh process. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 MEMORY_MIB = 1024  # more than the process had when it was forked
-WAITING = 10  # times the limit of CPU time that a check may take by the clock, on a busy machine
+WAITING = 10  # a check may take this many times its limit of CPU time by the clock, on a busy machine
 START_SECONDS = 30.0
 READY, RIGHT, WRONG = b"r", b"1", b"0"
 

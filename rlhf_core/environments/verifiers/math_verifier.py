@@ -93,7 +93,7 @@ def same_answer(said: str, known: str) -> bool:
 
 
 def _spelt_out(answer: str) -> str:
-    r"""Returns an answer with what the library misreads in other words: 1e-9, 3 1/2, 0.\overline{3},
+    r"""Returns an answer in which forms that the library misreads are rewritten: 1e-9, 3 1/2, 0.\overline{3},
     5 percent, and signs that are not hyphens."""
     text = PERCENT.sub(r"\\%", plain_signs(answer))
     text = MIXED.sub(r"(\1+\2/\3)", SCIENTIFIC.sub(r"\1\\times 10^{\2}", text))
@@ -109,7 +109,7 @@ def _fraction(decimal: re.Match[str]) -> str:
 
 
 def _differ(part: re.Pattern[str], one: str, other: str) -> bool:
-    """Returns whether both answers have this part, a base or a unit, and not the same."""
+    """Returns whether both answers have this part, a base or a unit, and the two differ."""
     found, known = part.fullmatch(one), part.fullmatch(other)
     return bool(found and known) and _part(found) != _part(known)
 
@@ -126,7 +126,8 @@ def _variables(parsed: Any) -> bool:
 
 
 def _are_near(one: Any, other: Any) -> bool:
-    """Returns whether two answers that are equal to six decimals are so to three significant digits, too."""
+    """Returns whether two answers that are equal to six decimals are also equal to three significant
+    digits."""
     values = [getattr(answer, "rhs", answer) for answer in (one, other)]
     if not all(getattr(value, "is_number", False) and value.is_real for value in values):
         return True
@@ -150,7 +151,7 @@ def _is_words(text: str) -> bool:
 
 
 def _parsed(answer: str) -> list[Any]:
-    """Returns an answer as mathematics; empty if it is none."""
+    """Returns an answer as mathematics; empty if it is not mathematics."""
     bare = answer.strip().strip("$").strip()
     found = parse(rf"\boxed{{{bare}}}", FORMS, fallback_mode="no_fallback", parsing_timeout=None)
     return list(found)

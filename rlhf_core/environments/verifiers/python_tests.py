@@ -133,7 +133,7 @@ def _definitions(body: list[ast.stmt]) -> Definitions:
 
 
 def _reached(body: list[ast.stmt], defined: Definitions) -> set[str]:
-    """Returns which functions and classes the statements use, also through each other."""
+    """Returns which functions and classes the statements use, directly or through each other."""
     outside = [node for part in body for node in _outside(part)]
     waiting = _loads(outside)
     reached: set[str] = set()
@@ -166,8 +166,8 @@ def _is_assert(node: ast.AST) -> bool:
 
 
 def _pieces(body: list[ast.stmt], asserting: set[str]) -> list[str]:
-    """Returns the statements up to each that tests something, as code; what follows the last one belongs to
-    it."""
+    """Returns, as code, the statements up to and including each one that tests something; what follows the
+    last of these belongs to it."""
     pieces: list[list[ast.stmt]] = []
     piece: list[ast.stmt] = []
     for part in body:
@@ -184,8 +184,8 @@ def _pieces(body: list[ast.stmt], asserting: set[str]) -> list[str]:
 
 def _names(body: list[ast.stmt], of_answer: set[str]) -> tuple[str, ...]:
     """Returns the names that are the answer's: `of_answer`, and those that the code uses and neither binds
-    nor gets from Python. The code alone decides: an answer must not replace what its result is compared with.
-    Raises ValueError for a name that may be either's."""
+    nor gets from Python. Only the code decides: an answer must not replace what its result is compared with.
+    Raises ValueError for a name that may belong to either."""
     nodes = list(ast.walk(ast.Module(body, [])))
     bound = {name for node in nodes for name in _bound(node)}
     used = dict.fromkeys(name for name in _loads(nodes) if name not in bound | GIVEN)

@@ -15,12 +15,12 @@ import signal
 import sys
 from typing import Any
 
-WAITING = 4  # times the limit of CPU time that a score may take by the clock
+WAITING = 4  # a score may take this many times its limit of CPU time by the clock
 
 
 def main(folders: list[str]) -> None:
     sys.path += folders
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each thread takes memory of the limit
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each thread's memory counts towards the limit
     request = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDWR)

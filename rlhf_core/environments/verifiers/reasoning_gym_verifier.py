@@ -22,7 +22,7 @@ from rlhf_core.environments import sandbox
 from rlhf_core.environments.verifiers.row_cells import known_entry
 
 PROGRAM = Path(__file__).with_name("reasoning_gym_scores.py")
-WAITING = 4  # times the limit of CPU time that a score may take by the clock
+WAITING = 4  # a score may take this many times its limit of CPU time by the clock
 START_SECONDS = 60.0  # for the sandbox and the package's import
 MEMORY_MIB = 4096  # of address space
 LINE_BYTES = 1024  # of one reply; the program writes less

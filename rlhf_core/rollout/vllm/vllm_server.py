@@ -1,11 +1,11 @@
 """Starts a vLLM server with the OpenAI API, waits until it is ready, and stops it at the end of a `with`
 block.
 
-It runs below `rlhf_core.system.reaper`, so it and its workers end with the block, with this process (also by
-kill -9), and on their own death. It answers on a socket that listens before the server starts, only on
-127.0.0.1, and requires a per-server key on every path, so no other user of the machine can use it, take its
-port or get the key. It sees this process's GPUs. Requests set all sampling parameters; only the end tokens of
-the model's own generation config are used. Its output goes to `log`.
+It runs below `rlhf_core.system.reaper`, so it and its workers end with the block, with this process (even if
+kill -9 ends it), and on their own death. It answers on a socket that listens before the server starts, only
+on 127.0.0.1, and requires a per-server key on every path, so no other user of the machine can use it, take
+its port or get the key. It sees this process's GPUs. Requests set all sampling parameters; only the end
+tokens of the model's own generation config are used. Its output goes to `log`.
 """
 
 from __future__ import annotations

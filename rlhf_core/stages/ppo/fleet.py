@@ -209,7 +209,7 @@ class Fleet:
         return sum(self.machine.shapes[group.name].weight_bytes // width for group in self.trained)
 
     def wake_engines(self) -> None:
-        """Makes the models free unused memory, and the engines take up their GPUs again."""
+        """Makes the models free unused memory, and the engines use their GPUs again."""
         self.release_memory()
         self.engines.wake()
 
@@ -223,8 +223,8 @@ class Fleet:
         bound, or EngineDiffers if both still have the weights that they loaded (not `synced`).
 
         Experts are chosen by products that engine and trainer round in bf16 in different orders: a few tokens
-        go to another expert, and their log-probs may differ by a nat. So a bf16 model with experts must meet
-        the bound at nine of ten tokens.
+        go to another expert, and their log-probs may differ by a nat. So a bf16 model with experts has to
+        meet the bound at only nine of ten tokens.
         """
         trainer = self.actor.call("probe", Actor.probe, list(documents))
         found = self.engines.prompt_logprobs(documents)

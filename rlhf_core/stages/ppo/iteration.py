@@ -149,8 +149,8 @@ def ppo_iteration(
 
 
 def measure_pass_rates(setup: Setup, measured: MeasuredGroups, trained: Rewards) -> dict[str, float]:
-    """Tells the curriculum, if one draws prompts, the rewards of the groups that are `measured`. `trained`:
-    those of the answers that the iteration trains on. Returns the curriculum's metrics."""
+    """Gives the curriculum, if one draws the prompts, the rewards of the groups that are `measured`.
+    `trained`: the rewards of the answers that the iteration trains on. Returns the curriculum's metrics."""
     curriculum = setup.order.curriculum
     if curriculum is None or not setup.config.has_engines:
         return {}
@@ -169,9 +169,9 @@ def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def actor_metrics(steps: Sequence[Mapping[str, float]], config: PPO) -> dict[str, float]:
-    """Returns the ratios at the actor's first step that had a token to train on, none if no step had one;
-    with `sampler_is: mask` also the number of steps without one, with `stop_kl` that of the steps after the
-    limit."""
+    """Returns the ratios at the actor's first step that had a token to train on, or no ratios if no step had
+    one; with `sampler_is: mask` also the number of steps without such a token, and with `stop_kl` the number
+    of steps after the limit."""
     reached = [step for step in steps if "policy/learning_rate" in step]
     taken = [step for step in reached if "policy/ratio" in step]
     metrics = {

@@ -71,7 +71,7 @@ class IterationLoop:
     """Runs the iterations of a stage, and holds what changes from one to the next: KL controller, carried
     state, best iteration, and the resume state that is being written.
 
-    `held_out`: the prompts of validations, None without. Call `begin`, then `run_iterations`.
+    `held_out`: the prompts of validations; None if there are none. Call `begin`, then `run_iterations`.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class IterationLoop:
             )
 
     def run_iterations(self) -> int:
-        """Runs the iterations that are left, or until `stop_when` ends them, and waits for the last resume
-        state. Returns the number of the last iteration."""
+        """Runs the remaining iterations, unless `stop_when` ends the run earlier, and waits for the last
+        resume state. Returns the number of the last iteration."""
         config = self._config
         tracker = Tracker(self._run, self._iterations, self._first)
         print(
@@ -175,11 +175,11 @@ class IterationLoop:
         finish_saving(self._fleet, self._commit)
         tracker.close()
         if self._collector:
-            self._collector.stop()  # after `stop_when` there are answers on which nothing will train
+            self._collector.stop()  # after `stop_when` there are answers that nothing will train on
         return done
 
     def _load(self, resume: resume_state.Resume) -> None:
-        """Continues after a resume state."""
+        """Continues from a resume state."""
         fleet = self._fleet
         self._first = resume.step
         fleet.load_state(resume.folder)
@@ -221,7 +221,8 @@ class IterationLoop:
         return due or done == self._until
 
     def _validate(self, held_out: Validation, done: int) -> dict[str, float]:
-        """Validates the actor, and keeps the exports of the best iteration and of those that states name."""
+        """Validates the actor, and keeps the exports of the best iteration and of the iterations that resume
+        states name."""
         metrics, self.best = validated(self._fleet, held_out, self._run, done, self.best)
         keep_best(self._run, {self.best.iteration, *self._named})
         return metrics
@@ -281,9 +282,9 @@ def validated(
 
 
 def chosen(fleet: Fleet, held_out: Validation, run: RunDir, best: Best, last: int) -> dict[str, float]:
-    """Returns the metrics of the best iteration: those of its answers with fresh seeds as `eval/...`, and
-    those it was chosen by as `selection/reward/...`, which are biased upwards because they are the largest of
-    all validations. `last`: the iteration whose weights the engines have."""
+    """Returns the metrics of the best iteration. The metrics of its answers with fresh seeds are named
+    `eval/...`; those by which it was chosen are named `selection/reward/...` and are biased upwards because
+    they are the largest of all validations. `last`: the iteration whose weights the engines have."""
     if best.answered_again is not None:
         metrics = best.answered_again
     elif best.iteration == last:
@@ -317,7 +318,7 @@ def save_state(
         collected = collector.state()
         write_collected(folder, collected)
         first = min((collected.next, *collected.open, *collected.ready, *collected.dropped))
-    if curriculum is not None:  # after the collector's state, so that it has every draw of that
+    if curriculum is not None:  # after the collector's state, so that no draw of that state is missing
         curriculum.write(folder, first)
     if carried.ahead is not None:
         write_ahead(folder, carried.ahead)

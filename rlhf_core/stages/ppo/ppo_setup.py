@@ -68,7 +68,7 @@ def curriculum_of(
     config: PPO, prompts: Sequence[Prompt], seed: int, sources: Sequence[int]
 ) -> CurriculumDraws | None:
     """Returns the draws of a curriculum before the run, None if the recipe has none. Raises ValueError for a
-    row whose pass rate is none."""
+    row whose pass rate is not a valid one."""
     if config.curriculum is None:
         return None
     assert config.right_from is not None, "it is checked"

@@ -1,7 +1,7 @@
 """Defines the records of the PPO process: Rollout (one sampled answer) -> Scores (from all models) ->
 Experience (to train on).
 
-`stored` and `restored`, also of rewards, are for resume states, `shown` is for readers.
+`stored` and `restored`, and their counterparts for rewards, are for resume states; `shown` is for readers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Own(NamedTuple):
     `reward`: for all answers, nan if every attempt failed (`failure`: how the last one did). `early` (T,):
     the parts of the reward that belong to answers before the last, each at the answer's last token; None if
     there are none. `ended`: whether the last answer is complete, even if a limit cut the episode after it.
-    `ended_by`: the limit that did: turns, tokens or time.
+    `ended_by`: the limit that cut the episode: turns, tokens or time.
     """
 
     reward: float
@@ -62,7 +62,7 @@ class Rollout:
         return list(self.document.token_array[self.document.mask_array].tolist())
 
     def ages(self, version: int) -> np.ndarray:
-        """Returns for each sampled token by how many updates its weights are behind `version`."""
+        """Returns, for each sampled token, how many updates its weights are behind `version`."""
         starts = [start for start, _ in self.versions]
         sampled = np.flatnonzero(self.document.mask)
         which = np.searchsorted(starts, sampled, side="right") - 1
@@ -161,8 +161,8 @@ class StoredColumn(NamedTuple):
 @dataclass(frozen=True)
 class Scores:
     """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None
-    without the model. `logprobs` of the old policy: the actor's, the sampler's with `sampler_is: in_ratio`,
-    None if the training pass computes them.
+    if there is no such model. `logprobs` of the old policy: the actor's, the sampler's with `sampler_is:
+    in_ratio`, None if the training pass computes them.
 
     `stored`: references to the nodes' data for the rollouts. `end_values` (N,): the critic's value of each
     whole document that a limit cut, 0 for the others; None unless the recipe asks for them

@@ -59,9 +59,9 @@ def start_fleet(
 ) -> Fleet:
     """Starts all roles in their processes side by side and waits until each has loaded its model.
 
-    `paths`: each role's model. `engines`: of the groups `sampler` and `actor`. `resumed_zero_stage`: the ZeRO
-    stage of a resume state, used when the recipe says `auto`. `own_tokens`: the entries of reward models with
-    another tokenizer, by title. `cache`: folder for judges' verdicts.
+    `paths`: each role's model. `engines`: those of the groups `sampler` and `actor`. `resumed_zero_stage`:
+    the ZeRO stage of a resume state, used when the recipe says `auto`. `own_tokens`: the entries of reward
+    models with another tokenizer, by title. `cache`: folder for judges' verdicts.
     """
     # before loading anything, because it may raise
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)
@@ -197,7 +197,7 @@ def zero_stage_of(
     config: PPO, paths: Mapping[str, str], groups: Mapping[str, WorkerGroup], resumed_zero_stage: int | None
 ) -> Chosen:
     """Returns the ZeRO stage of actor and critic: the recipe's or a resume state's, otherwise one that fits
-    the smallest of their GPUs. Prints it, and doubts about memory.
+    the smallest of their GPUs. Prints it, and any doubts about memory.
 
     Raises MachineLacks when a GPU cannot hold all that is loaded onto it.
     """

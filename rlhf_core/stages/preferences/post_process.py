@@ -53,8 +53,8 @@ def post_process(
     """Returns the rows of one round. `finished` is False for a cut answer; `min_reward` is rejection
     sampling's threshold.
 
-    A prompt is dropped as `no_reward` when too few of its answers have a reward: less than two if answers are
-    compared, otherwise none.
+    A prompt is dropped as `no_reward` when too few of its answers have a reward: fewer than two if answers
+    are compared, otherwise none.
     """
     answers = [
         [Scored(*answer) for answer in zip(*group, strict=True)]

@@ -104,7 +104,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def judges_with_verdicts(config: Preferences, run: RunDir) -> list[str]:
-    """Returns the judges with verdicts of an earlier attempt, as messages name them."""
+    """Returns the judges that have verdicts from an earlier attempt, as messages name them."""
     judges = [source for source in config.reward if isinstance(source, JudgeReward)]
     return [
         f"the reward {judge.title}"

@@ -105,6 +105,6 @@ def _is_place(name: str) -> bool:
 
 
 def _metric(key: str) -> str:
-    """Returns the key, with the model in `win_rate/MODEL` without its path if it is named by its folder."""
+    """Returns the key; if the model in `win_rate/MODEL` is named by its folder, its path is left out."""
     what, slash, name = key.partition("/")
     return f"{what}/{shown(name)}" if slash and Path(name).is_absolute() else key

@@ -2,9 +2,9 @@
 beside the recipe's report, the branch `champion` of its repository on the Hub, and a copy of the record in
 the store.
 
-A move is first written down, then made on the Hub and in the store, and counted last. If it is interrupted,
-the next command or run completes it. The Hub moves a branch in one request (a tag can only be deleted and
-recreated), so it always has exactly one champion.
+A move is first written down, then made on the Hub and in the store, and only then counts. If it is
+interrupted, the next command or run completes it. The Hub moves a branch in one request (a tag can only be
+deleted and recreated), so it always has exactly one champion.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:
     trained on; None for a whole model.
 
     Raises ValueError when the base is a folder of this machine and `base_repo` is not set, since others could
-    not load it; also when `base_repo` is no Hub id or the model is whole.
+    not load it; also when `base_repo` is not a Hub id or the model is whole.
     """
     if not is_adapter(checkpoint):
         if base_repo:

@@ -20,7 +20,7 @@ ASKING = "extra_gated_"  # prefix of a card's fields that define what users aski
 
 
 class Terms(NamedTuple):
-    """Terms of the base model of a published one. `repo_id`: its Hub repository; None if it is a folder."""
+    """Terms of the base model of a published model. `repo_id`: its Hub repository; None if it is a folder."""
 
     repo_id: str | None = None
     header: Header = {}  # noqa: RUF012

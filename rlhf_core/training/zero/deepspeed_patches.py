@@ -4,7 +4,7 @@
   marks, thousands per pass; the parameters of a module are listed once, not several times per pass. ZeRO-1
   with bf16 gradients summed in fp32 keeps the optimiser of other settings, which frees them after a step;
   DeepSpeed would use `BF16_Optimizer`, which permanently holds 4 bytes per parameter on every rank.
-- `forget_order`: ZeRO-3 records anew which weights to keep after a module.
+- `forget_order`: ZeRO-3 records again which weights to keep after a module.
 - `reduce_beside_host`: at the end of a pass the GPU waits for ZeRO-3's gradients, not the host.
 
 Made for the releases in MADE_FOR. With any other release no patch is applied: results are the same, but

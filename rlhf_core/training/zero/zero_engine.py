@@ -227,9 +227,9 @@ def rank_device() -> torch.device:
 
 
 def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
-    """Returns DeepSpeed's settings for fetching (`_fetching`), and does for a model that may have been cut
-    while it loaded the work that DeepSpeed then skips: moves whole tensors to the device, weights in the
-    dtype of the cut ones. Without `keep`, also makes products keep no fetched weights."""
+    """Returns DeepSpeed's settings for fetching (`_fetching`). For a model that may have been cut while it
+    was loaded, also does the work that DeepSpeed then skips: moves whole tensors to the device, weights in
+    the dtype of the cut ones. Without `keep`, also makes products keep no fetched weights."""
     if not keep:
         library().zero.Init(module=nn.Module(), mem_efficient_linear=True)
     for tensor in [*module.parameters(), *module.buffers()]:

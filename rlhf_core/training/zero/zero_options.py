@@ -107,7 +107,7 @@ def unknown_options(deepspeed: Any, options: Mapping[str, Any]) -> list[str]:
             )
             for where, each in found
         ]
-    except Exception as error:  # it reads a wrong value in many ways
+    except Exception as error:  # a wrong value can make it fail in many ways
         return [f"DeepSpeed {version} refuses it: {' '.join(str(error).split()) or type(error).__name__}"]
     return [_strange(version, name, sorted(asked.asked)) for name in asked.unread()]
 

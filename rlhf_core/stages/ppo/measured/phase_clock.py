@@ -1,4 +1,4 @@
-"""Measures when the stage and its roles did what during one iteration."""
+"""Measures what the stage and its roles did during one iteration, and when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PhaseClock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the wall seconds of a phase. Each phase ends with a wait for its workers' results, so no work
-        counts in the next one. Sampling ahead and scoring that overlap other phases count only while
+        is counted in the next phase. Sampling ahead and scoring that overlap other phases count only while
         something waits for them."""
         start = self.elapsed()
         yield
@@ -44,8 +44,9 @@ class PhaseClock:
 def timeline_of(
     clock: PhaseClock, work: Mapping[str, GroupWork], gpus: Mapping[str, Sequence[str]]
 ) -> Timeline:
-    """Returns the timeline of the iteration that ends now. `work`: each role's since the iteration began, by
-    role; engines that were called one by one have a row each. `gpus`: the names of each role's GPUs."""
+    """Returns the timeline of the iteration that ends now. `work`: the work of each role since the iteration
+    began, by role; engines that were called one by one have a row each. `gpus`: the names of each role's
+    GPUs."""
     whole = clock.elapsed()
     cards = dict.fromkeys(gpu for own in gpus.values() for gpu in own if gpu != HOST)
     numbers = {gpu: number for number, gpu in enumerate(cards)}
@@ -61,7 +62,7 @@ def timeline_of(
 def _parts(
     role: str, gpus: Sequence[str], work: GroupWork
 ) -> Iterator[tuple[str, Sequence[str], Sequence[CallSpan]]]:
-    """Yields name, GPUs and spans of a role as a whole, and of each rank that was called alone."""
+    """Yields name, GPUs and spans of a role as a whole, and of each rank that was called on its own."""
     if work.together:
         yield role, gpus, work.together
     ranks = len(work.alone)
@@ -73,8 +74,8 @@ def _parts(
 
 
 def _drawn(spans: Iterable[CallSpan], begin: float, whole: float) -> list[tuple[str, float, float]]:
-    """Returns (phase, begin, end) within the iteration, in order, spans of one phase with hardly a gap
-    joined."""
+    """Returns (phase, begin, end) within the iteration, in order; spans of one phase with hardly a gap
+    between them are joined."""
     joined: list[tuple[str, float, float]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         first = min(max(span.begin - begin, 0.0), whole)

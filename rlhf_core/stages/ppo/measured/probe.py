@@ -45,7 +45,7 @@ def compare(
 ) -> Probe:
     """Returns the gap between each engine's log-probs and the trainer's (`plain`), and its bound: `MARGIN`
     times the change that rounding in the formats of both causes in the trainer's own log-probs (`moved`:
-    `rounding.py`), and at least `NOISE_FREE`. `most`: at nine of ten tokens."""
+    `rounding.py`), and at least `NOISE_FREE`. `most`: both cover only nine of ten tokens."""
     gaps = np.concatenate([gaps_of(engine, plain) for engine in engines])
     if not len(gaps):  # prompts of one token have nothing to compare
         return Probe(0.0, 0.0)

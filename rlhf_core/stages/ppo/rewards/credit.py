@@ -50,7 +50,7 @@ from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
 
 class Credited(NamedTuple):
     """Holds the experience of all rollouts, the indices of those to train on, metrics, and how far the
-    critic's values may move in the loss (None: without limit)."""
+    critic's values may move in the loss (None: no limit)."""
 
     experience: list[Experience]
     usable: list[int]
@@ -80,7 +80,7 @@ def credit(
     standardised with them, including these answers. `lengths_of`: finds the tokens of steps that have
     rewards."""
     masks = [rollout.document.mask_array for rollout in rollouts]
-    # one number per answer, and T is 1: nothing is laid out by tokens
+    # one number per answer, so T is 1: nothing is laid out per token
     of_answers = config.advantage_estimator in GROUPED
     # (B, T)
     response = torch.ones(len(masks), 1, dtype=torch.bool) if of_answers else _pad(masks, torch.bool)
@@ -137,8 +137,8 @@ def credit(
 
 
 def spread_of(shaped: Shaped, scored: Tensor, lengths: Tensor, config: PPO) -> dict[str, float]:
-    """Measures how rewards and lengths of the answers, (B,) each, differ and go together. Penalties count in
-    the signal of a group, but not in the correlation with length, which they make themselves."""
+    """Measures how the rewards and lengths of the answers, (B,) each, vary and correlate. Penalties count in
+    the signal of a group, but not in the correlation with length, which they would create themselves."""
     samples = config.n_samples_per_prompt
     metrics = length_spread(lengths)
     metrics["reward/length_correlation"] = length_correlation(shaped.clipped, lengths, scored, samples)
@@ -149,7 +149,7 @@ def spread_of(shaped: Shaped, scored: Tensor, lengths: Tensor, config: PPO) -> d
 
 def kl_of(scores: Scores, masks: Sequence[np.ndarray], mask: Tensor, config: PPO) -> Tensor:
     """Returns estimates of the KL to the reference, (B, T): 0 outside of `mask`, or one number per answer
-    where advantages are of whole answers."""
+    where advantages are for whole answers."""
     assert scores.logprobs is not None and scores.ref_logprobs is not None
     if config.advantage_estimator in GROUPED:
         return _kl_of_answers(scores.logprobs, scores.ref_logprobs, masks, config.kl_estimator)[:, None]
@@ -303,7 +303,7 @@ def estimate(
 ) -> Estimated:
     """Computes advantages with the configured estimator: `rewards` and `scored` (B,), `kl`, `values` and
     `mask` (B, T), `coef` of the KL. `early` (B, T): as in `token_rewards`; estimators on whole answers do not
-    use it. `after` (B,): as in `gae`, which alone uses it.
+    use it. `after` (B,): as in `gae`, the only estimator that uses it.
 
     For estimators on whole answers, the KL of all tokens is the answer's (Ahmadian et al. 2024, eq. 1). It is
     compared within the group like the reward, but not divided by a deviation.
@@ -350,7 +350,7 @@ def _kl_of_answers(
     """Returns the sum of each answer's KL (B,). Works row by row, because arrays of all answers would not fit
     the processor's caches."""
     rows = [(_response(mask), own, ref) for mask, own, ref in zip(masks, logprobs, ref_logprobs, strict=True)]
-    # Copies: arrays from other processes are read-only, about which PyTorch warns.
+    # Copies: arrays from other processes are read-only, and PyTorch warns about that.
     return torch.stack(
         [kl_estimate(torch.tensor(own[at]), torch.tensor(ref[at]), estimator).sum() for at, own, ref in rows]
     )

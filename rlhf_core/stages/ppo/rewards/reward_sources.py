@@ -1,4 +1,4 @@
-"""Asks all sources of rewards for those of an iteration's answers: reward models, functions, servers and
+"""Asks all reward sources for the rewards of an iteration's answers: reward models, functions, servers and
 judges, the environment, and sources without rewards."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhf_core.stages.ppo.rollout_records import Rollout
 class RewardSources:
     """Holds the sources of `config.reward`. `models`: the group of each reward model, by title. `own_tokens`:
     for reward models with another tokenizer, the writers of answers for them. `clients`: functions, servers
-    and judges. `decode`: token ids of several texts to these texts."""
+    and judges. `decode`: turns the token ids of several texts into the texts."""
 
     config: PPO
     models: Mapping[str, WorkerGroup]
@@ -70,7 +70,7 @@ class RewardSources:
         return samples(rollouts, self.decode, wanted) if self.clients or self.own_tokens else []
 
     def _known(self, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-        """Returns the rewards that need no request: of the environment's episodes, and zeros."""
+        """Returns the rewards that need no request: those of the environment's episodes, and zeros."""
         found = {}
         for source in self.config.reward:
             if isinstance(source, EnvironmentReward):

@@ -44,8 +44,8 @@ def lengths_of(tokenizer: Any) -> Lengths:
 
 
 def with_own_ends(found: Sequence[Sample], rollouts: Sequence[Rollout]) -> list[Sample]:
-    """Returns `samples` that are finished if their text is complete, even in an episode that a limit cut
-    afterwards. When these are re-tokenised, such texts get an end token, like the sampled tokens."""
+    """Returns `samples`, marked as finished if their text is complete, even in an episode that a limit cut
+    afterwards. When they are re-tokenised, such texts get an end token, like the sampled tokens."""
     ended = [rollout.finished if rollout.own is None else rollout.own.ended for rollout in rollouts]
     return [sample._replace(finished=end) for sample, end in zip(found, ended, strict=True)]
 

@@ -144,8 +144,8 @@ class Actor(Trained):
         }
 
     def _entropy_percentiles(self, counts: Sequence[Tensor], micro_batches: int) -> dict[str, float]:
-        """Returns percentiles over the tokens of all ranks. `counts`: of this rank's passes, of which some
-        only repeat another one's."""
+        """Returns percentiles over the tokens of all ranks. `counts`: those of this rank's passes, some of
+        which only repeat those of another pass."""
         own = passes_of_rank(micro_batches, self.engine)
         weighted = [of_pass * rank_pass.counted for of_pass, rank_pass in zip(counts, own, strict=True)]
         return entropy_percentiles(self.engine.all_reduce(torch.stack(weighted).sum(0)))

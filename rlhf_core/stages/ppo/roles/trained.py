@@ -39,7 +39,7 @@ from rlhf_core.training.train_loop import accumulate
 
 class Update(NamedTuple):
     """Describes one optimiser step: the indices of its experience, its learning rate, the coefficient of a KL
-    in the loss, and how far the critic's values may move in it (None: without limit)."""
+    in the loss, and how far the critic's values may move in it (None: no limit)."""
 
     indices: list[int]
     learning_rate: float
@@ -56,7 +56,7 @@ class Steps(NamedTuple):
 
 
 class Trained(ModelRole):
-    """Trains a model. `name`: the name of the role's group. `config` has its ZeRO stage decided."""
+    """Trains a model. `name`: the name of the role's group. In `config` the ZeRO stage is already decided."""
 
     def __init__(self, name: str, module: Policy | Scorer, model: ModelSpec, config: PPO):
         self.engine = make_engine(module, config, packed=bool(model.micro_tokens), role=name)
@@ -72,8 +72,8 @@ class Trained(ModelRole):
         places: Sequence[StoredColumn] = (),
         *stored: Any,
     ) -> Steps:
-        """Takes one optimiser step per update, until one `ends_iteration`; the others have no metrics.
-        `stored`, at `places`: the data that the experience holds by reference."""
+        """Takes one optimiser step per update, until one `ends_iteration`; the updates after that one have no
+        metrics. `stored`, at `places`: the data that the experience holds by reference."""
         experience = joined(experience, places, stored) if places else experience
         metrics = []
         logprobs = Scored()

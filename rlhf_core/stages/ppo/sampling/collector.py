@@ -7,10 +7,10 @@ would become too old. So a long answer may continue over up to k updates, and ea
 weights that sampled it. With fast engines, fewer batches are begun: answers should not be older than is
 needed to keep the models from waiting.
 
-With a filter, a group without a signal is dropped, and the prompt that is next in the order begins at once.
-The number of groups that are begun and not trained on stays the same, so the replacements keep the limit of
-age. When as many groups were begun since the last iteration as filtering allows, dropped ones are no longer
-replaced, and the iteration gets what there is.
+With a filter, a group without a signal is dropped, and the next prompt in the order is begun at once. The
+number of groups that are begun and not trained on stays the same, so the replacements respect the age limit.
+When as many groups were begun since the last iteration as filtering allows, dropped ones are no longer
+replaced, and the iteration uses what there is.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
 
 
 class Collected(NamedTuple):
-    """The state of a collector between two iterations: the next place in the order to begin, places being
-    answered, and by place all answers to the prompts that are `ready`, with the iterations that `begun`
-    them.
+    """The state of a collector between two iterations: the next place in the order to begin, the places being
+    answered and, by place, the iterations in which prompts were `begun` and all answers to the prompts that
+    are `ready`.
 
-    With a filter, by place: answers that were `dropped` since the last iteration, and the `rewards` of all
-    answers here; the places of ready groups that metrics and statistics have `counted`, and the metrics of
-    the last groups that were `looked_at`.
+    With a filter, also by place: the answers that were `dropped` since the last iteration, and the `rewards`
+    of all answers held here. In addition: the places of ready groups that metrics and statistics have already
+    `counted`, and the metrics of the last groups that were `looked_at`.
     """
 
     next: int = 0
@@ -104,7 +104,7 @@ class Collector:
 
     @property
     def _most_begun(self) -> int:
-        """Returns how many groups may be begun and not trained on when an iteration begins."""
+        """Returns how many groups may be begun but not yet trained on when an iteration begins."""
         return min(self._lead + 1, self._iterations - self._iteration) * self._order.batch
 
     def _start_next(self) -> None:
@@ -131,8 +131,8 @@ class Collector:
         self._arrived.set()
 
     async def _sort(self, place: int, rollouts: list[Rollout], group_filter: GroupFilter) -> None:
-        """Keeps a group that has a signal. Drops another one and, up to the limit, begins the prompt that
-        replaces it."""
+        """Keeps a group that has a signal. Drops a group without one and, up to the limit, begins the prompt
+        that replaces it."""
         verdict = await group_filter.look_at(rollouts)
         self._rewards[place] = verdict.rewards
         if verdict.rewards.errors:
@@ -149,7 +149,7 @@ class Collector:
     @property
     def _enough(self) -> bool:
         """Whether the finished groups fill an iteration, or no more will come for it. At the limit of
-        filtering one group is enough; if there is none, the open ones are waited for."""
+        filtering one group is enough; if there is none, the collector waits for the open ones."""
         if self._exhausted and (self._ready or not self._begun):
             return True
         return len(self._ready) >= self._order.batch
@@ -162,8 +162,8 @@ class Collector:
 
     def take(self) -> Sampled | None:
         """Waits for an iteration's groups and returns finished ones, in the order of the prompts. Returns
-        None when an engine has died, since it may be the only one. Raises RoleFailed when engines fail
-        otherwise, or what a source of rewards or the filter raises."""
+        None when an engine has died, since it may be the only one. Raises RoleFailed when engines fail in
+        another way, and re-raises what a source of rewards or the filter raises."""
         return self._background.run(self._take())
 
     async def _take(self) -> Sampled | None:
@@ -228,8 +228,8 @@ class Collector:
 
     def _in_time(self) -> bool:
         """Returns whether the finished groups suffice to keep every group from becoming too old. Of the
-        groups begun up to an iteration, those that exceed the capacity of the iterations up to their last one
-        must be trained on now."""
+        groups begun up to an iteration, those that do not fit into the later iterations within their age
+        limit must be trained on now."""
         for begun in set(self._begun.values()):
             old = [place for place, when in self._begun.items() if when <= begun]
             later = (begun + self._staleness - self._iteration) * self._order.batch

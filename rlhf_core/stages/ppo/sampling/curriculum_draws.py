@@ -1,4 +1,4 @@
-"""Draws the prompts of a curriculum by what is known of their pass rates (`pass_rates.py`).
+"""Draws the prompts of a curriculum by what is known about their pass rates (`pass_rates.py`).
 
 The prompt at a place of the endless sequence is drawn when the place is first asked for, from what was
 measured until then, and stays the same: a resume state has the draws of the places that are still needed. Any
@@ -20,7 +20,7 @@ from rlhf_core.stages.ppo.sampling.pass_rates import PassCounts, count_group, co
 
 NEVER = -(1 << 40)  # the place of a prompt's last draw if there was none
 STATE_FILE = "curriculum.npz"
-TRIES = 64  # draws from a whole source before what may come is looked for
+TRIES = 64  # draws from a whole source before drawing only among the prompts that may come
 ROUNDING = 1e-6  # a sum of weighted rewards may be this far from its exact value
 
 
@@ -28,8 +28,8 @@ class CurriculumDraws:
     """Holds counts and draws of a run.
 
     `sources` (N,): the index of each prompt's source. `rates` (N,): pass rates that are known before the run,
-    nan where there is none; they count as those of `answers` answers. `right_from`: the least reward of a
-    right answer. Places may be asked for by one thread while another one measures.
+    nan where there is none; each counts like the pass rate of `answers` answers. `right_from`: the least
+    reward of a right answer. Places may be asked for by one thread while another one measures.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CurriculumDraws:
         self._seed = seed
         self._counts = counts_before(rates, answers)
         self._weights = weights_of(self._counts, config.target)
-        self._sums: dict[int, np.ndarray] = {}  # by source; of the weights as they are
+        self._sums: dict[int, np.ndarray] = {}  # by source; cumulative sums of the current weights
         self._last = np.full(len(sources), NEVER, np.int64)
         self._drawn: dict[int, int] = {}
         self._next = 0
@@ -68,8 +68,8 @@ class CurriculumDraws:
             return self._drawn[place]
 
     def _draw(self, place: int) -> int:
-        """Draws a source by its share, and a prompt of it by its weight, anew while it is one that may not
-        come now: that is a draw among the others."""
+        """Draws a source by its share, then one of its prompts by weight, and another prompt while the one
+        drawn may not come now: the result is a draw among those that may."""
         rng = random.Random(f"{self._seed}-curriculum-{place}")
         source = drawn_from(self._shares.cumsum(), rng)
         for _ in range(TRIES):
@@ -90,14 +90,14 @@ class CurriculumDraws:
         return free
 
     def _may_come(self, place: int, prompts: np.ndarray) -> np.ndarray:
-        """Returns which of the prompts are free, and no solved ones that came too lately."""
+        """Returns which of the prompts are free and are not solved ones that came too recently."""
         pause = self._config.solved_every * len(self._last)
         resting = self._counts.solved[prompts] & (place - self._last[prompts] < pause)
         return self._is_free(place, prompts) & ~resting
 
     def _draw_among(self, place: int, source: int, rng: random.Random) -> int:
-        """Draws from a source whose prompts seldom may come. If none may, the least recent free one comes;
-        if none is free, one of another source."""
+        """Draws from a source few of whose prompts may come. If none may, takes the free prompt that was
+        drawn least recently; if none is free, takes one from another source."""
         members = self._members[source]
         if not self._is_free(place, members).any():
             has_free = [self._is_free(place, each).any() for each in self._members]
@@ -126,8 +126,8 @@ class CurriculumDraws:
             self._sums.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the mean pass rate of the prompts that have one, none if no prompt has; and the shares of
-        all prompts that are solved and that have none."""
+        """Returns the mean pass rate of the prompts that have one (left out if no prompt has one), and the
+        shares of all prompts that are solved and that have no pass rate."""
         with self._lock:
             known = self._counts.answered > 0
             metrics = {
@@ -158,7 +158,7 @@ class CurriculumDraws:
             )
 
     def read(self, folder: Path) -> None:
-        """Takes up the state that `write` wrote."""
+        """Restores the state that `write` wrote."""
         with np.load(folder / STATE_FILE, allow_pickle=False) as stored, self._lock:
             self._counts = PassCounts(stored["right"], stored["answered"], stored["solved"])
             self._last = stored["last"]
@@ -169,7 +169,7 @@ class CurriculumDraws:
 
 
 def drawn_from(sums: np.ndarray, rng: random.Random) -> int:
-    """Returns an index, drawn by weights of which `sums` are the cumulative ones. A weight of 0 is never
+    """Returns an index, drawn by the weights whose cumulative sums are `sums`. A weight of 0 is never
     drawn."""
     last = np.searchsorted(sums, sums[-1])  # the product may be rounded up to the sum of all
     return int(min(last, np.searchsorted(sums, rng.random() * sums[-1], side="right")))

@@ -1,5 +1,5 @@
-"""Decides beside the training which groups of answers have a signal (`group_signal.py`), as the collector
-gets them.
+"""Decides, while the models train, which groups of answers have a signal (`group_signal.py`), as the
+collector gets them.
 
 One request for rewards is open at a time; groups that finish meanwhile share the next one. So the sources of
 rewards keep their limits, and a reward model gets whole passes.
@@ -49,7 +49,7 @@ class GroupFilter:
     """Filters the groups of a run. `statistics`: the running statistics of rewards of all iterations so far.
 
     A group is compared by rewards standardised with these statistics and the answers of its own request. Its
-    answers are added to them by the next iteration that takes groups, so each counts once, also after a
+    answers are added to them by the next iteration that takes groups, so each counts once, even after a
     resume.
     """
 
@@ -63,12 +63,13 @@ class GroupFilter:
 
     @property
     def limit(self) -> int:
-        """Returns how many groups may be looked at for an iteration: as many as in turn."""
+        """Returns how many groups may be looked at for an iteration: as many as when sampling in turn."""
         return most_batches(self._setup.config.max_filter_rounds) * self._setup.order.batch
 
     async def look_at(self, rollouts: list[Rollout]) -> GroupVerdict:
         """Returns the rewards of a group, and whether it has a signal. Raises what a source of rewards
-        raises, also for the groups after one for which it was raised: their sources get no more requests."""
+        raises, both for the group concerned and for all groups after it: the sources then get no more
+        requests."""
         if self._failed is not None:
             raise self._failed
         verdict = asyncio.get_running_loop().create_future()
@@ -82,7 +83,7 @@ class GroupFilter:
         while self._waiting:
             groups = [(rollouts, future) for rollouts, future in self._waiting if not future.done()]
             self._waiting = []
-            if not groups:  # the askers are gone
+            if not groups:  # nobody waits for them any more
                 continue
             try:
                 verdicts = await self._verdicts([rollouts for rollouts, _ in groups])
@@ -114,12 +115,12 @@ class GroupFilter:
 
     def sampled(self, kept: Sequence[FoundGroup], looked_at: Sequence[FoundGroup], position: int) -> Sampled:
         """Returns the answers of the groups `kept`, and the metrics of those that were `looked_at` since the
-        last iteration: each group counts once, when its rewards are known, and not when it is trained on.
-        Without such groups there are none of these metrics. Raises RewardsFailed when sources failed more
+        last iteration: each group counts once, when its rewards are known, not when it is trained on. If
+        there are no such groups, these metrics are left out. Raises RewardsFailed when sources failed more
         often than the recipe allows, ValueError when no group is kept."""
         setup = self._setup
         metrics: dict[str, float] = {}
-        # groups that were open at the limit are looked at too
+        # groups that were still open at the limit have been looked at too
         rounds = min(rounds_of(len(looked_at) / setup.order.batch), setup.config.max_filter_rounds)
         if looked_at:
             rewards = join([group.rewards for group in looked_at])

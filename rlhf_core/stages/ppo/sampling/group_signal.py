@@ -40,8 +40,8 @@ def most_batches(rounds: int) -> int:
 
 
 def rounds_of(batches: float) -> int:
-    """Returns in how many rounds filtering may look at so many batches of prompts (`most_batches`), at least
-    1."""
+    """Returns the number of rounds in which filtering may look at this many batches of prompts
+    (`most_batches`), at least 1."""
     return 1 + math.ceil(max(batches - 1, 0) / MOST)
 
 
@@ -74,8 +74,8 @@ def no_signal(groups: int, rounds: int) -> str:
 
 
 def allowed_of(answers: int, setup: Setup) -> int:
-    """Returns on how many of so many answers a source may fail: the allowed number of an iteration, and the
-    same share of more answers."""
+    """Returns on how many of this many answers a source may fail: the number allowed in an iteration, or the
+    same share of a larger number of answers."""
     usual = setup.order.batch * setup.sampling.n
     return setup.allowed_failures * max(answers, usual) // usual
 

@@ -1,4 +1,4 @@
-"""Stands for the engines of a run that trains on kept rollouts alone."""
+"""Stands in for the engines of a run that trains only on kept rollouts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class KeptAnswers(RolloutGroup):
 
     def take(self, iteration: int, setup: Setup) -> Sampled:
         """Returns the answers of an iteration, the first being 0, with their rewards; the position is that of
-        the next one."""
+        the next iteration."""
         return read_kept(self.folder, iteration + 1, setup)
 
     def sync_weights(self, version: int = 0) -> None:
-        """Does nothing: nothing answers with the weights."""
+        """Does nothing: no engine uses the weights."""
 
     def draft_metrics(self) -> dict[str, float]:
         return {}

@@ -1,9 +1,9 @@
-"""What a curriculum knows of each prompt: how many of its answers were right, and the weight that follows.
+"""What a curriculum knows about each prompt: how many of its answers were right, and the weight that follows.
 
 The learnability of a prompt with pass rate p is p (1 - p): the variance of a reward of 0 or 1, without which
 the answers to it teach nothing (Foster et al. 2025, "Learning to Reason at the Frontier of Learnability",
-arXiv:2502.12272). A few answers say little of p, so the weight is its expectation under what they leave open:
-the beta distribution that a uniform prior becomes.
+arXiv:2502.12272). A few answers say little about p, so the weight is its expectation under what they leave
+open: the beta distribution that a uniform prior becomes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PassCounts(NamedTuple):
 
 def counts_before(rates: np.ndarray, answers: int) -> PassCounts:
     """Returns the counts before a run. `rates` (N,): known pass rates, nan where there is none; each counts
-    as that of so many `answers`."""
+    as if measured on this many `answers`."""
     known = ~np.isnan(rates)
     answered = np.where(known, float(answers), 0.0)
     return PassCounts(np.where(known, rates, 0.0) * answered, answered, known & (rates >= 1))
@@ -33,7 +33,8 @@ def counts_before(rates: np.ndarray, answers: int) -> PassCounts:
 
 def count_group(counts: PassCounts, prompt: int, right: int, answered: int, n: int, discount: float) -> None:
     """Adds the `n` answers to a prompt; its earlier counts keep the share `discount`. Answers without a
-    reward are not `answered`; a group of such alone changes nothing, and a group with one solves nothing."""
+    reward are not `answered`; a group with only such answers changes nothing, and a group with even one of
+    them does not count as solved."""
     if not answered:
         return
     counts.right[prompt] = discount * counts.right[prompt] + right

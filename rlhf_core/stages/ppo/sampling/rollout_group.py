@@ -187,7 +187,7 @@ class RolloutGroup:
         self.sampler.call("sleep", SamplerRole.sleep, keep).wait(self.config.timeout)
 
     def wake(self) -> None:
-        """Makes the engines take up their GPUs again, in which the models must have freed unused memory."""
+        """Makes the engines use their GPUs again, on which the models must have freed unused memory."""
         self.sampler.call("wake", SamplerRole.wake).wait(self.config.timeout)
 
     def prompt_logprobs(self, documents: Sequence[Document]) -> list[list[list[float]]]:
@@ -196,7 +196,7 @@ class RolloutGroup:
         return self.sampler.call("probe", SamplerRole.prompt_logprobs, tokens).wait(self.config.timeout)
 
     def draft_metrics(self) -> dict[str, float]:
-        """Returns how many tokens a step gave since the last call, for engines that draft tokens."""
+        """Returns how many tokens a step has yielded since the last call, for engines that draft tokens."""
         if self.config.engine.drafts is None:
             return {}
         counts = self.sampler.call("look", SamplerRole.sampled).wait(self.config.timeout)

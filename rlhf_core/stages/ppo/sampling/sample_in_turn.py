@@ -1,10 +1,10 @@
 """Samples the answers of an iteration before its training: a batch of prompts, or with dynamic filtering as
-many as it takes. With `stream_batch_size`, what is finished is scored meanwhile.
+many as it takes. With `stream_batch_size`, finished answers are scored in the meantime.
 
 Filtering asks for as many prompts as should fill the batch, given the share accepted so far, even past the
 end of an episode. Prompts after the last group that it needs go to the next iteration, which answers them
-anew, so that no accepted group is stale. With a curriculum they do not: they were measured, and are drawn
-again by their weights.
+again, so that no accepted group is stale. With a curriculum they do not: they have been measured, and are
+drawn again by their weights.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def sample_filtered(
     `max_filter_rounds` rounds.
 
     With `stream_batch_size` the sources of rewards score parts of a round while engines work on others, and
-    the models score the kept answers of a round while engines work on the next one. Which groups are kept is
-    the same as without. Raises ValueError when no group has a signal.
+    the models score the kept answers of a round while engines work on the next one. The groups that are kept
+    are the same as without it. Raises ValueError when no group has a signal.
     """
     n = setup.sampling.n
     batch = setup.order.batch

@@ -1,5 +1,5 @@
 """Samples an iteration's answers: the prompts in a seeded order, answered at once, ahead, or in parts.
-`sample_in_turn.py` chooses among these, and filters.
+`sample_in_turn.py` chooses among these ways, and filters.
 
 Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches, or a curriculum
 draws them (`curriculum_draws.py`). An iteration takes the next batch.
@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 class ScoringModels(Protocol):
-    """Defines what sampling and validation need of the models (`Fleet`): scores or the rewards alone, for a
-    validation while the engines leave the models their GPUs; and the text of tokens."""
+    """Defines what sampling and validation need from the models (`Fleet`): all scores, or only the rewards,
+    also for a validation while the engines leave their GPUs to the models; and the text of tokens."""
 
     def start_score(
         self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int
@@ -94,8 +94,9 @@ class Setup(NamedTuple):
 
 
 class MeasuredGroups(NamedTuple):
-    """Holds the places of the groups whose rewards an iteration learns, each group once in a run, and these
-    rewards, n consecutive ones per group; None: those of the answers that it trains on."""
+    """Holds the places of the groups whose rewards become known in an iteration, each group once in a run,
+    and these rewards, n consecutive ones per group; None: the rewards of the answers that the iteration
+    trains on."""
 
     places: Sequence[int]
     rewards: Rewards | None = None
@@ -159,9 +160,9 @@ def stream_parts(
     part: int,
     begin: Callable[[list[Rollout]], T],
 ) -> tuple[list[Rollout], list[T]]:
-    """Samples answers to `count` prompts from a position on, and calls `begin` with those to each `part` of
-    them as soon as the last one arrives. Returns all answers, and the results of `begin`, in the order of the
-    prompts.
+    """Samples answers to `count` prompts from a position on, and calls `begin` with the answers to each
+    `part` of the prompts as soon as the last of these answers arrives. Returns all answers, and the results
+    of `begin`, in the order of the prompts.
 
     Parts follow the order of prompts, not of arrival, so that each run scores the same answers together and
     gets bitwise the same scores.

@@ -1,5 +1,5 @@
 """Writes answers that wait for training into a resume state, and reads them back, bit for bit; likewise the
-answers of an iteration with their rewards, for a run that trains on them alone."""
+answers of an iteration with their rewards, for a run that trains only on them."""
 
 from __future__ import annotations
 
@@ -121,8 +121,9 @@ def write_kept(
 
 
 def read_kept(folder: Path, iteration: int, setup: Setup) -> Sampled:
-    """Reads what `write_kept` wrote. The position is the number of the iteration. Tells with the first one
-    that another actor sampled. Raises ValueError for rollouts that do not fit the recipe."""
+    """Reads what `write_kept` wrote. Its position is the number of the iteration. For the first iteration,
+    prints a note if another actor sampled the rollouts. Raises ValueError for rollouts that do not fit the
+    recipe."""
     file = folder / f"iteration{iteration}.jsonl"
     head, rows, experts = _read(file)
     unlike = unlike_recipe(head, rows, setup)
@@ -153,7 +154,7 @@ def kept_by(setup: Setup) -> dict[str, Any]:
 
 
 def unlike_recipe(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], setup: Setup) -> list[str]:
-    """Returns what of kept rollouts does not fit the recipe, in words; empty if all does."""
+    """Returns, in words, what in kept rollouts does not fit the recipe; empty if everything fits."""
     known = head.get("kept_by", {})
     told = [
         f"{name} {known.get(name)} (here {value})"
@@ -175,8 +176,8 @@ def unlike_recipe(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], se
 
 
 def answers_prompt(row: Mapping[str, Any], prompt: Prompt | None, of_row: str | None) -> bool:
-    """Returns whether a kept rollout answers a prompt; None: the data has too few. `of_row`: for an episode,
-    whose environment may write the prompt, the digest of the prompt's row."""
+    """Returns whether a kept rollout answers a prompt; None: the data has too few prompts. `of_row`: for an
+    episode, whose environment may write the prompt, the digest of the prompt's row."""
     if prompt is None:
         return False
     if "own" in row:
@@ -199,7 +200,7 @@ def remove_kept(folder: Path, after: int) -> None:
 
 
 def kept_iterations(config: PPO, most: int) -> int:
-    """Returns how many iterations the folder of `train_only` has, from the first on, and at most `most`.
+    """Returns how many iterations, counted from the first, the folder of `train_only` has, at most `most`.
     Raises ValueError if it has none."""
     assert config.train_only is not None
     folder = Path(config.train_only)
