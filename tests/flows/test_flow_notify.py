@@ -131,6 +131,6 @@ def test_a_drift_is_an_alarm_and_the_run_goes_on(
         "drift",
         False,
         0.001,
-    ) and "Users ask otherwise" in alarm["meaning"]
+    ) and "prompts differ from those" in alarm["meaning"]
     assert (quiet["metric"], quiet["passed"]) == ("refusals/rise_p", True)
     assert set(attempts()) == {*ORDER, "drift", "publication"} and set(statuses().values()) == {"done"}

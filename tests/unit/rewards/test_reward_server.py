@@ -112,7 +112,7 @@ def test_it_says_what_it_serves(url: str, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (b"{", "no JSON"),
+        (b"{", "not JSON"),
         ({"prompts": PROMPTS}, "needs the lists prompts and responses"),
         ({"prompts": PROMPTS, "responses": ["1"]}, "lists of one length"),
         (

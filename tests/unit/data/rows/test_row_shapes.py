@@ -37,7 +37,7 @@ def test_sft_rows_of_both_kinds_cut_and_dropped(tmp_path: Path, renderer: Render
         {"prompt": [user("x")], "response": long},
         {"prompt": long, "response": "y"},
     ]
-    items, report = sft_documents(data(write(tmp_path / "rows.jsonl", rows)), renderer, 100, seed=0)
+    items, report, _ = sft_documents(data(write(tmp_path / "rows.jsonl", rows)), renderer, 100, seed=0)
     assert items[0] == items[1] == renderer.answer([user("x")], "y")
     assert len(items[2]) == 100 and items[2].mask[-1]
     assert not set(items[2].tokens[-50:]) & set(renderer.stop_token_ids), "nothing is forced onto a cut row"
@@ -62,7 +62,7 @@ def test_every_shape_of_a_preference_is_the_same_pair(tmp_path: Path, renderer: 
         {"prompt": "p", "chosen": [user("p"), assistant("c")], "rejected": [user("p"), assistant("r")]},
         {"chosen": [user("p"), assistant("c")], "rejected": [user("p"), assistant("r")]},
     ]
-    items, report = preference_pairs(data(write(tmp_path / "rows.jsonl", rows)), renderer, 100, seed=0)
+    items, report, _ = preference_pairs(data(write(tmp_path / "rows.jsonl", rows)), renderer, 100, seed=0)
     assert list(report.counts.values())[:4] == [5, 5, 0, 0]
     assert items[0].chosen == renderer.answer([user("p")], "c")
     assert items[0].rejected == renderer.answer([user("p")], "r")
@@ -98,7 +98,7 @@ def test_long_pairs_keep_the_end_of_the_prompt_and_equal_answers_are_dropped(
         {"prompt": "a" * 200 + "end", "chosen": "c" * 300, "rejected": "rr"},
         {"prompt": "p", "chosen": "c" * 300 + "1", "rejected": "c" * 300 + "2"},
     ]
-    items, report = preference_pairs(data(write(tmp_path / "rows.jsonl", rows)), renderer, 100, seed=0)
+    items, report, _ = preference_pairs(data(write(tmp_path / "rows.jsonl", rows)), renderer, 100, seed=0)
     assert list(report.counts.values())[:4] == [4, 2, 2, 2]
     short, long = items
     for pair in items:
@@ -121,7 +121,7 @@ def test_prompts_keep_their_row_and_count_cuts(tmp_path: Path, renderer: Rendere
         {"uid": 1, "prompt": "x"},
         {"uid": 2, "prompt": [user("u"), assistant("v"), user("y" * 99 + "z")]},
     ]
-    items, report = prompts(data(write(tmp_path / "rows.jsonl", rows)), renderer, 60, seed=0)
+    items, report, _ = prompts(data(write(tmp_path / "rows.jsonl", rows)), renderer, 60, seed=0)
     assert [(item.truncated, item.row["uid"]) for item in items] == [(False, 1), (True, 2)]
     assert items[0].tokens == renderer.prompt([user("x")]) and items[0].messages == (user("x"),)
     assert len(items[1].tokens) == 60 and len(items[1].messages) == 3

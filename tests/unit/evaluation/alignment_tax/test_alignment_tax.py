@@ -325,7 +325,7 @@ def test_a_failed_gate_on_the_tax_has_a_meaning_and_a_task_a_name() -> None:
     config: StageConfig = AlignmentTax(models=("dpo",), tasks=("x/own.yaml",))
     assert has_metric(config, "tax/own/dpo") and task_name("x/own.yaml") == "own"
     assert "Alignment cost the model" in meaning_of("alignment_tax", "tax/own/dpo")
-    assert "sure" in meaning_of("alignment_tax", "tax_low/own")
+    assert "certain" in meaning_of("alignment_tax", "tax_low/own")
 
 
 # --- the chat template ---

@@ -53,7 +53,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> I
         finally:
             record(planned, views_of(planned, statuses), this_run("mine"))
 
-    monkeypatch.setattr(flows.alignment, "run_in_directory", work)
+    monkeypatch.setattr(flows.alignment, "run_stage", work)
     monkeypatch.setattr(flows.alignment, "check_gates", gates_of)
     monkeypatch.setattr(flows.alignment, "reported", recorded)
     with serving_hub(monkeypatch) as running:
