@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 from evaluation.report.summary import Status
-from flows.schedule import Start
+from flows.schedule import Start, machine_here, schedule_of
 from rlhf_core.config import KINDS
-from rlhf_core.recipe.plan import Node
+from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.allotment import Allotment, allotment
 from rlhf_core.runs.prepared import prepared
 
@@ -39,6 +39,15 @@ def prepare_next(nodes: Sequence[Node], begun: Collection[str]) -> None:
         if node.name not in begun and not node.done:
             prepared.plan(KINDS[node.kind].package, node.kind)
             return
+
+
+def prepare_first(planned: Plan, nodes: Sequence[Node]) -> None:
+    """Starts the process of the first stage that is not done, which imports its libraries while the run
+    checks its inputs and starts Prefect's server. Does nothing if stages may run side by side: their
+    environments differ."""
+    if schedule_of(planned, nodes, machine_here()).peak == 1:
+        prepare_next(nodes, ())
+        prepared.start()
 
 
 class OneByOne:

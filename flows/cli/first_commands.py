@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from flows.cli.show import OK, Whole, console
+from rlhf_core.config import KINDS
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.positions import positions_of, stored_config
 from rlhf_core.recipe.load_recipe import recipe_of
 from rlhf_core.recipe.yaml_text import parse
+from rlhf_core.runs.prepared import prepared
+from rlhf_core.system import orphan_watcher
 from rlhf_core.system.files import write_text
 from rlhf_core.system.machine import MachineLacks, num_cpus, num_gpus
 from rlhf_core.system.processes import WRONG_INPUT, child_environment
@@ -75,6 +78,10 @@ def demo(*, folder: Path = Path("."), plain: bool = False) -> int:
     shipped = _shipped()
     _make_folder(folder)
     os.chdir(folder)  # artifacts go there
+    if not Path(MATERIAL).exists():
+        orphan_watcher.start()
+        prepared.plan(KINDS["sft"].package, "sft")
+        prepared.start()
     with working("making the demo's model and data", plain):
         made = _make_material(shipped / "demo" / "make_material.py")
     print(made, end="", flush=True)  # not beside the spinner, on its line

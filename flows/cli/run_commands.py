@@ -17,9 +17,11 @@ import httpx
 from flows.cli.dry_run import outlook
 from flows.cli.show import OK, TERMINATED, Override, RecipePlace, Whole, console, show_pins, show_plan
 from flows.cli.terminal.live import Say, live_view, working
+from flows.running import prepare_first
 from rlhf_core.preflight.inputs import load_here, require_here
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import Node, Plan, plan
+from rlhf_core.runs.prepared import prepared as prepared_stage
 from rlhf_core.runs.run_dir import KEPT_FOLDER
 from rlhf_core.runs.run_records import RunRequest, asked, check_name, new_id
 from rlhf_core.system import orphan_watcher
@@ -155,12 +157,14 @@ def _run(
         with live_view(planned, nodes, given.id, plain) as say, _server_loading():
             say("checking the inputs and this machine")
             check()
+            prepare_first(planned, nodes)
             say("importing Prefect")
             import flows.alignment  # noqa: F401
 
             begun = True
             _flow(given, flow, say)
     finally:
+        prepared_stage.end()
         if begun:
             from flows.cli.terminal.ending import show_end
             from tasks.run_report import statuses_of

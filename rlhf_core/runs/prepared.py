@@ -1,5 +1,5 @@
-"""Starts the next stage's process while the current stage runs: it imports the libraries of its kind and
-waits for a run directory.
+"""Starts a stage's process early, while the stage before it runs or the run itself starts: the process
+imports the libraries of its kind and waits for a run directory.
 
 It is the process that a stage has anyway, with the same environment, below its own reaper: `python -m PACKAGE
 --wait KIND DESCRIPTOR`. It is used only if a process started now would be equal to it. It changes nothing
@@ -10,6 +10,7 @@ waiting process might hold.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,12 +21,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.runs.allotment import variables
+from rlhf_core.runs.run_dir import HOLDER_ENV
 from rlhf_core.system.machine import free_memory, num_gpus
 from rlhf_core.system.processes import child_environment
 
 WAIT = "--wait"  # argument of a process that reads its run directory from a pipe
 MEMORY = 3 << 30  # bytes that must be free: a waiting process holds half a GiB beside the running stage
 GRACE_SECONDS = 10.0  # between TERM and KILL
+# Variables that a run sets after it has started its first stage's process. No library reads them on import,
+# so the process receives them with its run directory.
+SET_LATER = ("PREFECT_API_URL", "PREFECT_UI_URL", HOLDER_ENV)
 
 
 class StageProcess(NamedTuple):
@@ -40,8 +45,10 @@ class StageProcess(NamedTuple):
 
     def fits(self, module: str, kind: str, grace_seconds: float) -> bool:
         """Returns whether the process is running and equal to one that would be started now."""
-        wanted = (module, kind, environment_of_stage(), os.getcwd(), grace_seconds)
-        return self.reaper.poll() is None and self[1:] == wanted
+        if self.reaper.poll() is not None or _fixed(self.environment) != _fixed(environment_of_stage()):
+            return False
+        wanted = (module, kind, os.getcwd(), grace_seconds)
+        return (self.module, self.kind, self.folder, self.grace_seconds) == wanted
 
 
 class Prepared:
@@ -62,14 +69,17 @@ class Prepared:
         self._planned = module, kind
 
     def start(self) -> None:
-        """Starts the planned stage's process, replacing a waiting one. Does nothing outside Linux, with GPUs,
-        or with little free memory."""
+        """Starts the planned stage's process, unless an equal one waits already; replaces another one. Does
+        nothing outside Linux, with GPUs, or with little free memory."""
         planned = self._planned
         self._planned = None
         if planned is None or sys.platform != "linux" or num_gpus() or free_memory() < MEMORY:
             return
-        self.end()
         module, kind = planned
+        with self._lock:
+            if self._waiting is not None and self._waiting.fits(module, kind, GRACE_SECONDS):
+                return
+        self.end()
         reads, writes = os.pipe()
         try:
             process = reaped(module, [WAIT, kind, str(reads)], kind, GRACE_SECONDS, pass_fds=(reads,))
@@ -97,7 +107,9 @@ class Prepared:
         try:
             with os.fdopen(pipe, "wb") as told:
                 if found.fits(module, kind, grace_seconds):
-                    told.write(os.fsencode(run_dir) + b"\n")
+                    environment = environment_of_stage()
+                    later = {name: environment[name] for name in SET_LATER if name in environment}
+                    told.write(json.dumps({"run_dir": str(run_dir), "environment": later}).encode() + b"\n")
                     told.flush()
                     return found.reaper
         except OSError:  # the process has ended
@@ -164,12 +176,23 @@ def end(reaper: subprocess.Popen[bytes], grace_seconds: float) -> None:
 
 
 def awaited(descriptor: int) -> str | None:
-    """Returns the run directory sent through a pipe; None when the other end closes it without sending
-    one."""
+    """Returns the run directory sent through a pipe, and sets the variables sent with it; None when the
+    other end closes it without sending one."""
+    line = b""
     with suppress(OSError), os.fdopen(descriptor, "rb") as told:
         line = told.readline()
-        return os.fsdecode(line[:-1]) if line.endswith(b"\n") else None
-    return None
+    if not line.endswith(b"\n"):
+        return None
+    sent = json.loads(line)
+    for name in SET_LATER:
+        os.environ.pop(name, None)
+    os.environ.update(sent["environment"])
+    return str(sent["run_dir"])
+
+
+def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that must be equal from the start of a process."""
+    return {name: value for name, value in environment.items() if name not in SET_LATER}
 
 
 prepared = Prepared()  # of this process

@@ -24,12 +24,16 @@ POLL_SECONDS = 0.5
 GRACE_SECONDS = 15.0  # longer than the reaper's grace period, so that the reaper ends its processes first
 GIVE_UP_SECONDS = 60.0
 
+_watched = 0  # the process that has a watcher; a fork of it has none
+
 
 def start() -> None:
     """Marks this process's environment and starts its watcher, which ends the processes started later when
-    this process has ended."""
-    if sys.platform != "linux":
+    this process has ended. Does nothing if this process has a watcher."""
+    global _watched
+    if sys.platform != "linux" or _watched == os.getpid():
         return
+    _watched = os.getpid()
     unmarked = {key: value for key, value in os.environ.items() if key != MARK}
     os.environ[MARK] = uuid.uuid4().hex
     subprocess.Popen(

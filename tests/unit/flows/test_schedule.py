@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +20,8 @@ from flows.schedule import (
     schedule_of,
 )
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.plan import plan
+from rlhf_core.recipe.plan import Plan, plan
+from rlhf_core.runs.prepared import Prepared
 from rlhf_core.system import machine as system
 
 FOUR = SharedResources(32, ("0", "1", "2", "3"))
@@ -244,4 +245,18 @@ def test_the_next_stage_that_is_not_done(
     calls: list[tuple[str, str]] = []
     monkeypatch.setattr(running.prepared, "plan", lambda module, kind: calls.append((module, kind)))
     running.prepare_next(NODES, begun)
+    assert calls == started
+
+
+@pytest.mark.parametrize(("peak", "started"), [(1, [("evaluation", "evaluation")]), (2, [])])
+def test_the_first_stage_is_prepared_unless_stages_run_side_by_side(
+    peak: int, started: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = Prepared()
+    calls: list[tuple[str, str] | None] = []
+    monkeypatch.setattr(prepared, "start", lambda: calls.append(prepared._planned))
+    monkeypatch.setattr(running, "prepared", prepared)
+    monkeypatch.setattr(running, "machine_here", lambda: None)
+    monkeypatch.setattr(running, "schedule_of", lambda *_: SimpleNamespace(peak=peak))
+    running.prepare_first(cast(Plan, None), NODES[1:])
     assert calls == started

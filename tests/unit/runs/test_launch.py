@@ -252,6 +252,26 @@ def test_an_exception_in_the_callback_ends_the_stage(prepare: Prepare) -> None:
     assert alive(run_dir) == []
 
 
+def test_a_second_start_of_the_watcher_keeps_the_mark_of_the_first() -> None:
+    script = (
+        "import os\n"
+        "from rlhf_core.system import orphan_watcher\n"
+        "orphan_watcher.start()\n"
+        "mark = os.environ[orphan_watcher.MARK]\n"
+        "orphan_watcher.start()\n"
+        "print(mark == os.environ[orphan_watcher.MARK] != 'of an outer run')\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "ALIGNFLOW_RUN": "of an outer run",
+    }
+    printed = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.split() == ["True"]
+
+
 def test_the_watcher_ends_what_a_killed_run_had_started(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(

@@ -18,7 +18,7 @@ from rlhf_core.config import SFT
 from rlhf_core.runs import prepared as ahead
 from rlhf_core.runs.launch import launch
 from rlhf_core.runs.prepared import Prepared
-from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.runs.run_dir import HOLDER_ENV, RunDir
 from rlhf_core.system.processes import child_environment
 from tests.support.stage_request import stage_request
 
@@ -35,6 +35,8 @@ from rlhf_core.runs.run_dir import Outcome, run_in_directory
 run_dir = awaited(int(sys.argv[3])) if sys.argv[1] == WAIT else sys.argv[1]
 if run_dir:
     print("process", os.getpid(), os.environ.get("CHANGED", "as it was"), flush=True)
+    if "ALIGNFLOW_HOLDER" in os.environ:
+        print("held by", os.environ["ALIGNFLOW_HOLDER"], flush=True)
     run_in_directory(run_dir, lambda request, run: Outcome({}, {}))
 """
 PARENT = f"""
@@ -113,6 +115,45 @@ def test_a_stage_with_another_environment_gets_a_process_of_its_own(
     (line,) = run(tmp_path)
     (own,) = {*begun(tmp_path, 2)} - {ahead_of_it}
     assert line == f"process {own} later" and not psutil.pid_exists(ahead_of_it)
+
+
+def test_a_waiting_process_receives_the_variables_that_the_run_sets_later(
+    waiting: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(HOLDER_ENV, raising=False)
+    ready(waiting)
+    (pid,) = begun(tmp_path)
+    monkeypatch.setenv(HOLDER_ENV, "run 7")
+    assert run(tmp_path) == [f"process {pid} as it was", "held by run 7"]
+
+
+def test_a_waiting_process_loses_a_variable_that_its_run_no_longer_has(
+    waiting: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HOLDER_ENV, "run 7")
+    ready(waiting)
+    (pid,) = begun(tmp_path)
+    monkeypatch.delenv(HOLDER_ENV)
+    assert run(tmp_path) == [f"process {pid} as it was"]
+
+
+@pytest.mark.parametrize(("changed", "kept"), [(None, True), ("later", False)])
+def test_a_second_start_replaces_only_a_process_that_would_not_be_used(
+    waiting: Prepared,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: str | None,
+    kept: bool,
+) -> None:
+    ready(waiting)
+    (first,) = begun(tmp_path)
+    if changed:
+        monkeypatch.setenv("CHANGED", changed)
+    ready(waiting)
+    begun(tmp_path, 1 if kept else 2)
+    (line,) = run(tmp_path)
+    assert (line == f"process {first} as it was") is kept
+    assert not psutil.pid_exists(first)
 
 
 @pytest.mark.parametrize("wrong", ["kind", "module", "folder"])
