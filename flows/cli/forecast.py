@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.markup import escape
 from flows.cli.show import say, table_of
 from rlhf_core.config import KINDS, PPO, Optimised, Ranks, Trainable
 from rlhf_core.config.rewards import RewardSource
+from rlhf_core.config.training.optimised import HALF
 from rlhf_core.forecast.by_phase import training_by_phase
 from rlhf_core.forecast.fitting_passes import alternatives, fields_of
 from rlhf_core.forecast.hardware import GIB, LINK, Gpu, nodes_of
@@ -75,7 +77,7 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
                 line += (
                     f" [red]and a GPU has {gpu.memory / GIB:.0f}: {_what_fits(config, size, stage, gpu)}[/]"
                 )
-            if config.dtype != BF16:
+            if config.dtype not in HALF:
                 line += f" [red]with dtype: {BF16}, and the recipe has {config.dtype}[/]"
             console.print(line, highlight=False)
             peaks = training_by_phase(config, size, stage, gpu)
@@ -245,7 +247,9 @@ def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
         fitting = [each for each, held in peaks.items() if held <= USABLE * gpu.memory]
         if fitting:
             head = KINDS[config.stage].has_vocabulary
-            best = min(fitting, key=lambda each: seconds_of_pass(size, each, tried, head, gpu) / each.tokens)
+            twice = head and getattr(config, "fp32_head", False)
+            seconds = partial(seconds_of_pass, size, zero_stage=tried, head=head, gpu=gpu, logits_twice=twice)
+            best = min(fitting, key=lambda each: seconds(what=each) / each.tokens)
             fields = fields_of(best, config) | ({} if tried == stage else {"zero_stage": tried})
             return (
                 f"with {', '.join(f'{field}: {value}' for field, value in fields.items())} it is"

@@ -21,7 +21,7 @@ from rlhf_core.config.rewards import (
     normalized_in_groups,
 )
 from rlhf_core.config.training.preference import PreferenceLoss, UnpairedLoss
-from rlhf_core.config.training.trainable import Routed, Trainable
+from rlhf_core.config.training.trainable import Trainable, TrainedPolicy
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
 
 ACROSS_PROMPTS = ("rejection_sampling", "conditional_sft")  # need rewards on one scale for all prompts
@@ -208,7 +208,7 @@ class Preferences(Rounds):
     answers, or all answers with their rewards."""
 
     stage: Literal["preferences"] = "preferences"
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description=(
             "dtype of the policy and reward models; auto: that of each checkpoint; in a loop the loop's dtype"
@@ -227,7 +227,7 @@ class Preferences(Rounds):
         return used if is_one_each else used * self.n_samples_per_prompt
 
 
-class Loop(Trainable, Routed):
+class Loop(Trainable, TrainedPolicy):
     """Rounds of training; round k starts from round k-1. The plan expands a loop into stages."""
 
     policy: str = Field("sft", description="model that the first round starts from")

@@ -72,10 +72,11 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Proce
     if how.averages and not (how.adapters or how.offload):
         state += 4 * learnt.number / how.ranks
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
-    positions = CHUNK if how.recomputed else how.tokens
+    chunked = how.recomputed or how.fp32_head  # otherwise logits are kept
+    positions = CHUNK if chunked else how.tokens
     logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0
     # the head's gradient: in fp32, over chunks, and in bf16
-    if learnt.head and how.recomputed and how.sums_in_fp32 and not how.adapters:
+    if learnt.head and chunked and how.sums_in_fp32 and not how.adapters:
         logits += (4 + 2) * size.vocabulary * size.hidden
     if sharded and not how.adapters:
         # gradients of a layer wait for the layer's last one
@@ -200,6 +201,7 @@ def _training(
         averages=config.ema is not None and role != "critic",
         freeze=config.freeze,
         muon=config.optimizer == "muon",
+        fp32_head=role != "critic" and getattr(config, "fp32_head", False),
     )
 
 

@@ -97,7 +97,8 @@ def phases(
         if name in ("actor", "critic"):
             steps = answers * config.max_epochs / config.train_batch_size
             a_pass, passes = as_laid(config, ranks)
-            of_pass = seconds_of_pass(size, a_pass, sharding.stage, head, gpu, config.longest, rates)
+            again = config.fp32_head and head
+            of_pass = seconds_of_pass(size, a_pass, sharding.stage, head, gpu, config.longest, rates, again)
             computed = passes * of_pass / in_training
             training[name] = (
                 steps
@@ -133,16 +134,26 @@ def forward_operations(size: Size, head: bool, length: int) -> float:
 
 
 def seconds_of_pass(
-    size: Size, what: Pass, zero_stage: int, head: bool, gpu: Gpu, length: int = 0, rates: Rates = TYPICAL
+    size: Size,
+    what: Pass,
+    zero_stage: int,
+    head: bool,
+    gpu: Gpu,
+    length: int = 0,
+    rates: Rates = TYPICAL,
+    logits_twice: bool = False,
 ) -> float:
     """Returns the time of the pass's operations, or the time that the host needs to launch them if that is
-    longer. `head`: as in `memory.trained`."""
+    longer. `head`: as in `memory.trained`. `logits_twice`: the head's product is computed again in the
+    backward half (`fp32_head`)."""
     again = 1 + what.recomputed / 3  # of 3 parts, one forward and two backward, the first is recomputed
     sharding = SHARDINGS[zero_stage]
     share = rates.sharded if sharding.weights else rates.training
-    return again * max(
-        3 * forward_operations(size, head, length) * what.tokens / share / gpu.flops,
-        size.layers * sharding.launch,
+    logits = 2 * size.vocabulary * size.hidden if logits_twice else 0
+    operations = 3 * again * forward_operations(size, head, length) + logits
+    return max(
+        operations * what.tokens / share / gpu.flops,
+        again * size.layers * sharding.launch,
     )
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
-from rlhf_core.config.training.optimised import SHARDINGS
+from rlhf_core.config.training.optimised import HALF, SHARDINGS
 from rlhf_core.config.training.sharding import TORCH
 from rlhf_core.forecast.fitting_passes import Pass
 from rlhf_core.forecast.hardware import GIB
@@ -204,7 +204,7 @@ def _choose(
     most = config.shardings[-1].stage
     if config.needing_shards:
         return Chosen(most, f"{config.needing_shards[0]} is for weights that are sharded")
-    if known is None or not gpu_bytes or config.dtype != "bfloat16":
+    if known is None or not gpu_bytes or config.dtype not in HALF:
         unknown = "a model's config.json has no sizes" if known is None else "it is not bfloat16"
         return Chosen(most, f"memory cannot be estimated, as {unknown if gpu_bytes else 'there is no GPU'}")
     # The memory left on the GPU with Adam on the host is only known where gradients are sharded.

@@ -45,7 +45,7 @@ def read_precision(draft: Draft) -> None:
     if bf16:
         draft.translate(bf16, "dtype", "bfloat16")
     if dtype:
-        how = "" if dtype.first in ("bf16", "fp32") else "bfloat16, the only half precision"
+        how = "" if dtype.first in ("bf16", "fp32") else "bfloat16, which needs no loss scale"
         draft.translate(dtype, "dtype", "float32" if dtype.first == "fp32" else "bfloat16", how)
     elif not bf16 and draft.dialect == "dotted":
         draft.put("dtype", "bfloat16")

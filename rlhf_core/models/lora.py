@@ -63,13 +63,15 @@ def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
 
 
 def _forward(layer: Any, hidden: Tensor) -> Tensor:
-    """Computes (..., K) -> (..., N) in the dtype of `hidden`; peft's layers copy both to fp32."""
+    """Computes (..., K) -> (..., N) in the dtype of the base layer's product: that of `hidden`, or fp32 for a
+    head with `fp32_head`. peft's layers copy both to fp32."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     product = layer.base_layer(flat)
     if not layer.disable_adapters:
         a = layer.lora_A[ADAPTER].weight
         b = layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
-        product = product.addmm_(F.linear(flat, a.to(flat.dtype)), b.to(flat.dtype).t())
+        flat = flat.to(product.dtype)
+        product = product.addmm_(F.linear(flat, a.to(product.dtype)), b.to(product.dtype).t())
     return product.view(*hidden.shape[:-1], product.shape[-1])
 
 

@@ -71,6 +71,7 @@ class Policy(nn.Module):
     sequence: SequenceRanks = ALONE  # the ranks that compute each pass together
     # distributions are over the first `known` rows of the vocabulary; None: all
     known: int | None = None
+    fp32_head = False  # the head's product is computed in fp32 (`fp32_head.py`)
 
     def __init__(self, model: PreTrainedModel, balanced: bool = False):
         super().__init__()
@@ -128,7 +129,16 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings()
         values = torch.stack(
             token_logprobs(
-                head, flat, targets, temperature / self.scale, entropy, keep, self.cap, top, self.known
+                head,
+                flat,
+                targets,
+                temperature / self.scale,
+                entropy,
+                keep,
+                self.cap,
+                top,
+                self.known,
+                self.fp32_head,
             )
         )
         values = values.new_zeros(2, tokens.numel()).index_copy(1, places[:count], values[:, :count])

@@ -7,7 +7,8 @@ number of chunks: under ZeRO-3 every rank must gather the head's weights equally
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from rlhf_core.models.fp32_head import fp32_forward, fp32_product
 from rlhf_core.models.weights.whole_weights import is_cut
 
 Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
@@ -45,6 +47,7 @@ def token_logprobs(
     cap: float | None = None,
     top: Truncation = WHOLE,
     known: int | None = None,
+    fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns the log-probs of tokens and the entropies of their distributions, (N,) fp32. hidden: (N, H).
     targets: (N,).
@@ -53,21 +56,23 @@ def token_logprobs(
     gradient. `known`: the distributions are over the first `known` rows of the head only; None: over all.
 
     `keep`: the logits stay in memory for the backward pass, N x V in the model's dtype. Otherwise they are
-    recomputed in chunks, as they always are with a `cap`, which turns x into `cap * tanh(x / cap)` (Gemma 2,
-    section 2). The entropies are 0 with "no", and carry no gradient with "value".
+    recomputed in chunks, as they always are with `fp32`, which computes them in fp32 (`fp32_head.py`), and
+    with a `cap`, which turns x into `cap * tanh(x / cap)` (Gemma 2, section 2). The entropies are 0 with
+    "no", and carry no gradient with "value".
     """
     scale = 1 / temperature if temperature else 1.0
     if type(head) is not nn.Linear:  # a head with adapters, for example
-        logprobs, entropies = _through(head, hidden, targets, scale, entropy != "no", cap, top, known)
+        logprobs, entropies = _through(head, hidden, targets, scale, entropy != "no", cap, top, known, fp32)
     else:
         # On a CPU PyTorch allocates several tensors of a chunk's size.
         keep = (
             keep
             and cap is None
+            and not fp32
             and torch.is_grad_enabled()
             and (hidden.is_cuda or len(hidden) <= LOGITS_CHUNK)
         )
-        options = (targets, scale, entropy != "no", keep, cap, top, known)
+        options = (targets, scale, entropy != "no", keep, cap, top, known, fp32)
         with replaced_forward(head, lambda rows: _HeadLogprobs.apply(rows, head.weight, head.bias, *options)):
             logprobs, entropies = head(hidden)
     return logprobs, entropies if entropy == "gradient" else entropies.detach()
@@ -82,17 +87,21 @@ def _through(
     cap: float | None,
     top: Truncation,
     known: int | None,
+    fp32: bool,
 ) -> tuple[Tensor, Tensor]:
     """Runs any head in chunks, each with checkpointing in training. A head that ZeRO-3 has sharded runs in
     one call, because ZeRO-3 counts calls."""
 
     def read(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        logits = _capped(head(rows)[:, :known].contiguous(), cap)
+        # here, because `checkpoint` runs this again in the backward pass
+        with replaced_forward(plain, partial(fp32_forward, plain)) if fp32 else nullcontext():
+            logits = _capped(head(rows)[:, :known].contiguous(), cap)
         logprobs, _, entropies = _read_with_torch(
             logits, wanted, scale, entropy, _floors(logits.detach(), wanted, scale, top)
         )
         return logprobs, entropies
 
+    plain: Any = getattr(head, "base_layer", head)
     cut = any(map(is_cut, head.parameters()))
     size = max(1, len(hidden)) if cut else LOGITS_CHUNK
     pairs = list(zip(hidden.split(size), targets.split(size), strict=True))
@@ -137,14 +146,16 @@ class _HeadLogprobs(torch.autograd.Function):
         cap: float | None,
         top: Truncation,
         known: int | None,
+        fp32: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         size = max(1, len(hidden)) if keep else LOGITS_CHUNK
+        product = fp32_product if fp32 else F.linear
         parts = []
         floors = []
         logits = hidden.new_empty(0)
         for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
-            logits = _capped(F.linear(rows, weight[:known], None if bias is None else bias[:known]), cap)
+            logits = _capped(product(rows, weight[:known], None if bias is None else bias[:known]), cap)
             floors.append(_floors(logits, wanted, scale, top))
             parts.append(_functions(logits)[1](logits, wanted, scale, entropy, floors[-1]))
         logprobs, sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -164,6 +175,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.overwritten = False
         ctx.cap = cap
         ctx.known = known
+        ctx.product = product
         return logprobs, entropies
 
     @staticmethod
@@ -183,7 +195,7 @@ class _HeadLogprobs(torch.autograd.Function):
         bias_grad: Tensor | None = None
         for start in range(0, max(1, len(hidden)), ctx.size):
             part = slice(start, start + ctx.size)
-            logits = _capped(F.linear(hidden[part], weight, bias), ctx.cap) if kept is None else kept
+            logits = _capped(ctx.product(hidden[part], weight, bias), ctx.cap) if kept is None else kept
             # the cap's derivative; computed before `logits` is overwritten
             slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()
             more = None if entropy_grads is None else entropy_grads[part]
@@ -193,6 +205,7 @@ class _HeadLogprobs(torch.autograd.Function):
             )
             if slope is not None:
                 logits = logits.mul_(slope)
+            logits = logits.to(hidden.dtype)  # of fp32 logits, the gradient alone is rounded
             if hidden_grad is not None:
                 torch.mm(logits, weight, out=hidden_grad[part])
             if for_weight:
@@ -206,7 +219,7 @@ class _HeadLogprobs(torch.autograd.Function):
         )
         if bias_grad is not None and whole_bias is not None:
             bias_grad = _with_unknown_rows(bias_grad.to(whole_bias.dtype), len(whole_bias))
-        return hidden_grad, weight_grad, bias_grad, None, None, None, None, None, None, None
+        return hidden_grad, weight_grad, bias_grad, *[None] * 8
 
 
 def _with_unknown_rows(grad: Tensor, rows: int) -> Tensor:

@@ -26,15 +26,18 @@ def open_engine(
     max_model_len: int,
     dtype: str = "float32",
     trust_remote_code: bool = False,
+    fp32_head: bool = False,
     **of_vllm: Any,
 ) -> RolloutEngine:
     """Starts an engine and loads a model, a folder or Hub id. `max_model_len`: tokens of the longest prompt
-    and answer together. `of_vllm`: what only vLLM's engine reads (`VllmEngine`). Raises ValueError for a
-    model that this kind of engine cannot run."""
+    and answer together. `fp32_head`: logits are computed in fp32. `of_vllm`: what only vLLM's engine reads
+    (`VllmEngine`). Raises ValueError for a model that this kind of engine cannot run."""
     if config.kind == "transformers":
         from rlhf_core.rollout.transformers_engine import TransformersEngine
 
-        return TransformersEngine(model, config, dtype=dtype, trust_remote_code=trust_remote_code)
+        return TransformersEngine(
+            model, config, dtype=dtype, trust_remote_code=trust_remote_code, fp32_head=fp32_head
+        )
     from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 
     return VllmEngine(
@@ -44,5 +47,6 @@ def open_engine(
         max_model_len=max_model_len,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
+        fp32_head=fp32_head,
         **of_vllm,
     )

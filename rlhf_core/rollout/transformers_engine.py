@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from multiprocessing.connection import Client
 from typing import Any
@@ -29,6 +30,7 @@ from transformers.generation import (
 from rlhf_core.config.engines import EngineConfig
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
+from rlhf_core.models.fp32_head import fp32_forward
 from rlhf_core.models.kernels.attention import PLAIN, VARLEN, set_attention
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.load_model import load_policy
@@ -49,12 +51,21 @@ class TransformersEngine:
     first = 0
     version = 0
 
-    def __init__(self, model: str, config: EngineConfig, *, dtype: str, trust_remote_code: bool):
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig,
+        *,
+        dtype: str,
+        trust_remote_code: bool,
+        fp32_head: bool = False,
+    ):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self._device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(config.gpu_memory_utilization)
         self._batch_size = int(config.options.get("batch_size", BATCH_SIZE))
         self._dtype = dtype
+        self._fp32_head = fp32_head
         self._trust_remote_code = trust_remote_code
         self._requests: list[Request] = []
         self._channel: Channel | None = None
@@ -79,6 +90,10 @@ class TransformersEngine:
         model = policy.model
         if model.config._attn_implementation in (VARLEN, PLAIN):
             model.set_attn_implementation("sdpa")
+        if self._fp32_head:
+            policy.fp32_head = True
+            head = model.get_output_embeddings()
+            vars(head)["forward"] = partial(fp32_forward, head)
         # the checkpoint's own would change the distribution, such as by a repetition penalty
         model.generation_config = GenerationConfig()
         self._policy = policy.to(self._device).eval().requires_grad_(False)

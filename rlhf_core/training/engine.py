@@ -37,6 +37,14 @@ class AdamW(NamedTuple):
     muon: bool = False  # trains hidden matrices (`hidden_matrices`) in AdamW's place
 
 
+class Scaling(NamedTuple):
+    """The loss scale of training in float16, and the number of steps that were skipped because a gradient
+    overflowed."""
+
+    scale: float
+    overflows: int
+
+
 class Engine(Protocol):
     """One rank of one trained model. `module` is a `Policy` or a `Scorer`."""
 
@@ -52,10 +60,15 @@ class Engine(Protocol):
         """Accumulates the gradient, in fp32 if a step has several micro-batches; `last` marks the last one of
         an optimiser step."""
 
-    def step(self, learning_rate: float) -> float:
-        """Takes one optimiser step and returns the gradient norm before clipping. Raises FloatingPointError
-        when the norm is not finite: then the weights and the optimiser are unchanged, and the gradient is
+    def step(self, learning_rate: float) -> float | None:
+        """Takes one optimiser step and returns the gradient norm before clipping; None in float16 for a step
+        that is skipped because a gradient overflowed with its loss scale. Raises FloatingPointError when the
+        norm is not finite. In both cases the weights and the optimiser are unchanged, and the gradient is
         dropped."""
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """None except in float16."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Returns the sum of `values` over all ranks."""
@@ -99,6 +112,7 @@ class TorchEngine:
         self.rank = 0
         self.world_size = 1
         self.sharing = 1
+        self.scaling: Scaling | None = None  # of float16, which only DeepSpeed trains
         self._adamw = adamw
         self._weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimised = {

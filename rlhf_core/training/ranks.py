@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
 from rlhf_core.config import DPO, KINDS, KTO, SFT, Lora, Optimised, Trainable
 from rlhf_core.config.metrics.shared_metrics import SURVIVES
+from rlhf_core.config.training.optimised import HALF
 from rlhf_core.config.training.optimiser_fields import EMA
 from rlhf_core.config.training.sharding import TORCH
 from rlhf_core.data.data_report import JSON
@@ -126,7 +127,7 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int, host_bytes:
     if not gpu_bytes or (size := _size(request, config)) is None:
         return
     require_start([request.name], starts(config, {request.name: size})[request.name], gpu_bytes)
-    if config.dtype == "bfloat16":
+    if config.dtype in HALF:
         stage = (config.sharding or TORCH).stage
         print(doubt(peak_of_training(config, size, stage, gpu_bytes), gpu_bytes), end="", flush=True)
         print(
@@ -146,7 +147,7 @@ def policy_to_train(request: StageRequest, config: SFT | DPO | KTO, path: str) -
     """Loads a policy as the stage trains it: all weights or adapters, whole or cut over the ranks. Raises as
     `trained_policy`."""
     tell_load(path)
-    return trained_policy(
+    policy = trained_policy(
         path,
         config.dtype,
         request.trust_remote_code,
@@ -155,16 +156,19 @@ def policy_to_train(request: StageRequest, config: SFT | DPO | KTO, path: str) -
         config.router_aux_coef,
         shards_of(config),
     )
+    policy.fp32_head = config.fp32_head
+    return policy
 
 
 def open_frozen(
-    path: str, config: Trainable, trust_remote_code: bool, device: torch.device
+    path: str, config: DPO | KTO, trust_remote_code: bool, device: torch.device
 ) -> Policy | FrozenModel:
     """Loads a policy that is not trained: whole on each rank, or cut over the ranks if a trained one is. In
     that case this is a collective."""
     cut = config.sharding is not None and config.sharding.weights
     shards = backend_of(config).frozen_shards(config.dtype) if cut else None
     policy = load_policy(path, config.dtype, trust_remote_code, shards=shards)
+    policy.fp32_head = config.fp32_head
     if config.float8:
         use_float8(policy.model, required=False)
     return policy.to(device) if shards is None else backend_of(config).frozen(policy, config.dtype)

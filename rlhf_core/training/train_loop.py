@@ -24,7 +24,7 @@ from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system import progress
-from rlhf_core.training.engine import Engine, at, check_finite, sum_metrics
+from rlhf_core.training.engine import Engine, Scaling, at, check_finite, sum_metrics
 from rlhf_core.training.learning_rate import learning_rate, tell_long_warmup
 from rlhf_core.training.skipped_steps import SkippedSteps, StepRow
 
@@ -100,6 +100,8 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
             metrics = metrics | evaluation
         if skipped.allowed:
             metrics = metrics | {"skipped_steps": float(skipped.count)}
+        if engine.scaling is not None:
+            metrics = metrics | scaling_metrics(engine.scaling)
         if tracker and (done % config.logging_steps == 0 or done == total):
             tracker.log(done, metrics, show=task.show)
         if done < total and due(engine, cadence, done):
@@ -117,9 +119,14 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         tracker.close()
     if not trained:
         raise RuntimeError(f"none of the {total} steps had a gradient: nothing was trained")
-    return (
-        weighted_means(recent) | evaluation | {"steps": float(total), "skipped_steps": float(skipped.count)}
-    )
+    counts = {"steps": float(total), "skipped_steps": float(skipped.count)}
+    if engine.scaling is not None:
+        counts |= scaling_metrics(engine.scaling)
+    return weighted_means(recent) | evaluation | counts
+
+
+def scaling_metrics(scaling: Scaling) -> dict[str, float]:
+    return {"loss_scale": scaling.scale, "overflow_steps": float(scaling.overflows)}
 
 
 def weighted_means(steps: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
@@ -138,7 +145,7 @@ def take_step(
     engine: Engine, task: Task, places: Sequence[int], rate: float, skipped: SkippedSteps, number: int
 ) -> dict[str, float]:
     """Takes optimiser step `number` on the items at `places` and returns its metrics; for a skipped step only
-    the learning rate.
+    the learning rate, and for one that overflows float16 all but the gradient norm.
 
     Raises FloatingPointError, which names the rows, when the loss or the gradient norm is not finite and no
     more steps may be skipped.
@@ -146,7 +153,8 @@ def take_step(
     items = [task.items[place] for place in places]
     try:
         metrics = optimiser_step_gradients(engine, task, items, tainted=skipped.allowed > 0)
-        metrics |= {"grad_norm": _stepped(engine, rate, metrics), "learning_rate": rate}
+        norm = _stepped(engine, rate, metrics)
+        metrics |= {"learning_rate": rate} | ({} if norm is None else {"grad_norm": norm})
     except FloatingPointError as error:
         rows = [StepRow(place, task.text(item)) for place, item in zip(places, items, strict=True)]
         skipped.add(number, error, rows)
@@ -154,14 +162,17 @@ def take_step(
     return metrics
 
 
-def _stepped(engine: Engine, rate: float, metrics: Mapping[str, float]) -> float:
-    """Takes the engine's step and returns the gradient norm. If neither loss nor norm is finite, the error
+def _stepped(engine: Engine, rate: float, metrics: Mapping[str, float]) -> float | None:
+    """Takes the engine's step and returns what it returns. If neither loss nor norm is finite, the error
     names the loss."""
     try:
         norm = engine.step(rate)
     except FloatingPointError:
         check_losses(metrics)
         raise
+    if norm is None:
+        check_losses(metrics)
+        return None
     assert all(math.isfinite(metrics[name]) for name in losses_of(metrics)), (
         "a loss that is not finite had a finite gradient"
     )

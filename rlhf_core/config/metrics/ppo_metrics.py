@@ -6,7 +6,15 @@ from __future__ import annotations
 from rlhf_core.config.metrics.metric import Condition, Metric, each
 from rlhf_core.config.metrics.ppo_engine_metrics import MASKED, SAMPLER, TIMES
 from rlhf_core.config.metrics.sampling_metrics import rewarded
-from rlhf_core.config.metrics.shared_metrics import ANSWERS, DATA, EXPERTS, MERGED_AWAY, SURVIVES
+from rlhf_core.config.metrics.shared_metrics import (
+    ANSWERS,
+    DATA,
+    EXPERTS,
+    FLOAT16,
+    MERGED_AWAY,
+    OVERFLOWS,
+    SURVIVES,
+)
 from rlhf_core.config.metrics.validation_metrics import EXPLOITED, VALIDATION
 from rlhf_core.config.ppo.ppo_config import PPO
 
@@ -200,6 +208,14 @@ POLICY = (
         failed="PPO is unstable: lower actor_learning_rate.",
     ),
     Metric("policy/learning_rate", "learning rate of the actor"),
+    Metric("policy/loss_scale", "factor of the actor's loss, by which gradients are divided", when=FLOAT16),
+    Metric(
+        "policy/overflow",
+        "share of the actor's optimiser steps that were skipped because a gradient overflowed float16",
+        "share",
+        FLOAT16,
+        failed=OVERFLOWS,
+    ),
     Metric(
         "policy/empty_steps",
         "optimiser steps without a token to train on, which are skipped; other metrics are means over the"

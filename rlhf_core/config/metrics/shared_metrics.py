@@ -12,6 +12,11 @@ MERGED_AWAY = (
     "Merging lost a part of the adapters' update, or the update is too small for it: export only the adapter"
     " (lora.export)."
 )
+FLOAT16 = Condition("with `dtype: float16`", lambda config: config.dtype == "float16")
+OVERFLOWS = (
+    "Gradients overflow float16: a few steps at the start are usual, later ones mean too large activations:"
+    " set dtype to bfloat16."
+)
 EXPERTS = Metric(
     BALANCE,
     "load-balancing loss of the experts without its coefficient, mean over documents and layers:"

@@ -6,7 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlhf_core.config.metrics.metric import Condition, Metric, Panel
-from rlhf_core.config.metrics.shared_metrics import BAD_DATA, DATA, EXPERTS, MERGED_AWAY, SURVIVES
+from rlhf_core.config.metrics.shared_metrics import (
+    BAD_DATA,
+    DATA,
+    EXPERTS,
+    FLOAT16,
+    MERGED_AWAY,
+    OVERFLOWS,
+    SURVIVES,
+)
 
 HELD_OUT = Condition("with `eval_data`, on held-out data", lambda config: config.eval_data is not None)
 WITH_NLL = Condition("with `nll_coef`", lambda config: bool(config.nll_coef))
@@ -28,6 +36,14 @@ STEPS = (
         failed="Steps had a loss or gradient that is not finite: look at their rows in nonfinite_steps.jsonl"
         " of the stage.",
     ),
+    Metric(
+        "overflow_steps",
+        "optimiser steps that were skipped because a gradient overflowed float16 with its loss scale",
+        "count",
+        FLOAT16,
+        failed=OVERFLOWS,
+    ),
+    Metric("loss_scale", "factor of the loss, by which gradients are divided, at the end", when=FLOAT16),
     Metric(
         SURVIVES,
         "share of the adapters' update that the rounded weights contain, about 1"

@@ -18,7 +18,7 @@ from rlhf_core.config.rewarding.verifiers import VerifierReward
 from rlhf_core.config.rewards import NoReward
 from rlhf_core.config.training.lora_fields import adapter_mistakes
 from rlhf_core.config.training.optimised import Optimised
-from rlhf_core.config.training.trainable import Routed
+from rlhf_core.config.training.trainable import TrainedPolicy
 from rlhf_core.records import check
 
 
@@ -33,7 +33,7 @@ class PPO(
     UpdateLimits,
     Optimised,
     Rewarded,
-    Routed,
+    TrainedPolicy,
 ):
     """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives. Each model runs on
     its own Ray group; vLLM generates the rollouts."""
@@ -51,6 +51,11 @@ class PPO(
     @property
     def longest(self) -> int:
         return self.prompt_max_len + self.generate_max_len
+
+    def dtype_in(self, role: str) -> str:
+        """float16 is for models whose log-probs are compared; the others need no loss scale in bfloat16."""
+        compared = role in ("actor", "reference")
+        return self.dtype if compared or self.dtype != "float16" else "bfloat16"
 
     @property
     def scorings(self) -> dict[str, int]:

@@ -59,7 +59,7 @@ def adapter_mistakes(engine: EngineConfig, lora: Lora | None, dtype: str) -> Ite
         )
     if engine.pipeline_parallel_size > 1:
         yield "engine.adapters: alone is for engines without pipeline_parallel_size: leave one of them out"
-    if engine.gpus and dtype != "bfloat16":
+    if engine.gpus and dtype == "float32":
         yield (
             f"engine.adapters: alone needs dtype bfloat16 on GPUs, and it is {dtype}: set it, or leave"
             " engine.adapters out"

@@ -31,6 +31,7 @@ Recomputed = Annotated[
     Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)
 ]
 
+HALF = ("bfloat16", "float16")
 FEW_STEPS = 10  # fewer optimiser steps than this train almost nothing
 # what each value of `zero_stage` shards
 SHARDINGS: dict[int, Sharding] = {each.stage: each for each in (TORCH, ZERO_1, ZERO_2, ZERO_3)}
@@ -68,7 +69,14 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
         30.0, ge=0, description="where save_steps is 0: minutes between two resume checkpoints; 0: none"
     )
     keep_checkpoints: Annotated[Positive, NotInDigest] = Field(1, description="resume checkpoints kept")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32",
+        description=(
+            "parameters and activations. float16: finer than bfloat16, with a smaller range, so DeepSpeed"
+            " scales the loss, and skips steps whose gradients overflow; in ppo for actor, reference and"
+            " engines (Qi et al. 2025), while reward models and critic are in bfloat16"
+        ),
+    )
     float8: Annotated[bool, InDigestIfSet] = Field(
         False,
         description=(
@@ -127,6 +135,10 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
         ppo, else `model`."""
         raise NotImplementedError
 
+    def dtype_in(self, role: str) -> str:
+        """Returns the dtype of a model. `role`: as in `offloaded`, or a group of ppo."""
+        return self.dtype
+
     def loads(self, place: str) -> bool:
         return True
 
@@ -147,10 +159,12 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
 
     @property
     def shardings(self) -> list[Sharding]:
-        """What can be shared out, least first: 4-bit weights cannot, and Muon needs whole matrices."""
+        """What can be shared out, least first: 4-bit weights cannot, and Muon needs whole matrices. Only
+        DeepSpeed trains in float16."""
         if self.optimizer == "muon":
             return [TORCH]
-        return [each for each in SHARDINGS.values() if not (each.weights and self.quantized)]
+        able = [each for each in SHARDINGS.values() if not (each.weights and self.quantized)]
+        return [each for each in able if each is not TORCH] if self.dtype == "float16" else able
 
     @property
     def needing_shards(self) -> list[str]:
@@ -166,7 +180,8 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
     def alone(self) -> bool:
         """Whether plain torch could train this: each model on one rank, and nothing that plain torch
         lacks."""
-        lacking = self.offloaded("adam") or self.offloaded("param") or self.deepspeed
+        offloaded = self.offloaded("adam") or self.offloaded("param")
+        lacking = offloaded or self.deepspeed or self.dtype == "float16"
         return not lacking and all(ranks.world_size == 1 for ranks in self.trained_ranks.values())
 
     @property
@@ -208,6 +223,16 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
                 "float8 computes the gradients of all weights, also of frozen ones: leave float8 or freeze"
                 " out"
             )
+
+    @check
+    def _check_float16(self) -> Iterator[str]:
+        if self.dtype != "float16" or self.sharding is not TORCH:
+            return
+        field = "optimizer to adamw" if self.optimizer == "muon" else "zero_stage to 1, 2, 3 or auto"
+        yield (
+            f"dtype=float16 needs the loss scale of DeepSpeed, and this is plain torch: set {field}, or dtype"
+            " to bfloat16"
+        )
 
     @check
     def _check_ema(self) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhf_core.config.data import Data, TemplateArgs, template_mistakes
-from rlhf_core.config.training.trainable import Routed, Trainable
+from rlhf_core.config.training.trainable import Trainable, TrainedPolicy
 from rlhf_core.records import Config, Rate, check
 
 
@@ -60,7 +60,7 @@ class UnpairedLoss(Config):
 REFERENCE_FREE = ("simpo", "orpo")
 
 
-class DirectAlignment(Trainable, Routed):
+class DirectAlignment(Trainable, TrainedPolicy):
     """Fields that dpo and kto share."""
 
     policy: str = Field("sft", description="model to train")

@@ -60,6 +60,7 @@ class Training(NamedTuple):
     sums_in_fp32: bool = False  # of the gradients of a step's passes
     averages: bool = False  # the weights' moving average, in fp32, beside the optimiser's state
     freeze: Freeze | None = None  # the weights without gradient and optimiser's state
+    fp32_head: bool = False  # logits in fp32 are recomputed in chunks
     muon: bool = False  # the matrices of layers have one moment in place of two
 
     @property

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhf_core.config.data import Data, TemplateArgs, Text, template_mistakes
-from rlhf_core.config.training.trainable import Routed, Trainable
+from rlhf_core.config.training.trainable import Trainable, TrainedPolicy
 from rlhf_core.records import NotInDigest, Rate, check
 
 
-class SFT(Trainable, Routed):
+class SFT(Trainable, TrainedPolicy):
     """Supervised fine-tuning: token-mean NLL over assistant tokens."""
 
     rows = "sft"

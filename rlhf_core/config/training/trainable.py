@@ -1,4 +1,5 @@
-"""The fields that all training stages share (`Trainable`), and those of mixtures of experts (`Routed`)."""
+"""The fields that all training stages share (`Trainable`), and those of stages that train a policy
+(`TrainedPolicy`)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from pydantic import Field
 from rlhf_core.config.data import Rows, Text
 from rlhf_core.config.process_groups import Groups
 from rlhf_core.config.training.optimised import Optimised
-from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, check
+from rlhf_core.records import Config, InDigestIfSet, NotInDigest, Positive, Ranks, Rate, check
 
 
-class Routed(Config):
-    """The router loss of stages that train a policy, for mixture-of-experts models."""
+class TrainedPolicy(Config):
+    """Fields that all stages share that train a policy: the router loss, and the precision of the head."""
 
     router_aux_coef: float = Field(
         0.0,
@@ -23,6 +24,23 @@ class Routed(Config):
             "mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
         ),
     )
+    fp32_head: Annotated[bool, InDigestIfSet] = Field(
+        False,
+        description=(
+            "with a 16-bit dtype: the head's logits are computed in fp32 (MiniMax-M1, arXiv:2506.13585), in"
+            " the policy, its reference and, in ppo, the engines, whose log-probs are then closer to the"
+            " trainer's"
+        ),
+    )
+
+    @check
+    def _check_head(self) -> Iterator[str]:
+        assert isinstance(self, Optimised), "stages that train a policy train"
+        if self.fp32_head and self.dtype == "float32":
+            yield (
+                "fp32_head computes the logits of 16-bit weights in fp32, and dtype is float32: set dtype to"
+                " bfloat16, or leave fp32_head out"
+            )
 
 
 class Trainable(Optimised):

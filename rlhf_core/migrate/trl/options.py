@@ -148,7 +148,7 @@ DROPPED: dict[str, str] = {
     "neftune_noise_alpha": "embeddings get no noise",
     "adam_epsilon": "AdamW's epsilon is 1e-8",
     "label_smoothing_factor": "the loss of SFT has no label smoothing",
-    "fp16": "the half precision is bfloat16",
+    "fp16": "bfloat16 needs no loss scale",
     "data_seed": "a recipe has one seed",
     "full_determinism": "runs are seeded, and reproducible on CPUs",
     "use_cpu": "set gpus to 0 in the groups and the engines of the stage",

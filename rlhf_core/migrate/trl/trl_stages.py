@@ -237,7 +237,7 @@ def _read_precision(draft: Draft) -> None:
         else ", of weights too, whose optimiser keeps them in float32"
     )
     draft.note("approximated" if how else "translated", bf16 or "(no --bf16)", f"dtype: {dtype}{how}")
-    draft.note("approximated", fp16, f"dtype: {dtype}, the only half precision is bfloat16")
+    draft.note("approximated", fp16, f"dtype: {dtype}, which needs no loss scale")
     draft.note("translated", stored, f"dtype: {dtype}")
 
 

@@ -22,7 +22,7 @@ from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig, Pr
 from rlhf_core.hub.model_config import STATEFUL_LAYERS
 from rlhf_core.models.kernels import choose, state_layers
 from rlhf_core.models.kernels.choose import attend_each, flash_kernel, kernel_for
-from rlhf_core.models.kernels.self_test import MANY, AttentionKind, Heads, Kernel
+from rlhf_core.models.kernels.self_test import HALF, MANY, AttentionKind, Heads, Kernel
 from rlhf_core.models.kernels.sequence_ranks import SequenceRanks
 from rlhf_core.objectives.collate import sent
 
@@ -39,11 +39,7 @@ def attention_for(dtype: torch.dtype | str, config: PretrainedConfig) -> str:
     """Returns the `attn_implementation` with which to load a model of this `dtype` and config."""
     if type(config) in MODEL_MAPPING and not MODEL_MAPPING[type(config)]._supports_sdpa:
         return "eager"
-    return (
-        FLASH
-        if dtype == torch.bfloat16 and torch.cuda.is_available() and flash_kernel() is not None
-        else "sdpa"
-    )
+    return FLASH if dtype in HALF and torch.cuda.is_available() and flash_kernel() is not None else "sdpa"
 
 
 def can_share(model: PreTrainedModel, device: torch.device) -> bool:
@@ -92,7 +88,7 @@ def set_attention(model: PreTrainedModel) -> PreTrainedModel:
     if getattr(config, "attn_logit_softcapping", None) is not None:
         if loaded == "sdpa":
             model.set_attn_implementation("eager")
-    elif loaded in ("sdpa", FLASH) and model.dtype == torch.bfloat16 and _has_kernel() and _fits(model):
+    elif loaded in ("sdpa", FLASH) and model.dtype in HALF and _has_kernel() and _fits(model):
         model.set_attn_implementation(VARLEN)
     elif loaded == FLASH and _largest_head(model) > LARGEST_HEAD:
         model.set_attn_implementation("sdpa")
@@ -284,7 +280,8 @@ def varlen_attention(
         v = _Gathered.apply(v, keys)
     heads = Heads(q.shape[1] // k.shape[1], q.shape[-1])
     many = len(cu_seq_lens_q) > MANY + 1
-    kernel = kernel or kernel_for(AttentionKind(heads, window >= 0, keys is not None, many), query.device)
+    kind = AttentionKind(heads, window >= 0, keys is not None, many, query.dtype)
+    kernel = kernel or kernel_for(kind, query.device)
     attended = kernel(
         q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scale, window=window
     )

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.hub.model_config import num_experts
+from rlhf_core.models.kernels.self_test import HALF
 
 # `Policy` computes log-probs in chunks, so Liger's losses are off.
 PARTS = {
@@ -28,11 +29,11 @@ WITH_EXPERTS = {"swiglu": False, "geglu": False}
 
 
 def fuse(model: PreTrainedModel) -> PreTrainedModel:
-    """Patches a bf16 model on a GPU with Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), if the package
+    """Patches a 16-bit model on a GPU with Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), if the package
     supports its type."""
     if (
         not torch.cuda.is_available()
-        or model.dtype != torch.bfloat16
+        or model.dtype not in HALF
         or importlib.util.find_spec("liger_kernel") is None
     ):
         return model

@@ -16,6 +16,7 @@ Documents = tuple[tuple[int, int], ...]
 WHOLE = ((5, 5), (301, 301))
 SHARED = ((3, 8), (140, 301))
 MANY = 256
+HALF = (torch.bfloat16, torch.float16)
 CLOSE = 0.02  # mean difference over mean size; bf16 gives 0.002 to 0.004
 NEAR = 0.25  # largest difference of a number, over its own size plus the mean size
 
@@ -29,12 +30,13 @@ class Heads(NamedTuple):
 
 class AttentionKind(NamedTuple):
     """Describes a kind of attention: with windows, with documents that have more keys than queries (`shared`;
-    the queries are the last), with more documents than `MANY`."""
+    the queries are the last), with more documents than `MANY`, of 16-bit numbers of `dtype`."""
 
     heads: Heads
     windowed: bool = False
     shared: bool = False
     many: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
         options = {
@@ -57,21 +59,22 @@ def rejection_reason(
     if kind.many:
         documents = ((2, 7) if kind.shared else (4, 4),) * (MANY + 1)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        mean, largest = difference(kernel, kind.heads, window, documents, device)
+        mean, largest = difference(kernel, kind.heads, window, documents, device, kind.dtype)
         if not (mean < CLOSE and largest < NEAR):
             return f"computes something else (off by {mean:.2g}, a number by {largest:.2g})"
-        if must_be_deterministic and not is_deterministic(kernel, kind.heads, window, device):
+        if must_be_deterministic and not is_deterministic(kernel, kind.heads, window, device, kind.dtype):
             return "gives other bits with gradients or beside other rows, and PPO is to train what it scored"
     return None
 
 
-def is_deterministic(kernel: Kernel, heads: Heads, window: int, device: torch.device) -> bool:
+def is_deterministic(
+    kernel: Kernel, heads: Heads, window: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> bool:
     """Returns whether documents get bitwise the same values without gradients and in another order."""
     counts = [301, 5, 140]
     dice = torch.Generator().manual_seed(0)
     rows = [
-        torch.randn(count, heads.group + 2, heads.size, generator=dice).to(device, torch.bfloat16)
-        for count in counts
+        torch.randn(count, heads.group + 2, heads.size, generator=dice).to(device, dtype) for count in counts
     ]
 
     def attended(order: list[int], trains: bool) -> list[Tensor]:
@@ -105,7 +108,12 @@ def is_deterministic(kernel: Kernel, heads: Heads, window: int, device: torch.de
 
 
 def difference(
-    kernel: Kernel, heads: Heads, window: int, documents: Documents, device: torch.device
+    kernel: Kernel,
+    heads: Heads,
+    window: int,
+    documents: Documents,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[float, float]:
     """Compares the kernel with plain attention. Returns two numbers, each the largest over outputs and
     gradients (queries, keys, values): the mean difference over the mean size, and the largest difference of a
@@ -116,9 +124,7 @@ def difference(
 
     def drawn(rows: Tensor, number: int) -> Tensor:
         return (
-            torch.randn(int(rows[-1]), number, heads.size, generator=dice)
-            .to(device, torch.bfloat16)
-            .requires_grad_()
+            torch.randn(int(rows[-1]), number, heads.size, generator=dice).to(device, dtype).requires_grad_()
         )
 
     with torch.enable_grad():

@@ -17,6 +17,7 @@ from rlhf_core.config.engines import EngineConfig
 from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling
 from rlhf_core.rollout.vllm.engine_arguments import engine_arguments, library, token_rows
 from rlhf_core.rollout.vllm.environment import config_of, require_known_options, whole_model
+from rlhf_core.rollout.vllm.patches.fp32_heads import FP32_HEAD
 from rlhf_core.rollout.vllm.pipeline import Followers, PipelineStage
 from rlhf_core.rollout.vllm.vllm_answers import answer_in
 from rlhf_core.rollout.vllm.weight_receiver import adapter_request
@@ -39,8 +40,9 @@ class OpenRequest(NamedTuple):
 class VllmEngine:
     """Starts a vLLM engine and loads a model, one per process; `close` ends it. `first`: the number of
     processes of the engines before it. `adapter_rank`: the rank of the adapters; if set, the engine receives
-    only adapters. `stage`: the values of a `PipelineStage`; in the process of a pipeline stage after the
-    first, only the engine's worker processes are started, and `stay` waits for their end."""
+    only adapters. `fp32_head`: logits are computed in fp32 (`models/fp32_head.py`). `stage`: the values of a
+    `PipelineStage`; in the process of a pipeline stage after the first, only the engine's worker processes
+    are started, and `stay` waits for their end."""
 
     first = 0
 
@@ -56,6 +58,7 @@ class VllmEngine:
         can_sleep: bool = False,
         routing_replay: bool = False,
         adapter_rank: int = 0,
+        fp32_head: bool = False,
         stage: tuple[Any, ...] = (),
     ):
         self._dtype = dtype
@@ -80,6 +83,8 @@ class VllmEngine:
         )
         place = PipelineStage(*stage)
         options |= place.options() | config.options
+        if fp32_head:
+            options["hf_overrides"] = FP32_HEAD | (config.options.get("hf_overrides") or {})
         self._store = place.open()
         if place.number:
             self._followers = Followers(self._library, options)

@@ -19,6 +19,7 @@ from rlhf_core.cluster.pending import Pending, wait_all
 from rlhf_core.cluster.work_log import GroupWork
 from rlhf_core.cluster.worker_group import Turns, WorkerGroup, in_order, put_on_nodes
 from rlhf_core.config import PPO
+from rlhf_core.config.training.optimised import HALF
 from rlhf_core.data.documents import Document
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.resume_state import rank_file
@@ -205,7 +206,7 @@ class Fleet:
     def trained_parameters(self) -> int:
         """Counts the parameters of all groups that have an optimiser."""
         assert self.machine is not None, "it was surveyed"
-        width = 2 if self.config.dtype == "bfloat16" else 4
+        width = 2 if self.config.dtype in HALF else 4
         return sum(self.machine.shapes[group.name].weight_bytes // width for group in self.trained)
 
     def wake_engines(self) -> None:
@@ -230,7 +231,7 @@ class Fleet:
         found = self.engines.prompt_logprobs(documents)
         plain, moved = (in_order(scored) for scored in zip(*trainer.wait(self.timeout), strict=True))
         experts = self.machine is not None and self.machine.shapes["actor"].experts
-        most = self.config.dtype == "bfloat16" and experts
+        most = self.config.dtype in HALF and experts
         probe = compare(found, plain, moved, self.config.dtype, most)
         check_gap(*probe, most, synced)
         return probe

@@ -19,6 +19,7 @@ from rlhf_core.config import PPO
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.config.rewarding.verifiers import Verifier
 from rlhf_core.config.rewards import FunctionReward, HttpReward
+from rlhf_core.config.training.optimised import HALF
 from rlhf_core.forecast.by_phase import host_doubts
 from rlhf_core.forecast.hardware import Gpu
 from rlhf_core.forecast.zero_stage import (
@@ -114,13 +115,14 @@ def spec_of(
     own = own_tokens.get(role.removeprefix("reward:")) if role.startswith("reward:") else None
     return ModelSpec(
         path=paths[role],
-        dtype=config.dtype,
+        dtype=config.dtype_in(role),
         pad_token_id=own.pad_token_id if own is not None else pad_token_id,
         micro_batch_size=config.micro_rollout_batch_size,
         trust_remote_code=trust_remote_code,
         micro_tokens=config.micro_rollout_tokens,
         sharing=config.sharing_of(role),
         float8=config.float8,
+        fp32_head=config.fp32_head,
     )
 
 
@@ -140,6 +142,7 @@ def start_sampler(
         can_sleep=config.engine.sleep,
         routing_replay=config.replays_routing,
         adapter_rank=lora.rank if lora is not None else 0,
+        fp32_head=config.fp32_head,
     )
 
 
@@ -218,7 +221,7 @@ def zero_stage_of(
     else:
         chosen = stage_of_ppo(config, sizes, gpu_bytes)
     print(f"actor{' and critic' if config.has_critic else ''}: {chosen}", flush=True)
-    if sizes and gpu_bytes and config.dtype == "bfloat16":
+    if sizes and gpu_bytes and config.dtype in HALF:
         print(doubt(peak_of_ppo(config, sizes, chosen.stage, gpu_bytes), gpu_bytes), end="", flush=True)
         free: dict[str, int] = {}
         for name in ("actor", "critic"):  # other processes may still be importing their libraries

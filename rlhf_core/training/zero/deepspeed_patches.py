@@ -1,14 +1,15 @@
-"""Patches private parts of DeepSpeed, only for speed and memory.
+"""Patches private parts of DeepSpeed, for speed and memory, and to test float16 on CPUs.
 
 - `patch_library`: no shared-memory CPU collectives, which need a compiler and a minute at start; no profiler
   marks, thousands per pass; the parameters of a module are listed once, not several times per pass. ZeRO-1
   with bf16 gradients summed in fp32 keeps the optimiser of other settings, which frees them after a step;
   DeepSpeed would use `BF16_Optimizer`, which permanently holds 4 bytes per parameter on every rank.
+  float16 is not refused on CPUs without instructions for it, where PyTorch computes it, too.
 - `forget_order`: ZeRO-3 records again which weights to keep after a module.
 - `reduce_beside_host`: at the end of a pass the GPU waits for ZeRO-3's gradients, not the host.
 
 Made for the releases in MADE_FOR. With any other release no patch is applied: results are the same, but
-slower and with more memory.
+slower and with more memory, and DeepSpeed refuses float16 on some CPUs.
 """
 
 from __future__ import annotations
@@ -37,8 +38,14 @@ def patch_library(deepspeed: Any) -> None:
     if applies(deepspeed):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.utils.nvtx.enable_nvtx = False
+        if not torch.cuda.is_available():
+            type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = _true
         deepspeed.runtime.zero.partitioned_param_coordinator.get_all_parameters = _cached_parameters
         deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check = _zero_optimizer
+
+
+def _true(_: Any) -> bool:
+    return True
 
 
 def _zero_optimizer(engine: Any, basic_optimizer: Any) -> str:

@@ -27,7 +27,7 @@ class ZeroBackend:
         quantised = any(config.deepspeed.get(ZERO, {}).get(name) for name in QUANTISED)
         if config.zero_stage != 3 or copies(config, _ranks_of(config, role)) > 1 or quantised:
             return None
-        return ZeroShards(config.dtype, on_host=role in config.offloaded("param"))
+        return ZeroShards(config.dtype_in(role), on_host=role in config.offloaded("param"))
 
     def frozen_shards(self, dtype: str) -> ZeroShards:
         return ZeroShards(dtype)
@@ -39,7 +39,7 @@ class ZeroBackend:
         assert isinstance(config.zero_stage, int), "decided before"
         options = options_of(config, role, _ranks_of(config, role))
         return ZeroEngine(
-            module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, options
+            module, adamw, config.zero_stage, config.dtype_in(role), config.micro_train_batch_size, options
         )
 
 

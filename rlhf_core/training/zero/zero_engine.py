@@ -19,16 +19,18 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.cluster.rank_environment import PATIENCE
+from rlhf_core.config.training.optimised import HALF
 from rlhf_core.forecast.memory import KEPT
 from rlhf_core.models.kernels.feed_forward import is_split
 from rlhf_core.models.weights.whole_weights import whole_size
 from rlhf_core.system.gc_pause import uncollected
-from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite
+from rlhf_core.training.engine import AdamW, Scaling, adamw_optimizer, check_finite
 from rlhf_core.training.moving_average import MovingAverage
 from rlhf_core.training.process_group import backend, join_ranks
 from rlhf_core.training.state_files import WeightPart, read_parts, stored_steps
 from rlhf_core.training.state_writer import StateWriter
 from rlhf_core.training.zero.deepspeed_patches import forget_order, patch_library, reduce_beside_host
+from rlhf_core.training.zero.loss_scale import LossScale
 from rlhf_core.training.zero.zero_options import ZeroOptions, engine_config, require_known, unknown_options
 from rlhf_core.training.zero.zero_parts import (
     drop_gradients,
@@ -112,6 +114,7 @@ class ZeroEngine:
             and not (options.adam_offload or options.param_offload)
         ):
             reduce_beside_host(deepspeed, self._engine.optimizer)
+        self._loss_scale = LossScale(self._engine.optimizer.loss_scaler) if dtype == "float16" else None
         self._average: MovingAverage | None = None
         if adamw.average:
             self._average = MovingAverage(flat_weights(self._engine.optimizer, zero_stage), adamw.average)
@@ -133,14 +136,24 @@ class ZeroEngine:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
 
-    def step(self, learning_rate: float) -> float:
+    @property
+    def scaling(self) -> Scaling | None:
+        return None if self._loss_scale is None else self._loss_scale.scaling
+
+    def step(self, learning_rate: float) -> float | None:
         self._writer.check()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        self._engine.step()
+        overflow = False
+        if self._loss_scale is None:
+            self._engine.step()
+        else:
+            overflow = self._loss_scale.step(self._engine.step)
         norm = float(self._engine.get_global_grad_norm())
         if not math.isfinite(norm):  # DeepSpeed has skipped the step
             drop_gradients(self._engine.optimizer, self.zero_stage)
+        if overflow:
+            return None
         check_finite(norm, "the gradient norm")
         if self._average is not None:
             self._average.update()
@@ -182,6 +195,8 @@ class ZeroEngine:
         optimizer = self._engine.optimizer
         if not optimizer.optimizer.state:  # no step was taken, for example by an actor that is still frozen
             make_state(optimizer, self.zero_stage, 0.0)
+        if self._loss_scale is not None and self.rank == 0:
+            self._loss_scale.save(folder)
         self._writer.start(folder, steps_of(optimizer), self._parts())
 
     def finish_saving(self) -> None:
@@ -195,6 +210,8 @@ class ZeroEngine:
         read_parts(folder, self._parts(), names)
         if self._average is not None:
             self._average.steps = int(steps)
+        if self._loss_scale is not None:
+            self._loss_scale.load(folder)
         to_weights(optimizer, self.zero_stage)
 
     def barrier(self) -> None:
@@ -234,8 +251,8 @@ def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
         library().zero.Init(module=nn.Module(), mem_efficient_linear=True)
     for tensor in [*module.parameters(), *module.buffers()]:
         if not hasattr(tensor, "ds_id"):
-            narrow = dtype == "bfloat16" and tensor.is_floating_point() and isinstance(tensor, nn.Parameter)
-            tensor.data = tensor.data.to(rank_device(), torch.bfloat16 if narrow else tensor.dtype)
+            narrow = dtype in HALF and tensor.is_floating_point() and isinstance(tensor, nn.Parameter)
+            tensor.data = tensor.data.to(rank_device(), getattr(torch, dtype) if narrow else tensor.dtype)
     return _fetching(module, keep)
 
 

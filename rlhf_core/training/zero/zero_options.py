@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from rlhf_core.config import Optimised, Ranks
+from rlhf_core.config.training.optimised import HALF
 from rlhf_core.config.training.zero_fields import ZERO
 from rlhf_core.forecast.fitting_passes import sums_in_fp32
 from rlhf_core.forecast.memory import copies
 from rlhf_core.training.engine import AdamW
+from rlhf_core.training.zero.loss_scale import FP16
 
 
 class ZeroOptions(NamedTuple):
@@ -73,12 +75,13 @@ def engine_config(
     theirs = options.more.get(ZERO, {})
     # Several options have two names, with and without stage3_: ours would override the recipe's.
     ours = {name: value for name, value in zero.items() if name.removeprefix("stage3_") not in theirs}
-    sums = {"grad_accum_dtype": "fp32"} if options.sums_in_fp32 and dtype == "bfloat16" else {}
+    sums = {"grad_accum_dtype": "fp32"} if options.sums_in_fp32 and dtype in HALF else {}
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": 1,  # the loop marks the boundary itself
         "gradient_clipping": adamw.max_norm,
         "bf16": {"enabled": dtype == "bfloat16"},
+        **({"fp16": FP16} if dtype == "float16" else {}),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU too and needs no compiler
         "steps_per_print": 10**9,

@@ -52,6 +52,7 @@ class FrozenZero:
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": dtype == "bfloat16"},
+            "fp16": {"enabled": dtype == "float16"},
             "zero_optimization": zero,
         }
         self._engine, *_ = library().initialize(model=module, config=config | {"steps_per_print": 10**9})

@@ -119,6 +119,8 @@ PPO = [
     Change("freeze", {"embeddings": True}, updated),
     Change("ema", 0.5, averaged),
     Change("float8", True, rounded, {"dtype": "bfloat16"}),
+    Change("fp32_head", True, started, {"dtype": "bfloat16"}),
+    Change("fp32_head", True, updated, {"dtype": "bfloat16"}),
     Change("freeze", {"layers": 1}, valued),
     Change("warmup_steps", 3, looped),
     Change("decay_ratio", 0.5, looped, {"schedule": "wsd"}),

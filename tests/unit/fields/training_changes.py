@@ -137,8 +137,12 @@ def optimised(kind: str) -> list[Change]:
     ]
 
 
-def aux(kind: str, field: str) -> Change:
-    return Change("router_aux_coef", 0.5, trained(kind), {field: "moe"})
+def of_policies(kind: str, field: str) -> list[Change]:
+    """Fields of stages that train a policy, which `field` names."""
+    return [
+        Change("router_aux_coef", 0.5, trained(kind), {field: "moe"}),
+        Change("fp32_head", True, trained(kind), {"dtype": "bfloat16"}),
+    ]
 
 
 @cache
@@ -179,7 +183,7 @@ TRAINING = {
         Change("template", "Q: {}", trained("sft"), SCORED),
         Change("template_args", {"note": "ab"}, trained("sft"), SCORED),
         Change("condition", "reward", trained("sft")),
-        aux("sft", "model"),
+        *of_policies("sft", "model"),
     ],
     "reward_model": [
         *optimised("reward_model"),
@@ -202,7 +206,7 @@ TRAINING = {
         Change("nll_coef", 0.5, DPO),
         Change("gamma", 0.2, DPO, {"loss": "simpo"}),
         Change("lambd", 0.5, DPO, {"loss": "orpo"}),
-        aux("dpo", "policy"),
+        *of_policies("dpo", "policy"),
     ],
     "kto": [
         *optimised("kto"),
@@ -214,6 +218,6 @@ TRAINING = {
         Change("beta", 0.5, trained("kto")),
         Change("w_desirable", 2.0, trained("kto")),
         Change("w_undesirable", 2.0, trained("kto")),
-        aux("kto", "policy"),
+        *of_policies("kto", "policy"),
     ],
 }

@@ -25,7 +25,7 @@ from rlhf_core.forecast.fitting_passes import Pass
 from rlhf_core.forecast.hardware import GIB, Gpu
 from rlhf_core.forecast.memory import ProcessBytes, gpu_peaks, peak, read, roles, trained
 from rlhf_core.forecast.placements import forecast
-from rlhf_core.forecast.seconds import phases, phases_as_range, seconds_of_pass
+from rlhf_core.forecast.seconds import forward_operations, phases, phases_as_range, seconds_of_pass
 from rlhf_core.hub.model_config import size_of, size_of_config
 from tests.support.measured import (
     ADAM_OFFLOADED,
@@ -170,6 +170,28 @@ def test_float8_makes_passes_shorter_and_nothing_else() -> None:
     assert plain["train"] / faster["train"] == pytest.approx(24.38 / 21.54, rel=0.02)
     left = plain.keys() - {"score", "train"}
     assert {name: plain[name] for name in left} == {name: faster[name] for name in left}
+
+
+def test_a_head_in_fp32_keeps_no_logits_and_computes_them_twice() -> None:
+    layout = arrange(GRPO.placed, GRPO.together)
+    half = GRPO.model_copy(update={"dtype": "bfloat16"})
+    plain, again = (
+        phases(half.model_copy(update={"fp32_head": on}), layout, sizes(GRPO, LARGE_MODEL), H200)
+        for on in (False, True)
+    )
+    head = 2 * LARGE_MODEL.vocabulary * LARGE_MODEL.hidden
+    whole = 3 * forward_operations(LARGE_MODEL, True, GRPO.longest)
+    assert again["train"] / plain["train"] == pytest.approx(1 + head / whole, rel=0.01)
+    assert {**again, "train": 0.0} == {**plain, "train": 0.0}
+    kept, chunks = (
+        trained(LARGE_MODEL, Training(1, SHARDINGS[2], 0.0, 65536, fp32_head=on), True, 8192).training
+        for on in (False, True)
+    )
+    assert kept - chunks == pytest.approx((65536 * 2 - 2048 * 10) * LARGE_MODEL.vocabulary)
+    critic = Training(1, SHARDINGS[2], 0.0, 65536)
+    assert trained(LARGE_MODEL, critic, False, 0) == trained(
+        LARGE_MODEL, critic._replace(fp32_head=True), False, 0
+    )
 
 
 def test_generation_beside_training_costs_what_is_left_of_it() -> None:

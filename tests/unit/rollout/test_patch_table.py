@@ -40,6 +40,7 @@ PRIVATE = {
         "vllm.v1.executor.uniproc_executor:get_distributed_init_method",
     ],
     "gpt_oss_experts": ["vllm.model_executor.models.gpt_oss:GptOssModel._load_weights_other"],
+    "fp32_heads": ["vllm.model_executor.layers.logits_processor:LogitsProcessor._get_logits"],
     "qwen2_runner": ["vllm.config.engine:DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"],
     "token_ranks": ["vllm.v1.sample.sampler:batched_count_greater_than"],
     "packed_experts": [],

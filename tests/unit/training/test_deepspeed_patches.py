@@ -6,15 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf_core.training.zero.deepspeed_patches import forget_order, patch_library, reduce_beside_host
 
 
 def library(version: str) -> Any:
     coordinator = SimpleNamespace(get_all_parameters="theirs")
+    accelerator = type("Accelerator", (), {"is_fp16_supported": lambda _: False})()
     return SimpleNamespace(
         __version__=version,
         ops=SimpleNamespace(__compatible_ops__={"deepspeed_shm_comm": True}),
+        accelerator=SimpleNamespace(get_accelerator=lambda: accelerator),
         utils=SimpleNamespace(nvtx=SimpleNamespace(enable_nvtx=True)),
         runtime=SimpleNamespace(
             zero=SimpleNamespace(partitioned_param_coordinator=coordinator),
@@ -31,6 +34,9 @@ def test_other_releases_are_left_as_they_are(version: str, patched: bool) -> Non
     assert deepspeed.utils.nvtx.enable_nvtx is not patched
     assert (deepspeed.runtime.zero.partitioned_param_coordinator.get_all_parameters != "theirs") is patched
     assert (deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check != "theirs") is patched
+    assert deepspeed.accelerator.get_accelerator().is_fp16_supported() is (
+        patched and not torch.cuda.is_available()
+    )
     if not patched:
         optimizer = object()  # any change of it would raise AttributeError
         forget_order(deepspeed, optimizer)

@@ -62,6 +62,12 @@ PATCHES = (
         "vLLM 0.32, where that is the default.",
     ),
     Patch(
+        "fp32_heads",
+        ("0.24.",),
+        "With `fp32_head` the logits of language models are computed in fp32.",
+        "vllm#48390's `head_dtype` of language models (0.32 has it).",
+    ),
+    Patch(
         "rotary_heads",
         TESTED,
         "On CPUs rotary embeddings of MLA and LFM2 are computed in PyTorch; vLLM's kernel computes them"

@@ -63,6 +63,7 @@ class Actor(Trained):
             shards_of(config, "actor"),
         )
         policy.leave_out_padding(model.path)
+        policy.fp32_head = config.fp32_head
         if config.engine.adapters == "alone":
             require_linear(policy.model)
         if config.replays_routing:
@@ -138,10 +139,7 @@ class Actor(Trained):
 
         parts = parts_of([item.document for item in items], self.passes)
         metrics = accumulate(self.engine, parts, loss) | self._entropy_percentiles(entropies, len(parts))
-        return metrics | {
-            "policy/grad_norm": self.engine.step(update.learning_rate),
-            "policy/learning_rate": update.learning_rate,
-        }
+        return metrics | self.step("policy", update.learning_rate)
 
     def _entropy_percentiles(self, counts: Sequence[Tensor], micro_batches: int) -> dict[str, float]:
         """Returns percentiles over the tokens of all ranks. `counts`: those of this rank's passes, some of

@@ -122,6 +122,7 @@ class ReferenceModel(ReadOnlyModel):
         shards = zero_backend().frozen_shards(model.dtype) if shard else None
         policy = load_policy(model.path, model.dtype, model.trust_remote_code, on_host=offload, shards=shards)
         policy.leave_out_padding(model.path)
+        policy.fp32_head = model.fp32_head
         if routing_replay:
             policy.replay_routing()
         super().__init__(policy, model, offload, shards)

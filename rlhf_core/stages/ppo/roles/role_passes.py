@@ -45,7 +45,8 @@ class ModelHolder(Holder, Protocol):
 
 class ModelSpec(NamedTuple):
     """Specifies the model that a role loads, how many documents or tokens one scoring pass has, how many
-    ranks compute it together, and whether a model that is not trained multiplies in FP8."""
+    ranks compute it together, whether a model that is not trained multiplies in FP8, and whether a reference
+    computes its logits in fp32."""
 
     path: str
     dtype: str
@@ -55,6 +56,7 @@ class ModelSpec(NamedTuple):
     micro_tokens: int | None = None
     sharing: int = 1
     float8: bool = False
+    fp32_head: bool = False
 
 
 def score_share(

@@ -98,6 +98,18 @@ class Trained(ModelRole):
         `read` if the actor did not score beforehand."""
         raise NotImplementedError
 
+    def step(self, name: str, learning_rate: float) -> dict[str, float]:
+        """Takes the engine's step and returns its metrics, whose names begin with `name`: in float16 also the
+        loss scale after it, and 1 if it was skipped for an overflow, else 0."""
+        before = self.engine.scaling
+        norm = self.engine.step(learning_rate)
+        metrics = {} if norm is None else {f"{name}/grad_norm": norm}
+        after = self.engine.scaling
+        if before is not None and after is not None:
+            metrics[f"{name}/loss_scale"] = after.scale
+            metrics[f"{name}/overflow"] = float(after.overflows - before.overflows)
+        return metrics | {f"{name}/learning_rate": learning_rate}
+
     def release(self) -> None:
         self.engine.release()
 
@@ -154,10 +166,7 @@ class Critic(Trained):
             return value_loss(self._values(batch), old, returns, batch.mask, update.value_clip, tokens)
 
         metrics = accumulate(self.engine, parts_of([item.document for item in items], self.passes), loss)
-        return metrics | {
-            "value/grad_norm": self.engine.step(update.learning_rate),
-            "value/learning_rate": update.learning_rate,
-        }
+        return metrics | self.step("value", update.learning_rate)
 
     def _values(self, batch: Batch) -> Tensor:
         return before(self.engine(batch.tokens, batch.host.positions), batch.host.positions)

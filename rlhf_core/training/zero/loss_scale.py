@@ -1,0 +1,79 @@
+"""Follows the loss scale with which DeepSpeed trains in float16 (Micikevicius et al. 2018, section 3.2).
+
+Small gradients would be 0 in float16, so the loss is multiplied by a scale, and fp32 gradients are divided by
+it. After `loss_scale_window` steps without overflow the scale doubles. A step with an overflow is skipped,
+and from the second one on (`hysteresis`) halves the scale.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.system.files import write_text
+from rlhf_core.training.engine import Scaling
+
+FILE = "loss_scale.json"
+# DeepSpeed's own defaults
+FP16 = {
+    "enabled": True,
+    "loss_scale": 0,  # a dynamic one
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "min_loss_scale": 1,
+}
+KEPT = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class LossScale:
+    """The scale of one engine. `scaler`: that of DeepSpeed's optimiser. It is equal on all ranks."""
+
+    def __init__(self, scaler: Any):
+        self._scaler = scaler
+        scaler.raise_error_at_min_scale = False
+        self.overflows = 0  # steps that were skipped
+
+    @property
+    def scaling(self) -> Scaling:
+        return Scaling(float(self._scaler.cur_scale), self.overflows)
+
+    def step(self, step: Callable[[], object]) -> bool:
+        """Runs an optimiser's step, and returns whether a gradient overflowed, so that it was skipped.
+
+        The scale changes after the step: DeepSpeed changes it before gradients are divided by it, and would
+        halve the gradient of the step in which the scale doubles. Raises FloatingPointError when a gradient
+        overflows although the scale is the lowest.
+        """
+        overflow: list[bool] = []
+        self._scaler.update_scale = overflow.append
+        try:
+            step()
+        finally:
+            del self._scaler.update_scale
+        skipped = overflow == [True]
+        lowest = self._scaler.cur_scale <= self._scaler.min_scale
+        self._scaler.update_scale(skipped)
+        self.overflows += skipped
+        if skipped and lowest:
+            raise FloatingPointError(
+                "a gradient is too large for float16 even without a loss scale: set dtype to bfloat16"
+            )
+        return skipped
+
+    def save(self, folder: Path) -> None:
+        """Writes the scale, and what its next change depends on."""
+        state = {name: getattr(self._scaler, name) for name in KEPT}
+        write_text(folder / FILE, json.dumps(state | {"overflows": self.overflows}))
+
+    def load(self, folder: Path) -> None:
+        """Reads what `save` wrote; a state of another dtype has none."""
+        if not (folder / FILE).is_file():
+            return
+        state = json.loads((folder / FILE).read_text())
+        self.overflows = state["overflows"]
+        for name in KEPT:
+            setattr(self._scaler, name, state[name])
