@@ -140,7 +140,8 @@ def save_record(results: dict[str, dict[str, Any]], arguments: argparse.Namespac
                 if name.endswith(f"-{dtype}") and head in found
             }
             for family, found in of_setting.items():
-                figures[f"{family}, {short}, mean gap"] = figure(found["gap"], "nats")
+                if "gap" in found:
+                    figures[f"{family}, {short}, mean gap"] = figure(found["gap"], "nats")
             for key, unit in UNITS.items():
                 values = [found[key] for found in of_setting.values() if key in found]
                 if values:
