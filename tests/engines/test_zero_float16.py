@@ -4,9 +4,12 @@ counted, gradients and norms are free of the scale, and a resumed engine goes on
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import ray
 
+from tests.engines.test_zero import TWO, train
 from tests.support.gloo_ranks import on_gloo_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -108,3 +111,20 @@ def test_the_loss_scale(stage: int, ranks: int, tmp_path_factory: pytest.TempPat
         assert taken == pytest.approx(norms, rel=2e-2), "float16 against float32, at each scale"
         assert ahead == resumed and drift == 0
     assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_stages_in_float16_with_their_heads_in_fp32_train_as_in_float32(
+    kind: str, material: Path, tmp_path: Path
+) -> None:
+    exact = train(kind, material, tmp_path / "exact")
+    try:
+        half = train(kind, material, tmp_path / "half", dtype="float16", fp32_head=True, **TWO)
+    finally:
+        ray.shutdown()
+    assert len(half) == len(exact) == 4
+    for ours, whole in zip(half, exact, strict=True):
+        assert ours["loss"] == pytest.approx(whole["loss"], rel=2e-3)
+        assert ours["grad_norm"] == pytest.approx(whole["grad_norm"], rel=0.02)
+        assert (ours["loss_scale"], ours["overflow_steps"]) == (2**16, 0)
+        assert "loss_scale" not in whole
