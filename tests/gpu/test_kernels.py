@@ -105,3 +105,27 @@ def test_products_in_fp8() -> None:
     found = multiply(left.cuda(), scales[0].cuda(), right.cuda(), scales[1].cuda(), torch.bfloat16)
     error = (found.cpu().double() - expected).norm() / expected.norm()
     assert error < 4e-3, "bf16 rounds by 2^-9 of a number at most; sums of the GPU have 14 bits"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_a_head_in_fp32(dtype: torch.dtype, cap: float | None) -> None:
+    """The matrix units add products of 16-bit numbers in fp32."""
+    from rlhf_core.models.token_logprobs import token_logprobs
+
+    torch.manual_seed(0)
+    head = torch.nn.Linear(1024, 151936, bias=False)
+    torch.nn.init.normal_(head.weight, std=0.15)
+    head = head.to("cuda", dtype)
+    hidden = torch.randn(64, 1024).to("cuda", dtype).requires_grad_()
+    targets = torch.randint(151936, (64,)).cuda()
+    exact = hidden.double() @ head.weight.double().t()
+    exact = exact if cap is None else cap * torch.tanh(exact / cap)
+    expected = exact.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    plain, found = (
+        token_logprobs(head, hidden, targets, 1.0, "no", True, cap, fp32=on)[0] for on in (False, True)
+    )
+    torch.testing.assert_close(found, expected.float(), atol=1e-4, rtol=1e-5)
+    assert (plain - expected).abs().max() > 20 * (found - expected).abs().max()
+    gradient, wanted = (torch.autograd.grad(each.sum(), hidden)[0].double() for each in (found, expected))
+    assert (gradient - wanted).norm() < 2 * torch.finfo(dtype).eps * wanted.norm()
