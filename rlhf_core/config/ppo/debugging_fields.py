@@ -14,7 +14,11 @@ class DebuggingFields(Config):
     """What is kept of an iteration, and which half of it runs."""
 
     keep_rollouts: Annotated[bool, NotInDigest] = Field(
-        False, description="keep all answers of each iteration with their rewards in kept_rollouts/"
+        False,
+        description=(
+            "keep all answers of each iteration with their rewards in kept_rollouts/, and record all of those"
+            " of logged iterations for readers"
+        ),
     )
     rollouts_only: Annotated[bool, InDigestIfSet] = Field(
         False, description="sample and score, keep the rollouts, train nothing; without validations"

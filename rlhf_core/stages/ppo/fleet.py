@@ -28,7 +28,7 @@ from rlhf_core.stages.ppo.fleet_metrics import memory_metrics, work_metrics
 from rlhf_core.stages.ppo.measured.probe import Probe, check_gap, compare
 from rlhf_core.stages.ppo.measured.roofline import RooflineInputs, floors
 from rlhf_core.stages.ppo.rewards.reward_sources import RewardSources
-from rlhf_core.stages.ppo.rewards.texts import Lengths
+from rlhf_core.stages.ppo.rewards.texts import Lengths, TokenTexts
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ModelRole, ReferenceModel
 from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
@@ -53,6 +53,7 @@ class Fleet:
     sources: RewardSources
     engines: RolloutGroup
     lengths: Lengths | None = None
+    token_texts: Callable[[Sequence[int]], TokenTexts] | None = None
     machine: RooflineInputs | None = None  # set by `survey`
     rewarding: Lock = field(default_factory=Lock)
 

@@ -28,6 +28,7 @@ from rlhf_core.stages.ppo.sampling.kept_answers import KeptAnswers
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sample_in_turn import sample
 from rlhf_core.stages.ppo.sampling.sampled_answers import MeasuredGroups, Sampled, Setup, start_sample
+from rlhf_core.stages.ppo.token_records import TokenRecord, token_records
 
 
 class IterationSchedule(NamedTuple):
@@ -54,7 +55,7 @@ class Carried(NamedTuple):
 
 class Iteration(NamedTuple):
     """Holds the metrics of an iteration, the mean KL per token (nats) of its rollout, the state for the next
-    iteration, its rollouts with their rewards, and its timeline."""
+    iteration, its rollouts with their rewards, its timeline, and records of some rollouts by index."""
 
     metrics: dict[str, float]
     kl: float
@@ -62,6 +63,7 @@ class Iteration(NamedTuple):
     rollouts: Sequence[Rollout]
     rewards: Rewards
     timeline: Timeline
+    records: Mapping[int, TokenRecord]
 
 
 def ppo_iteration(
@@ -97,6 +99,7 @@ def ppo_iteration(
             statistics = with_answers(carried.statistics, scores.rewards.by_source, setup.terms)
         credited = credit(rollouts, scores, kl_coef, statistics, config, setup.terms, fleet.lengths)
         of_curriculum = measure_pass_rates(setup, sampled.measured, scores.rewards)
+    version = collector.updates if collector else None  # of the weights that train now
     measured: list[Divergence] = []
 
     def measure() -> None:
@@ -145,7 +148,9 @@ def ppo_iteration(
         rollouts, training_passes(updates, steps, schedule.max_epochs), timeline.seconds, work
     )
     carried = Carried(sampled.position, statistics, ahead)
-    return Iteration(metrics, diverged.kl, carried, rollouts, scores.rewards, timeline)
+    age = sampled.age if config.has_engines else None
+    records = token_records(rollouts, scores, credited, logprobs, config, age, version)
+    return Iteration(metrics, diverged.kl, carried, rollouts, scores.rewards, timeline, records)
 
 
 def measure_pass_rates(setup: Setup, measured: MeasuredGroups, trained: Rewards) -> dict[str, float]:

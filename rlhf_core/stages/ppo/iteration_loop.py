@@ -5,25 +5,22 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PPO
 from rlhf_core.objectives.kl_controller import KLController
-from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import EXPORTS, KEPT_FOLDER, ROLLOUTS, STATE, RunDir
-from rlhf_core.runs.timeline import Timeline, write_timeline
+from rlhf_core.runs.timeline import write_timeline
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
+from rlhf_core.stages.ppo.iteration import Carried, Iteration, ppo_iteration
 from rlhf_core.stages.ppo.ppo_setup import schedule_of
-from rlhf_core.stages.ppo.rollout_records import Rollout, shown
 from rlhf_core.stages.ppo.sampling.collector import Collected, Collector
 from rlhf_core.stages.ppo.sampling.curriculum_draws import CurriculumDraws
 from rlhf_core.stages.ppo.sampling.group_filter import GroupFilter
@@ -51,11 +48,11 @@ from rlhf_core.stages.ppo.sampling.validation import (
     validate,
     write_rollouts,
 )
+from rlhf_core.stages.ppo.token_records import readable
 from rlhf_core.system.files import link_tree, sync_to_disk
 from rlhf_core.training.engine import at
 
 REFERENCE = "reference"  # in the state folder and in states: the export that the reference was reset to
-KEPT_ROLLOUTS = 8  # of each logged iteration
 SHOWN = (
     "reward/mean",
     "kl/mean",
@@ -114,7 +111,8 @@ class IterationLoop:
             self._load(resume)
         elif self._config.engine.adapters == "alone":
             fleet.engines.sync_weights()  # all answers come from engines with adapters; no effect yet
-        remove_kept(self._run / KEPT_FOLDER, self._first)
+        for folder in (KEPT_FOLDER, ROLLOUTS):
+            remove_kept(self._run / folder, self._first)
         if self._held_out and not resume:
             shutil.rmtree(self._run / BEST, ignore_errors=True)  # from an attempt without a resume state
             _, self.best = validated(fleet, self._held_out, self._run, 0, None)
@@ -145,19 +143,17 @@ class IterationLoop:
         done = self._first
         while done < self._until:
             done += 1
-            metrics, rollouts, rewards, timeline = self._iterate(done)
+            iteration = self._iterate(done)
+            metrics = iteration.metrics
             if self._held_out and self._validates(done):
                 metrics |= self._validate(self._held_out, done)
             if config.keeps_rollouts:
-                known = self._carried.statistics
-                write_kept(self._run / KEPT_FOLDER, done, self._setup, rollouts, rewards, known)
+                answers = (iteration.rollouts, iteration.rewards, self._carried.statistics)
+                write_kept(self._run / KEPT_FOLDER, done, self._setup, *answers)
             if done % config.logging_steps == 0 or done == self._until or REWARD in metrics:
                 tracker.log(done, metrics, show=SHOWN)
-                write_timeline(self._run.path, done, timeline)
-                write_rollouts(
-                    self._run / ROLLOUTS / f"iteration{done}.jsonl",
-                    islice(shown(rollouts, rewards, self._fleet.decode), KEPT_ROLLOUTS),
-                )
+                write_timeline(self._run.path, done, iteration.timeline)
+                self._write_readable(done, iteration)
             # before saving the state: a run that resumes after this iteration does not export again
             if done in config.export_at:
                 export(self._fleet, self._run / EXPORTS / f"iteration{done}")
@@ -200,8 +196,14 @@ class IterationLoop:
             self._named = (self.best.iteration,)
         print(f"resumed after iteration {self._first} of {self._iterations}", flush=True)
 
-    def _iterate(self, number: int) -> tuple[dict[str, float], Sequence[Rollout], Rewards, Timeline]:
-        """Runs one iteration, the first being 1. Returns its metrics, rollouts, rewards and timeline."""
+    def _write_readable(self, done: int, iteration: Iteration) -> None:
+        """Writes some answers of an iteration for readers."""
+        answers = (iteration.rollouts, iteration.rewards, iteration.records)
+        rows = readable(*answers, self._fleet.decode, self._fleet.token_texts)
+        write_rollouts(self._run / ROLLOUTS / f"iteration{done}.jsonl", rows)
+
+    def _iterate(self, number: int) -> Iteration:
+        """Runs one iteration, the first being 1, and takes over what it carries to the next."""
         step = number - 1
         last = number == self._iterations
         schedule = schedule_of(self._config, step, self._iterations, self._seed)
@@ -209,11 +211,12 @@ class IterationLoop:
             schedule = schedule._replace(rates={})
         coef = self._kl.coef if self._kl.target else self._config.kl_coef_of(step, self._iterations)
         with at(f"iteration {number} of {self._iterations}"):
-            metrics, mean_kl, self._carried, rollouts, rewards, timeline = ppo_iteration(
+            iteration = ppo_iteration(
                 self._fleet, self._setup, self._carried, coef, schedule, last, self._collector
             )
-        self._kl = adapted(self._kl, self._config, step, mean_kl)
-        return metrics, rollouts, rewards, timeline
+        self._carried = iteration.carried
+        self._kl = adapted(self._kl, self._config, step, iteration.kl)
+        return iteration
 
     def _validates(self, done: int) -> bool:
         """Returns whether the actor is validated after this iteration."""

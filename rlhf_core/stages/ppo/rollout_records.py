@@ -133,18 +133,25 @@ def restored_rewards(row: Mapping[str, Any]) -> Rewards:
 def shown(
     rollouts: Sequence[Rollout], rewards: Rewards, decode: Callable[[Sequence[int], bool], str]
 ) -> Iterator[dict[str, Any]]:
-    """Yields rollouts for readers: texts and rewards; a failed reward is None."""
+    """Yields rollouts for readers, as `shown_one`."""
     for i, found in enumerate(rollouts):
         given = {title: float(values[i]) for title, values in rewards.by_source.items()}
-        row: dict[str, Any]
-        if found.own is not None:
-            row = {"messages": list(found.messages), "turns": found.own.turns} | (
-                {"failure": f} if (f := found.own.failure) else {}
-            )
-        else:
-            row = {"prompt": list(found.prompt.messages), "response": decode(found.answer, True)}
-        row["finished"] = found.finished
-        yield row | {"rewards": {title: None if value != value else value for title, value in given.items()}}
+        yield shown_one(found, given, decode)
+
+
+def shown_one(
+    found: Rollout, rewards: Mapping[str, float], decode: Callable[[Sequence[int], bool], str]
+) -> dict[str, Any]:
+    """Returns a rollout for readers: texts and rewards; a failed reward is None."""
+    row: dict[str, Any]
+    if found.own is not None:
+        row = {"messages": list(found.messages), "turns": found.own.turns}
+        if found.own.failure:
+            row["failure"] = found.own.failure
+    else:
+        row = {"prompt": list(found.prompt.messages), "response": decode(found.answer, True)}
+    row["finished"] = found.finished
+    return row | {"rewards": {title: None if value != value else value for title, value in rewards.items()}}
 
 
 class StoredColumn(NamedTuple):

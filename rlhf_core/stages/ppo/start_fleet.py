@@ -38,7 +38,7 @@ from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.fleet_metrics import survey
 from rlhf_core.stages.ppo.rewards.reward_sources import RewardSources
-from rlhf_core.stages.ppo.rewards.texts import decoder, lengths_of
+from rlhf_core.stages.ppo.rewards.texts import decoder, lengths_of, token_texts_of
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
@@ -93,6 +93,7 @@ def start_fleet(
         sources=RewardSources(decided, rewards, own_tokens, Clients(clients), decoder(tokenizer)),
         engines=engines,
         lengths=lengths_of(tokenizer),
+        token_texts=token_texts_of(tokenizer),
     )
     if not config.has_engines:
         return fleet

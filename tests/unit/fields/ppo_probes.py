@@ -174,7 +174,7 @@ def iterated_half(world: World, fields: Mapping[str, Any]) -> Any:
 
     def iteration(_: Any, setup: Any, carried: Any, coef: float, schedule: Any, *rest: Any) -> Any:
         rates.append(schedule.rates)
-        return Iteration({"reward/mean": 0.1}, 0.0, carried, [], Rewards({}, {}), Timeline(0.0, []))
+        return Iteration({"reward/mean": 0.1}, 0.0, carried, [], Rewards({}, {}), Timeline(0.0, []), {})
 
     world.patch.setattr(iteration_loop, "ppo_iteration", iteration)
     setup = ppo_setup.setup_of(config, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
@@ -228,7 +228,8 @@ def looped(world: World, fields: Mapping[str, Any]) -> Any:
     def iteration(_: Any, setup: Any, carried: Any, *rest: Any) -> Any:
         said.append((setup.sampling, setup.order, setup.terms, setup.allowed_failures, rest[:3]))
         roles.weights += 1
-        return {"reward/mean": 0.1 * roles.weights}, 2.0, carried, [], Rewards({}, {}), Timeline(0.0, [])
+        metrics = {"reward/mean": 0.1 * roles.weights}
+        return Iteration(metrics, 2.0, carried, [], Rewards({}, {}), Timeline(0.0, []), {})
 
     def validated(_: Any, fleet: Any, held_out: Any, *rest: Any) -> dict[str, float]:
         said.append((held_out, rest[-1]))

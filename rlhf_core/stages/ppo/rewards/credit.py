@@ -48,14 +48,26 @@ from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
 
 
+class RewardParts(NamedTuple):
+    """Holds the numbers from which the advantages of B answers were computed: the weighted sum of their
+    sources (B,), where each has one (B,), the rewards after clipping and penalties, and the coefficient of
+    the KL in them (0: none)."""
+
+    summed: Tensor
+    scored: Tensor
+    shaped: Shaped
+    kl_coef: float
+
+
 class Credited(NamedTuple):
-    """Holds the experience of all rollouts, the indices of those to train on, metrics, and how far the
-    critic's values may move in the loss (None: no limit)."""
+    """Holds the experience of all rollouts, the indices of those to train on, metrics, how far the critic's
+    values may move in the loss (None: no limit), and the parts of the rewards."""
 
     experience: list[Experience]
     usable: list[int]
     metrics: dict[str, float]
-    value_clip: float | None = None
+    value_clip: float | None
+    parts: RewardParts
 
 
 class Divergence(NamedTuple):
@@ -133,7 +145,8 @@ def credit(
     advantage = advantages[:, 0].tolist() if of_answers else _cut(advantages, masks)
     known_returns = _cut(returns, masks) if config.has_critic else None
     experience = experience_of(rollouts, scores, advantage, known_returns, config)
-    return Credited(experience, usable.nonzero().flatten().tolist(), metrics, value_clip)
+    parts = RewardParts(combined.rewards, combined.scored, shaped, coef)
+    return Credited(experience, usable.nonzero().flatten().tolist(), metrics, value_clip, parts)
 
 
 def spread_of(shaped: Shaped, scored: Tensor, lengths: Tensor, config: PPO) -> dict[str, float]:

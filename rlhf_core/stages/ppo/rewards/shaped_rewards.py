@@ -3,7 +3,7 @@ penalties. `group_signal.py` filters groups with the same numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,11 +16,13 @@ from rlhf_core.stages.ppo.rollout_records import Rollout
 
 
 class Shaped(NamedTuple):
-    """Holds the rewards (B,), 0 for an answer without one, and metrics. `clipped` (B,): before penalties."""
+    """Holds the rewards (B,), 0 for an answer without one, and metrics. `clipped` (B,): before penalties.
+    `penalties` (B,): what was added, by the name of its metric."""
 
     rewards: Tensor
     clipped: Tensor
     metrics: dict[str, float]
+    penalties: Mapping[str, Tensor]
 
 
 def shaped_rewards(
@@ -33,10 +35,11 @@ def shaped_rewards(
     metrics = {"reward/clipped": float((combined.rewards.abs() > limit).float().mean())}
     cut = truncated(rollouts)
     rewards = torch.where(cut, of_cut, clipped) if config.bootstrap_truncated else clipped
-    for name, penalty in penalties_of(rollouts, cut, config).items():
+    penalties = penalties_of(rollouts, cut, config)
+    for name, penalty in penalties.items():
         rewards = rewards + penalty
         metrics[f"reward/{name}"] = float(penalty.mean())
-    return Shaped(rewards, clipped, metrics)
+    return Shaped(rewards, clipped, metrics, penalties)
 
 
 def truncated(rollouts: Sequence[Rollout]) -> Tensor:

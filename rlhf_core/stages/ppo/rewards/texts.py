@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
@@ -41,6 +41,37 @@ def lengths_of(tokenizer: Any) -> Lengths:
         return list(accumulate((len(text.rstrip("\ufffd")) for text in texts), max))
 
     return count_slowly if fast is None else count
+
+
+class TokenTexts(NamedTuple):
+    """Holds the text of each token, "" where a later token completes its character, and the indices of
+    special tokens."""
+
+    texts: list[str]
+    special: list[int]
+
+
+def token_texts_of(tokenizer: Any) -> Callable[[Sequence[int]], TokenTexts]:
+    """Returns a function that splits a text into those of its tokens, special ones included. Joined, they are
+    the whole text, except for bytes at its end that make no character."""
+    fast: Any = getattr(tokenizer, "backend_tokenizer", None)
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, about in added.items() if about.special}
+    special |= set(getattr(tokenizer, "all_special_ids", ()))
+
+    def split(tokens: Sequence[int]) -> list[str]:
+        if fast is None:
+            return [str(tokenizer.decode([token])) for token in tokens]
+        stream = DecodeStream(skip_special_tokens=False)
+        try:
+            return [stream.step(fast, token) or "" for token in tokens]
+        except Exception:  # of Rust: a token whose text changes the text before it
+            return [fast.decode([token], skip_special_tokens=False) for token in tokens]
+
+    def of_text(tokens: Sequence[int]) -> TokenTexts:
+        return TokenTexts(split(tokens), [at for at, token in enumerate(tokens) if token in special])
+
+    return of_text
 
 
 def with_own_ends(found: Sequence[Sample], rollouts: Sequence[Rollout]) -> list[Sample]:

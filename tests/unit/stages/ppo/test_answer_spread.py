@@ -111,7 +111,7 @@ def test_without_a_reward_no_group_is_said_to_be_equal() -> None:
     rewarded = PPO.model_validate({**fields, "reward": "a.py:f"})
     distilled = PPO.model_validate({**fields, "reward": "none", "reference": "org/teacher"})
     scored = torch.ones(2, dtype=torch.bool)
-    shaped = Shaped(torch.zeros(2), torch.zeros(2), {})
+    shaped = Shaped(torch.zeros(2), torch.zeros(2), {}, {})
     assert "reward/equal_groups" in spread_of(shaped, scored, torch.tensor([3, 4]), rewarded)
     assert "reward/equal_groups" not in spread_of(shaped, scored, torch.tensor([3, 4]), distilled)
     names = [names_for(REINFORCED, config) for config in (rewarded, distilled)]

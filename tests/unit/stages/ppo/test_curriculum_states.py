@@ -22,7 +22,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.runs.timeline import Timeline
-from rlhf_core.stages.ppo.iteration import Carried, measure_pass_rates, ppo_iteration
+from rlhf_core.stages.ppo.iteration import Carried, Iteration, measure_pass_rates, ppo_iteration
 from rlhf_core.stages.ppo.iteration_loop import save_state
 from rlhf_core.stages.ppo.ppo_setup import schedule_of, setup_of
 from rlhf_core.stages.ppo.rollout_records import Rollout
@@ -153,7 +153,7 @@ def test_a_killed_stage_draws_the_same_prompts(
         roles = Roles()
         drawn: dict[int, list[str]] = {}
 
-        def iteration(_: object, setup: Setup, carried: Carried, *rest: object) -> tuple[Any, ...]:
+        def iteration(_: object, setup: Setup, carried: Carried, *rest: object) -> Iteration:
             if roles.weights + 1 == killed_at:
                 wait_until_complete()
                 raise KeyboardInterrupt
@@ -164,7 +164,8 @@ def test_a_killed_stage_draws_the_same_prompts(
             setup.order.curriculum.measure(places, rewards)  # type: ignore[union-attr]
             drawn[roles.weights] = [str(prompt.messages) for prompt in prompts]
             later = carried._replace(position=places.stop)
-            return {"reward/mean": 0.1}, 0.0, later, [], Rewards({}, {}), Timeline(0.0, [])
+            nothing = Timeline(0.0, [])
+            return Iteration({"reward/mean": 0.1}, 0.0, later, [], Rewards({}, {}), nothing, {})
 
         doubles = {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}
         fields = {"save_steps": save_steps, "curriculum": {"right": 1.0}}

@@ -63,6 +63,8 @@ class Fleet:
     def decode(self, tokens: Sequence[int], skip: bool) -> str:
         return str(tokens)
 
+    token_texts = None
+
     def lengths(self, tokens: Sequence[int]) -> list[int]:
         return list(range(1, 1 + len(tokens)))
 

@@ -17,7 +17,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir, run_in_directory
 from rlhf_core.runs.timeline import Timeline
 from rlhf_core.stages.ppo import iteration_loop, train
-from rlhf_core.stages.ppo.iteration import Carried
+from rlhf_core.stages.ppo.iteration import Carried, Iteration
 from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.sampling import validation
 from rlhf_core.stages.ppo.sampling.validation import HIGH, LOW, REWARD
@@ -51,6 +51,8 @@ class Roles:
 
     def decode(self, tokens: object, skip: bool) -> str:
         return str(tokens)
+
+    token_texts = None
 
     def trained_parameters(self) -> int:
         return 1
@@ -105,14 +107,15 @@ def ppo(
     roles = Roles(unwritten)
     done = []
 
-    def iteration(fleet: Roles, setup: object, carried: Carried, *rest: object) -> tuple[Any, ...]:
+    def iteration(fleet: Roles, setup: object, carried: Carried, *rest: object) -> Iteration:
         if roles.weights + 1 == killed_at:
             if unwritten is None:
                 wait_until_complete()
             raise KeyboardInterrupt
         roles.weights += 1
         done.append(roles.weights)
-        return {"reward/mean": 0.1 * roles.weights}, 0.0, carried, [], Rewards({}, {}), Timeline(0.0, [])
+        metrics = {"reward/mean": 0.1 * roles.weights}
+        return Iteration(metrics, 0.0, carried, [], Rewards({}, {}), Timeline(0.0, []), {})
 
     with monkeypatch.context() as patch:
         usual: dict[str, Any] = {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}

@@ -13,7 +13,7 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.runs.timeline import Timeline
-from rlhf_core.stages.ppo.iteration import Carried
+from rlhf_core.stages.ppo.iteration import Carried, Iteration
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ReferenceModel
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, Scored
@@ -31,13 +31,13 @@ def references(
     roles = Roles()
     found: dict[int, int] = {}
 
-    def iteration(_: object, setup: object, carried: Carried, *rest: object) -> tuple[Any, ...]:
+    def iteration(_: object, setup: object, carried: Carried, *rest: object) -> Iteration:
         if roles.weights + 1 == killed_at:
             wait_until_complete()
             raise KeyboardInterrupt
         roles.weights += 1
         found[roles.weights] = roles.reference
-        return {"reward/mean": 0.1}, 0.0, carried, [], Rewards({}, {}), Timeline(0.0, [])
+        return Iteration({"reward/mean": 0.1}, 0.0, carried, [], Rewards({}, {}), Timeline(0.0, []), {})
 
     doubles = {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}
     if killed_at is None:
