@@ -169,11 +169,11 @@ def write(plan: Plan, statuses: dict[str, Status], run: RunRecord | None = None,
     if run:
         record(plan, views, run)
     plan.folder.mkdir(parents=True, exist_ok=True)
-    from evaluation.report.run_page import write_report  # imports matplotlib, which takes a second
+    from evaluation.report.run_page import in_subfolder, write_report  # imports matplotlib, a second
 
     page = write_report(plan.folder, plan.recipe.name, views, run.heading if run else _heading(plan.folder))
     if run:
-        write_text(plan.folder / RUNS / f"{run.id}{PAGE}", page.read_text())
+        write_text(plan.folder / RUNS / f"{run.id}{PAGE}", in_subfolder(page.read_text()))
         record(plan, views, run, state, time.time())
     write_index(plan.artifacts)
     return page
@@ -239,11 +239,12 @@ def rewrite_run(file: Path) -> Path:
         raise ValueError(
             f"{file} cannot be read or names no stages: restore it, or give another run"
         ) from None
-    from evaluation.report.run_page import render
+    from evaluation.report.run_page import in_subfolder, render, rollout_pages
 
     page = file.with_suffix(PAGE)
     run = RunRecord.model_validate(read_json(file) | {"id": file.stem})
-    write_text(page, render(recipe, [read(view) for view in views], run.heading))
+    pages = rollout_pages(file.parents[1], views)
+    write_text(page, in_subfolder(render(recipe, [read(view) for view in views], run.heading, pages)))
     write_index(artifacts)
     return page
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from evaluation.dashboard.growing import Attempts, Curves, Growing, Log, Metrics
 from evaluation.dashboard.locks import Locks
+from evaluation.report.rollouts.answer_rows import keys_of
 from rlhf_core.runs.run_dir import LOCK, LOG, METRICS, REQUEST, RESULT
 from rlhf_core.runs.run_records import LOCK as RUN_LOCK
 from rlhf_core.runs.run_records import PAGE, PIN, RUNS, RunRecord, read, records
@@ -118,6 +119,10 @@ class Folder:
         """Returns the JSON object in a file; {} under the same conditions as `read_json`, and when the file
         is a link or larger than MAX_JSON bytes."""
         return self._kept(file, ("json",), lambda: _object(file))
+
+    def keys(self, file: Path) -> list[str]:
+        """Returns the keys of an iteration's recorded answers, as in `keys_of`."""
+        return self._kept(file, ("keys",), lambda: keys_of(file))
 
     def curves(self, run_dir: Path) -> Metrics:
         """Returns the metrics of a stage, up to date."""

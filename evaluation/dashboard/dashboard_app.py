@@ -12,13 +12,14 @@ import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import quote
 
 import anyio
 from sse_starlette.sse import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from evaluation.dashboard.artifacts_folder import Folder, Missing
@@ -63,6 +64,10 @@ def dashboard(artifacts: Path) -> Starlette:
             )
         return HTMLResponse(content)
 
+    def of_report(request: Request) -> Response:
+        """Leads from a report to the answers of one of its stages."""
+        return RedirectResponse(f"/rollouts/{quote(request.path_params['page'])}")
+
     def static(request: Request) -> Response:
         name = request.path_params["name"]
         return (
@@ -80,10 +85,11 @@ def dashboard(artifacts: Path) -> Starlette:
         found = changes(folder, f"/{request.path_params['path']}", query, known, streams, ended)
         return EventSourceResponse(found, ping=15, shutdown_event=ended, shutdown_grace_period=GRACE_SECONDS)
 
-    of_pages = ("/", "/run/{recipe}/{identity}", "/stage/{name}", "/compare")
+    of_pages = ("/", "/run/{recipe}/{identity}", "/stage/{name}", "/rollouts/{name}", "/compare")
     return Starlette(
         routes=[
             *(Route(path, page) for path in of_pages),
+            Route("/report/rollouts/{page}.html", of_report),
             Route("/report/{recipe}", report),
             Route("/report/{recipe}/{identity}", report),
             Route("/static/{name}", static),

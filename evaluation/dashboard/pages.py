@@ -24,10 +24,12 @@ from markupsafe import Markup
 
 from evaluation.dashboard import compare, cost, dashboard_charts, graph, state
 from evaluation.dashboard.artifacts_folder import Folder, Missing, identity_of, inside, key_of, recipe_of
+from evaluation.dashboard.recorded_answers import chosen_iterations, recorded_page
 from evaluation.report.iterations import WAIT, phases_of, rollouts
+from evaluation.report.rollouts.answer_view import legend_html
 from evaluation.report.template import environment
 from rlhf_core.recipe.loops.loop_record import FILE as LOOP
-from rlhf_core.runs.run_dir import LOG
+from rlhf_core.runs.run_dir import LOG, ROLLOUTS
 from rlhf_core.runs.run_records import RUN, RunRecord
 from rlhf_core.system.redaction import plain, without_passwords
 
@@ -82,6 +84,8 @@ def page_of(folder: Folder, path: str, query: dict[str, str]) -> Page:
             return run_page(folder, recipe, identity)
         case ["stage", name]:
             return stage_page(folder, name)
+        case ["rollouts", name]:
+            return rollouts_page(folder, name, query)
         case ["compare"]:
             return compare_page(folder, query.get("a", ""), query.get("b", ""))
     raise Missing(path)
@@ -241,7 +245,7 @@ def stage_page(folder: Folder, name: str) -> Page:
         ),
         "curves": curves,
         "phases": phases,
-        "answers": lambda: fill("stage.answers", found=rollouts(run_dir)[::-1]),
+        "answers": lambda: fill("stage.answers", found=rollouts(run_dir)[::-1], name=name),
         "log": lambda: fill("stage.log", text=folder.tail(run_dir / LOG, LOG_LINES)),
         "lineage": lambda: fill("stage.lineage", name=name, found=graph.of_stage(folder, name)),
         "choose": choose,
@@ -250,6 +254,24 @@ def stage_page(folder: Folder, name: str) -> Page:
     return Page(
         name, parts, frozenset({"lineage", "choose", "config"}), lambda: state.watched(folder, run_dir)
     )
+
+
+def rollouts_page(folder: Folder, name: str, query: dict[str, str]) -> Page:
+    """Returns the page of a stage's recorded answers, token by token (`recorded_page`). Raises Missing for an
+    iteration that is not recorded."""
+    run_dir = folder.stage(name)
+    chosen_iterations(run_dir, query)
+
+    def answers() -> str:
+        page = recorded_page(folder, run_dir, query)
+        here = f"/rollouts/{quote(name)}"
+        return fill("recorded.answers", page=page, here=here, one="prompt" in query)
+
+    parts = {
+        "legend": lambda: fill("recorded.legend", legend=legend_html(), name=name),
+        "answers": answers,
+    }
+    return Page(f"Answers of {name}", parts, frozenset(), lambda: identity_of(run_dir / ROLLOUTS))
 
 
 def compare_page(folder: Folder, a: str, b: str) -> Page:

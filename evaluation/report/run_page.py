@@ -8,8 +8,9 @@ stage, no metrics).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from markupsafe import Markup
 
@@ -25,6 +26,7 @@ from evaluation.report.drawing.evaluation_charts import (
 )
 from evaluation.report.example_battles import examples
 from evaluation.report.model_tables import rounds, rounds_svg
+from evaluation.report.rollouts.rollout_page import FOLDER, RolloutPage, write_rollout_page
 from evaluation.report.summary import Evidence, StageView, as_json, read, read_evaluation, summary_of
 from evaluation.report.template import fill
 from evaluation.report.verdict import suspects, tiles, verdict
@@ -36,17 +38,34 @@ from rlhf_core.system.files import tail, write_text
 
 
 def write_report(out_dir: Path, recipe_name: str, stages: Sequence[StageView], run: str = "") -> Path:
-    """Writes `summary.json` and `report.html` (each atomically) to `out_dir`. Returns the page's path.
-    `run`: `RunRecord.heading`."""
+    """Writes `summary.json`, `report.html` and the pages of recorded answers (each atomically) to `out_dir`.
+    Returns the page's path. `run`: `RunRecord.heading`."""
     evidence = [read(view) for view in stages]
     out_dir.mkdir(parents=True, exist_ok=True)
+    pages = rollout_pages(out_dir, stages)
     write_text(out_dir / "summary.json", as_json(summary_of(recipe_name, evidence)))
-    write_text(out_dir / "report.html", render(recipe_name, evidence, run))
+    write_text(out_dir / "report.html", render(recipe_name, evidence, run, pages))
     return out_dir / "report.html"
 
 
-def render(recipe_name: str, stages: Sequence[Evidence], run: str = "") -> str:
-    """Returns the page as text. `run`: as in `write_report`."""
+def rollout_pages(out_dir: Path, stages: Sequence[StageView]) -> dict[str, RolloutPage]:
+    """Writes the pages of recorded answers. Returns them by stage."""
+    written = {view.name: write_rollout_page(out_dir, view.name, view.run_dir) for view in stages}
+    return {name: page for name, page in written.items() if page is not None}
+
+
+def in_subfolder(page: str) -> str:
+    """Returns the text of a page for a file in a folder below: its links lead one folder up."""
+    return page.replace(f'href="{FOLDER}/', f'href="../{FOLDER}/')
+
+
+def render(
+    recipe_name: str,
+    stages: Sequence[Evidence],
+    run: str = "",
+    pages: Mapping[str, RolloutPage] = MappingProxyType({}),
+) -> str:
+    """Returns the page as text. `run`: as in `write_report`; `pages`: of recorded answers, by stage."""
     evaluated = read_evaluation(stages)
     chains = rounds(stages)
     reward_models = RewardReports.read(evaluated.folder / REWARD_MODELS) if evaluated else None
@@ -102,7 +121,7 @@ def render(recipe_name: str, stages: Sequence[Evidence], run: str = "") -> str:
         over_optimisation=over,
         over_optimisation_chart=Markup(over_optimisation_chart(over)) if over else None,
         groups=examples(evaluated) if evaluated else [],
-        charts=page_stages.charts(stages, chains),
+        charts=page_stages.charts(stages, chains, pages),
         data=page_stages.data(stages),
         data_warnings={
             stage.view.name: found for stage in stages if (found := page_stages.data_warnings(stage))

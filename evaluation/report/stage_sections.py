@@ -4,7 +4,7 @@ publications and the time per phase."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from evaluation.report.drawing.charts import StageCurves, single_values, stage_c
 from evaluation.report.drawing.dag import family_svg
 from evaluation.report.drawing.timeline_chart import timeline_chart
 from evaluation.report.iterations import WAIT, ShownRollout, TimedPhase, phases_of, rollouts
+from evaluation.report.rollouts.rollout_page import RolloutPage
 from evaluation.report.summary import Evidence
 from rlhf_core.config import KINDS, Publication
 from rlhf_core.data.data_report import stored_warnings
@@ -25,7 +26,8 @@ from rlhf_core.system.redaction import without_passwords
 class Chart(NamedTuple):
     """The chart of one stage or loop: its curves, the metrics that have one value instead of a curve
     (`values`), and its result's metrics (`notes`) at `when`. For PPO also its phases, the share of an
-    iteration during which each role waits for others, and the timeline of the last logged iteration."""
+    iteration during which each role waits for others, the timeline of the last logged iteration, and the
+    pages of recorded answers by stage."""
 
     title: str
     seconds: float | None
@@ -37,10 +39,14 @@ class Chart(NamedTuple):
     waits: dict[str, float]
     timeline: tuple[int, Markup] | None
     rollouts: list[tuple[int, list[ShownRollout]]]
+    pages: list[tuple[str, RolloutPage]]
 
 
-def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> list[Chart]:
-    """Returns one chart per training stage; the rounds of a loop share one."""
+def charts(
+    stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]], pages: Mapping[str, RolloutPage]
+) -> list[Chart]:
+    """Returns one chart per training stage; the rounds of a loop share one. `pages`: of recorded answers, by
+    stage."""
     later = {stage.view.name for chain in chains for stage in chain[1:]}
     found = []
     for stage in stages:
@@ -68,7 +74,8 @@ def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> 
         drawing = Markup(svg) if svg else None
         timeline = last_timeline(title, chain[-1].view.run_dir)
         phases = phases_of(final)
-        found.append(Chart(title, seconds, drawing, values, when, final, phases, waits, timeline, shown))
+        own = [(name, pages[name]) for name in (member.view.name for member in chain) if name in pages]
+        found.append(Chart(title, seconds, drawing, values, when, final, phases, waits, timeline, shown, own))
     return found
 
 

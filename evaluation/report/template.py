@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2
 
 from rlhf_core.records import WinRate
-from rlhf_core.system.redaction import without_passwords
+from rlhf_core.system.redaction import plain, without_passwords
 
 MAX_TEXT = 1500  # characters of a prompt or an answer
 
@@ -32,7 +32,7 @@ def environment(folder: Path) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (percent, duration, number, interval, controlled, without_passwords, cut)
+    filters = (percent, duration, number, interval, controlled, without_passwords, cut, plain)
     made.filters.update({function.__name__: function for function in filters})
     return made
 

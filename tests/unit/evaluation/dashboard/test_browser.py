@@ -17,8 +17,10 @@ import pytest
 
 from rlhf_core.cluster.rank_environment import free_port
 from tests.support import live_run
+from tests.support.finished_run import finish
 from tests.support.live_run import ROOT, STEPS, allow, stage_dir
 from tests.support.micro import wait_until
+from tests.support.recorded_answers import Words, answered, write
 from tests.support.sockets import beyond_loopback
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -216,3 +218,31 @@ def test_the_filter_of_runs(shown: Dashboard, artifacts: Path, browser: playwrig
     page.fill("#filter", "")
     playwright.expect(rows).to_have_count(2)
     assert page.url.endswith("/") and not errors, "nor does the security policy refuse anything"
+
+
+def test_recorded_answers_are_read_while_iterations_follow(
+    shown: Dashboard, artifacts: Path, browser: playwright.BrowserContext
+) -> None:
+    ppo = finish(artifacts, "ppo", lines=20)
+    words = Words()
+    write(ppo.run_dir, 1, words, [answered(words, 1, "the first")], [-1.0])
+    errors: list[str] = []
+    page = browser.new_page()
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(shown.address)
+    page.goto(f"http://127.0.0.1:{shown.port}/stage/{ppo.run_dir.name}")
+    page.click("text=All recorded answers, token by token")
+    wait_for(page, "answers", "Question 1?", "the first", "recorded ones")
+    page.check("#by-gap")
+    write(ppo.run_dir, 7, words, [answered(words, 1, "the second one")], [1.0])
+    wait_for(page, "answers", "iteration 7", "the second one")
+    assert page.is_checked("#by-gap"), "the chosen colour stays"
+    page.click('p:has-text("Beside iteration") a')
+    playwright.expect(page.locator(".columns > section")).to_have_count(2)
+    words_of = page.locator(".columns > section").all_inner_texts()
+    assert ["the first" in words_of[0], "the second one" in words_of[1]] == [True, True]
+    token = page.locator(".columns > section").last.locator(".sampled i").first
+    background = "one => getComputedStyle(one).backgroundColor"
+    assert token.evaluate(background) == "rgb(98, 159, 219)", "the policy lets the page's style apply"
+    assert not errors

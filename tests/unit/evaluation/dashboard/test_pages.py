@@ -42,6 +42,7 @@ PAGES = [
     PPO,
     f"/compare?a=ppo-{DIGESTS['ppo']}&b=sft-{DIGESTS['sft']}",
     "/compare?a=demo/first&b=demo/first",
+    f"/rollouts/ppo-{DIGESTS['ppo']}",
 ]
 ROUTES = [
     *PAGES,

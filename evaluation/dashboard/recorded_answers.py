@@ -1,0 +1,121 @@
+"""Chooses what the page of a stage's recorded answers shows: one iteration's answers by prompt, or those of
+two iterations to one prompt. Reads only the files that it shows, and an index of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby, islice
+from pathlib import Path
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from evaluation.dashboard.artifacts_folder import Folder, Missing
+from evaluation.report.rollouts.answer_rows import RecordedAnswer, iteration_files, read_answers
+from evaluation.report.rollouts.answer_view import answers_html
+from evaluation.report.rollouts.rollout_page import spread
+from evaluation.report.rollouts.token_turns import advantage_range
+
+MAX_ANSWERS = 16  # on a page
+MAX_LINKS = 40  # to iterations
+MAX_OTHERS = 12  # iterations beside which a prompt's answers can be shown
+INDEX_BYTES = 1 << 30  # of the files in which other iterations of a prompt are looked for
+
+
+class PromptAnswers(NamedTuple):
+    """A prompt and its answers as HTML by iteration. `others`: iterations that answered it, too."""
+
+    key: str
+    prompt: str
+    columns: list[tuple[int, Markup]]
+    others: list[int]
+
+
+class RecordedPage(NamedTuple):
+    """What the page shows. `iteration` of `iterations`; `first`: the number of the first answer shown, of
+    `answers`; `most`: the end of the range of advantages; `unsearched`: iterations in which no prompt is
+    looked for."""
+
+    iteration: int
+    iterations: list[int]
+    first: int
+    answers: int
+    step: int
+    most: float
+    prompts: list[PromptAnswers]
+    unsearched: int
+
+
+def recorded_page(folder: Folder, run_dir: Path, query: Mapping[str, str]) -> RecordedPage | None:
+    """Returns the page for a query: `iteration` (default: the last), `from` (an answer), or `prompt` and
+    `beside` (another iteration). Returns None if no answers are recorded. Raises Missing for an iteration
+    that is not recorded."""
+    files = iteration_files(run_dir)
+    if not files:
+        return None
+    iteration, beside = chosen_iterations(run_dir, query)
+    places, unsearched = index(folder, files)
+    keys = {query["prompt"]} if query.get("prompt") else set()
+    count = sum(not keys or key in keys for key in folder.keys(files[iteration]))
+    first = min(max(0, number_of(query.get("from", ""), 1) - 1), max(0, count - 1))
+    shown = list(islice(read_answers(iteration, files[iteration], keys), first, first + MAX_ANSWERS))
+    compared: list[RecordedAnswer] = []
+    if keys and beside != iteration:
+        compared = list(islice(read_answers(beside, files[beside], keys), MAX_ANSWERS))
+    most = advantage_range([*shown, *compared])
+    prompts = []
+    for of_key, group in groupby(shown, key=lambda answer: answer.key):
+        own = list(group)
+        columns = [(iteration, answers_html(own, most))]
+        if compared:
+            columns.append((beside, answers_html(compared, most)))
+            columns.sort(key=lambda column: column[0])
+        others = [at for at in places.get(of_key, ()) if at != iteration]
+        prompts.append(PromptAnswers(of_key, own[0].prompt, columns, spread(others, MAX_OTHERS)))
+    listed = sorted({*spread(list(files), MAX_LINKS), *neighbours(list(files), iteration)})
+    return RecordedPage(iteration, listed, first, count, MAX_ANSWERS, most, prompts, unsearched)
+
+
+def chosen_iterations(run_dir: Path, query: Mapping[str, str]) -> tuple[int, int]:
+    """Returns the iteration that a query asks for, and the one beside it, which may be the same; 0 if none is
+    recorded. Raises Missing for one that is not recorded."""
+    files = iteration_files(run_dir)
+    iteration = number_of(query.get("iteration", ""), max(files, default=0))
+    beside = number_of(query.get("beside", ""), iteration)
+    if files and not {iteration, beside} <= files.keys():
+        raise Missing(f"iteration {iteration} or {beside}")
+    return iteration, beside
+
+
+def index(folder: Folder, files: Mapping[int, Path]) -> tuple[dict[str, list[int]], int]:
+    """Returns the iterations that answered each prompt, by key, and how many iterations were not looked at,
+    because their files are too large together."""
+    found: dict[str, list[int]] = {}
+    left = INDEX_BYTES
+    unsearched = 0
+    for iteration, file in files.items():
+        left -= size_of(file)
+        if left < 0:
+            unsearched += 1
+            continue
+        for key in dict.fromkeys(folder.keys(file)):
+            found.setdefault(key, []).append(iteration)
+    return found, unsearched
+
+
+def neighbours(numbers: list[int], number: int) -> list[int]:
+    """Returns a number with the one before it and the one after it."""
+    place = numbers.index(number)
+    return numbers[max(0, place - 1) : place + 2]
+
+
+def number_of(text: str, default: int) -> int:
+    """Returns a number of an address; `default` for other texts."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else default
+
+
+def size_of(file: Path) -> int:
+    try:
+        return file.lstat().st_size
+    except OSError:
+        return 0
