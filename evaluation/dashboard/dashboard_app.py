@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from evaluation.dashboard.artifacts_folder import Folder, Missing
 from evaluation.dashboard.pages import digest, fill, page_of, whole
+from rlhf_core.runs.run_dir import VALIDATION
 
 STATIC = Path(__file__).parent / "templates"
 FILES = {"live.js": "text/javascript", "dashboard.css": "text/css"}
@@ -66,7 +67,10 @@ def dashboard(artifacts: Path) -> Starlette:
 
     def of_report(request: Request) -> Response:
         """Leads from a report to the answers of one of its stages."""
-        return RedirectResponse(f"/rollouts/{quote(request.path_params['page'])}")
+        page = request.path_params["page"]
+        name = page.removesuffix(f".{VALIDATION}")
+        query = "" if name == page else f"?of={VALIDATION}"
+        return RedirectResponse(f"/rollouts/{quote(name)}{query}")
 
     def static(request: Request) -> Response:
         name = request.path_params["name"]

@@ -24,12 +24,12 @@ from markupsafe import Markup
 
 from evaluation.dashboard import compare, cost, dashboard_charts, graph, state
 from evaluation.dashboard.artifacts_folder import Folder, Missing, identity_of, inside, key_of, recipe_of
-from evaluation.dashboard.recorded_answers import chosen_iterations, recorded_page
+from evaluation.dashboard.recorded_answers import chosen_iterations, folder_of, recorded_page
 from evaluation.report.iterations import WAIT, phases_of, rollouts
 from evaluation.report.rollouts.answer_view import legend_html
 from evaluation.report.template import environment
 from rlhf_core.recipe.loops.loop_record import FILE as LOOP
-from rlhf_core.runs.run_dir import LOG, ROLLOUTS
+from rlhf_core.runs.run_dir import LOG, VALIDATION
 from rlhf_core.runs.run_records import RUN, RunRecord
 from rlhf_core.system.redaction import plain, without_passwords
 
@@ -261,17 +261,24 @@ def rollouts_page(folder: Folder, name: str, query: dict[str, str]) -> Page:
     iteration that is not recorded."""
     run_dir = folder.stage(name)
     chosen_iterations(run_dir, query)
+    found = folder_of(query)
 
     def answers() -> str:
         page = recorded_page(folder, run_dir, query)
-        here = f"/rollouts/{quote(name)}"
+        here = f"/rollouts/{quote(name)}?" + ("of=validation&" if found == VALIDATION else "")
         return fill("recorded.answers", page=page, here=here, one="prompt" in query)
 
     parts = {
-        "legend": lambda: fill("recorded.legend", legend=legend_html(), name=name),
+        "legend": lambda: fill(
+            "recorded.legend",
+            legend=legend_html(),
+            name=name,
+            here=f"/rollouts/{quote(name)}?",
+            validated=(run_dir / VALIDATION).is_dir(),
+        ),
         "answers": answers,
     }
-    return Page(f"Answers of {name}", parts, frozenset(), lambda: identity_of(run_dir / ROLLOUTS))
+    return Page(f"Answers of {name}", parts, frozenset(), lambda: identity_of(run_dir / found))
 
 
 def compare_page(folder: Folder, a: str, b: str) -> Page:

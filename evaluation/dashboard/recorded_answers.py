@@ -15,6 +15,7 @@ from evaluation.report.rollouts.answer_rows import RecordedAnswer, iteration_fil
 from evaluation.report.rollouts.answer_view import answers_html
 from evaluation.report.rollouts.rollout_page import spread
 from evaluation.report.rollouts.token_turns import advantage_range
+from rlhf_core.runs.run_dir import ROLLOUTS, VALIDATION
 
 MAX_ANSWERS = 16  # on a page
 MAX_LINKS = 40  # to iterations
@@ -47,10 +48,10 @@ class RecordedPage(NamedTuple):
 
 
 def recorded_page(folder: Folder, run_dir: Path, query: Mapping[str, str]) -> RecordedPage | None:
-    """Returns the page for a query: `iteration` (default: the last), `from` (an answer), or `prompt` and
-    `beside` (another iteration). Returns None if no answers are recorded. Raises Missing for an iteration
-    that is not recorded."""
-    files = iteration_files(run_dir)
+    """Returns the page for a query: `of` (`folder_of`), `iteration` (default: the last), `from` (an
+    answer), or `prompt` and `beside` (another iteration). Returns None if no answers are recorded. Raises
+    Missing for an iteration that is not recorded."""
+    files = iteration_files(run_dir, folder_of(query))
     if not files:
         return None
     iteration, beside = chosen_iterations(run_dir, query)
@@ -76,10 +77,15 @@ def recorded_page(folder: Folder, run_dir: Path, query: Mapping[str, str]) -> Re
     return RecordedPage(iteration, listed, first, count, MAX_ANSWERS, most, prompts, unsearched)
 
 
+def folder_of(query: Mapping[str, str]) -> str:
+    """Returns the folder that a query asks for: that of validations with `of=validation`."""
+    return VALIDATION if query.get("of") == VALIDATION else ROLLOUTS
+
+
 def chosen_iterations(run_dir: Path, query: Mapping[str, str]) -> tuple[int, int]:
     """Returns the iteration that a query asks for, and the one beside it, which may be the same; 0 if none is
     recorded. Raises Missing for one that is not recorded."""
-    files = iteration_files(run_dir)
+    files = iteration_files(run_dir, folder_of(query))
     iteration = number_of(query.get("iteration", ""), max(files, default=0))
     beside = number_of(query.get("beside", ""), iteration)
     if files and not {iteration, beside} <= files.keys():

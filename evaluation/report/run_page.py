@@ -26,7 +26,7 @@ from evaluation.report.drawing.evaluation_charts import (
 )
 from evaluation.report.example_battles import examples
 from evaluation.report.model_tables import rounds, rounds_svg
-from evaluation.report.rollouts.rollout_page import FOLDER, RolloutPage, write_rollout_page
+from evaluation.report.rollouts.rollout_page import FOLDER, TITLES, RolloutPage, write_rollout_page
 from evaluation.report.summary import Evidence, StageView, as_json, read, read_evaluation, summary_of
 from evaluation.report.template import fill
 from evaluation.report.verdict import suspects, tiles, verdict
@@ -48,10 +48,13 @@ def write_report(out_dir: Path, recipe_name: str, stages: Sequence[StageView], r
     return out_dir / "report.html"
 
 
-def rollout_pages(out_dir: Path, stages: Sequence[StageView]) -> dict[str, RolloutPage]:
+def rollout_pages(out_dir: Path, stages: Sequence[StageView]) -> dict[str, list[RolloutPage]]:
     """Writes the pages of recorded answers. Returns them by stage."""
-    written = {view.name: write_rollout_page(out_dir, view.name, view.run_dir) for view in stages}
-    return {name: page for name, page in written.items() if page is not None}
+    found: dict[str, list[RolloutPage]] = {}
+    for view in stages:
+        pages = [write_rollout_page(out_dir, view.name, view.run_dir, folder) for folder in TITLES]
+        found[view.name] = [page for page in pages if page is not None]
+    return found
 
 
 def in_subfolder(page: str) -> str:
@@ -63,7 +66,7 @@ def render(
     recipe_name: str,
     stages: Sequence[Evidence],
     run: str = "",
-    pages: Mapping[str, RolloutPage] = MappingProxyType({}),
+    pages: Mapping[str, Sequence[RolloutPage]] = MappingProxyType({}),
 ) -> str:
     """Returns the page as text. `run`: as in `write_report`; `pages`: of recorded answers, by stage."""
     evaluated = read_evaluation(stages)

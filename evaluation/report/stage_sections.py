@@ -27,7 +27,7 @@ class Chart(NamedTuple):
     """The chart of one stage or loop: its curves, the metrics that have one value instead of a curve
     (`values`), and its result's metrics (`notes`) at `when`. For PPO also its phases, the share of an
     iteration during which each role waits for others, the timeline of the last logged iteration, and the
-    pages of recorded answers by stage."""
+    pages of recorded answers."""
 
     title: str
     seconds: float | None
@@ -39,11 +39,13 @@ class Chart(NamedTuple):
     waits: dict[str, float]
     timeline: tuple[int, Markup] | None
     rollouts: list[tuple[int, list[ShownRollout]]]
-    pages: list[tuple[str, RolloutPage]]
+    pages: list[RolloutPage]
 
 
 def charts(
-    stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]], pages: Mapping[str, RolloutPage]
+    stages: Sequence[Evidence],
+    chains: Sequence[Sequence[Evidence]],
+    pages: Mapping[str, Sequence[RolloutPage]],
 ) -> list[Chart]:
     """Returns one chart per training stage; the rounds of a loop share one. `pages`: of recorded answers, by
     stage."""
@@ -74,7 +76,7 @@ def charts(
         drawing = Markup(svg) if svg else None
         timeline = last_timeline(title, chain[-1].view.run_dir)
         phases = phases_of(final)
-        own = [(name, pages[name]) for name in (member.view.name for member in chain) if name in pages]
+        own = [page for member in chain for page in pages.get(member.view.name, ())]
         found.append(Chart(title, seconds, drawing, values, when, final, phases, waits, timeline, shown, own))
     return found
 

@@ -1,5 +1,5 @@
-"""Reads the answers that PPO's iterations recorded for readers (`rollouts/iterationN.jsonl`), also those of
-earlier versions, which have texts and rewards but no tokens. Damaged rows are left out."""
+"""Reads the answers that PPO's iterations recorded for readers (`rollouts/iterationN.jsonl`). Those of
+validations and of earlier versions have texts and rewards but no tokens. Damaged rows are left out."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ class RecordedAnswer(NamedTuple):
     tokens: AnswerTokens | None
 
 
-def iteration_files(run_dir: Path) -> dict[int, Path]:
-    """Returns the files of recorded answers by iteration, in order; links are left out."""
+def iteration_files(run_dir: Path, folder: str = ROLLOUTS) -> dict[int, Path]:
+    """Returns the files of recorded answers by iteration, in order; links are left out. `folder`: ROLLOUTS,
+    or VALIDATION for the answers of validations."""
     named = {
         file.stem.removeprefix("iteration"): file
-        for file in (run_dir / ROLLOUTS).glob("iteration*.jsonl")
+        for file in (run_dir / folder).glob("iteration*.jsonl")
         if not file.is_symlink()
     }
     files = {int(number): file for number, file in named.items() if number.isascii() and number.isdigit()}

@@ -41,8 +41,12 @@ def answers_html(answers: Sequence[RecordedAnswer], most: float) -> Markup:
 
 def legend_html() -> Markup:
     """Returns the style of tokens, the switch between colours, and what colours mean."""
-    style = Markup((TEMPLATES / "tokens.css").read_text(encoding="utf-8"))
-    return Markup(fill("token_legend.html.j2", style=style, gaps=GAPS, levels=range(1, LEVELS + 1)))
+    levels = range(1, LEVELS + 1)
+    return Markup(fill("token_legend.html.j2", style=style_of_tokens(), gaps=GAPS, levels=levels))
+
+
+def style_of_tokens() -> Markup:
+    return Markup((TEMPLATES / "tokens.css").read_text(encoding="utf-8"))
 
 
 def view_of(answer: RecordedAnswer, most: float) -> AnswerView:

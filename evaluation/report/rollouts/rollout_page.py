@@ -15,12 +15,14 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from evaluation.report.rollouts.answer_rows import RecordedAnswer, iteration_files, keys_of, read_answers
-from evaluation.report.rollouts.answer_view import answers_html, legend_html
+from evaluation.report.rollouts.answer_view import answers_html, legend_html, style_of_tokens
 from evaluation.report.rollouts.token_turns import advantage_range
 from evaluation.report.template import fill
+from rlhf_core.runs.run_dir import ROLLOUTS, VALIDATION
 from rlhf_core.system.files import write_text
 
 FOLDER = "rollouts"  # beside the report
+TITLES = {ROLLOUTS: "Answers", VALIDATION: "Validation answers"}
 MAX_TOKENS = 40_000  # on a page, about 5 MB
 MAX_ANSWERS = 400
 MAX_ITERATIONS = 40  # files that are read
@@ -37,18 +39,21 @@ class PromptColumns(NamedTuple):
 
 
 class RolloutPage(NamedTuple):
-    """Where a stage's page is, relative to the report; how many answers it shows, of how many iterations; and
-    how many are recorded in all."""
+    """A page's title; where it is, relative to the report; how many answers it shows, of how many
+    iterations."""
 
+    title: str
     address: str
     answers: int
     iterations: int
 
 
-def write_rollout_page(out_dir: Path, stage: str, run_dir: Path) -> RolloutPage | None:
-    """Writes the page of a stage's run directory. Returns where it is; None for a stage without recorded
-    answers."""
-    files = iteration_files(run_dir)
+def write_rollout_page(
+    out_dir: Path, stage: str, run_dir: Path, folder: str = ROLLOUTS
+) -> RolloutPage | None:
+    """Writes the page of a stage's run directory: of the answers in `folder`, as in `iteration_files`.
+    Returns where it is; None for a stage without recorded answers."""
+    files = iteration_files(run_dir, folder)
     numbers = spread(list(files), MAX_ITERATIONS)
     keys = {number: keys_of(files[number]) for number in numbers}
     answers = []
@@ -61,21 +66,25 @@ def write_rollout_page(out_dir: Path, stage: str, run_dir: Path) -> RolloutPage 
     most = advantage_range(chosen)
     html = fill(
         "rollouts.html.j2",
-        stage=stage,
-        legend=legend_html(),
+        title=f"{TITLES[folder]} of {stage}",
+        legend=legend_html() if any(answer.tokens for answer in chosen) else None,
+        style=style_of_tokens(),
         most=most,
         prompts=prompts_of(chosen, most),
         shown=len(chosen),
         iterations=len({answer.iteration for answer in chosen}),
         recorded=sum(map(len, keys.values())),
         unread=len(files) - len(numbers),
-        run_dir=run_dir.name,
+        dashboard=f"/rollouts/{run_dir.name}" + ("" if folder == ROLLOUTS else f"?of={folder}"),
         columns=MAX_COLUMNS,
     )
-    address = f"{FOLDER}/{run_dir.name}.html"
+    suffix = "" if folder == ROLLOUTS else f".{folder}"
+    address = f"{FOLDER}/{run_dir.name}{suffix}.html"
     (out_dir / FOLDER).mkdir(parents=True, exist_ok=True)
     write_text(out_dir / address, html)
-    return RolloutPage(address, len(chosen), len({answer.iteration for answer in chosen}))
+    return RolloutPage(
+        f"{TITLES[folder]} of {stage}", address, len(chosen), len({answer.iteration for answer in chosen})
+    )
 
 
 def spread(numbers: Sequence[int], most: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def test_a_report_leads_to_the_same_page(client: TestClient, artifacts: Artifact
     record(artifacts.stage("ppo"))
     answer = client.get(f"/report/rollouts/{NAME}.html", follow_redirects=False)
     assert answer.headers["location"] == f"/rollouts/{NAME}"
+    validated = client.get(f"/report/rollouts/{NAME}.validation.html", follow_redirects=False)
+    assert validated.headers["location"] == f"/rollouts/{NAME}?of=validation"
     odd = client.get("/report/rollouts/%5C%5Cevil.example%0A.html", follow_redirects=False)
     assert odd.headers["location"] == "/rollouts/%5C%5Cevil.example%0A"
 
@@ -117,3 +120,20 @@ def test_hostile_answers_are_inert(client: TestClient, artifacts: Artifacts) -> 
         assert [tag for tag, _ in elements].count("script") == 1, "the page's own"
         assert "img" not in {tag for tag, _ in elements} and not re.search(r"[\x1b\u202e]", page)
         assert not [name for _, attrs in elements for name in attrs if name.startswith("on")]
+
+
+def test_answers_of_validations_are_another_page(client: TestClient, artifacts: Artifacts) -> None:
+    run_dir = artifacts.stage("ppo")
+    record(run_dir)
+    assert "of=validation" not in client.get(f"/rollouts/{NAME}").text
+    (run_dir / "validation").mkdir()
+    row = {"prompt": [{"role": "user", "content": "held out?"}], "response": "yes", "rewards": {"rm": 1.0}}
+    for iteration in (0, 9):
+        (run_dir / "validation" / f"iteration{iteration}.jsonl").write_text(json.dumps(row))
+    assert f"/rollouts/{NAME}?of=validation" in links(client.get(f"/rollouts/{NAME}").text)
+    page = client.get(f"/rollouts/{NAME}?of=validation").text
+    assert "held out?" in page and "Its tokens are not recorded." in page and "Question" not in page
+    beside = next(link for link in links(page) if "beside=0" in link)
+    one = client.get(beside).text
+    assert one.count("<article") == 2 and "<small>iteration 0" in one and "<small>iteration 9" in one
+    assert "Question 1?" in client.get(f"/rollouts/{NAME}?of=../rollouts").text, "no other folder is read"

@@ -52,7 +52,7 @@ def test_from_the_report_to_an_episode_and_two_iterations_beside_each_other(
     page.on("console", lambda message: errors.append(message.text))
     page.on("dialog", lambda dialog: errors.append(dialog.message))
     page.goto(report.as_uri())
-    page.click("text=Answers of ppo, token by token")
+    page.click("text=Answers of ppo")
     page.wait_for_selector("text=6 answers of 3 iterations")
     page.locator("summary", has_text="Question 2?").click()
     prompt = page.locator("details.prompt", has_text="Question 2?")

@@ -20,6 +20,7 @@ from evaluation.report.rollouts.token_turns import (
     turns_of,
 )
 from evaluation.report.run_page import in_subfolder, write_report
+from rlhf_core.runs.run_dir import VALIDATION
 from tests.support.finished_run import finish
 from tests.support.recorded_answers import Words, answered, episode, write
 from tests.unit.evaluation.report.test_page import Page
@@ -113,11 +114,11 @@ def test_earlier_versions_rows_are_shown_without_tokens(tmp_path: Path) -> None:
     assert dict(facts_of(one)) == {"reward": "judge 1", "ended": "cut by a limit"}
     assert dict(facts_of(other)) == {"reward": "game –", "ended": "failed: it fell"}
     html = answers_html([one, other], 0.0)
-    assert "why?" in html and "an earlier version of alignflow" in html
+    assert "why?" in html and "Its tokens are not recorded." in html
     page = write_rollout_page(tmp_path, "ppo", tmp_path / "run")
     assert page is not None and (page.answers, page.iterations) == (2, 1)
     text = Page((tmp_path / page.address).read_text()).text
-    assert "2 more are not shown" in text and "No advantage other than 0" in text
+    assert "2 more are not shown" in text and "Colour of tokens" not in text
 
 
 def test_rows_whose_lists_do_not_fit_are_left_out(tmp_path: Path) -> None:
@@ -191,3 +192,25 @@ def test_an_answer_that_alone_is_too_large_is_shown(tmp_path: Path, monkeypatch:
     write(tmp_path / "run", 1, words, [answered(words, 1, "yes it is")] * 2, [0.1, 0.2])
     page = write_rollout_page(tmp_path, "ppo", tmp_path / "run")
     assert page is not None and page.answers == 1
+
+
+def test_answers_of_validations_have_a_page_with_the_same_prompts(tmp_path: Path) -> None:
+    ppo = finish(tmp_path, "ppo", lines=20)
+    folder = ppo.run_dir / VALIDATION
+    folder.mkdir()
+    for iteration in (0, 5):
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": f"q{i}"}],
+                "response": f"a{iteration}",
+                "rewards": {"rm": i},
+            }
+            for i in range(40)
+        ]
+        (folder / f"iteration{iteration}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = write_report(tmp_path / "demo", "demo", [ppo])
+    address = f"rollouts/{ppo.run_dir.name}.validation.html"
+    assert f'href="{address}"' in report.read_text() and "Validation answers of ppo" in report.read_text()
+    page = Page((tmp_path / "demo" / address).read_text())
+    assert "48 answers of 2 iterations; 32 more are not shown" in page.text
+    assert page.text.count("iterations 0, 5") == 24, "the same prompts of both"
