@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import NamedTuple
 from transformers import AutoConfig
 
 from rlhf_core.config import AlignmentTax, EngineConfig, VllmJudge
-from rlhf_core.hub.positions import positions_of
 from rlhf_core.models.lora import base_of
 from rlhf_core.models.precision import stored_dtype
+from rlhf_core.rollout.chat_models import longest_of
 from rlhf_core.rollout.vllm.vllm_server import Server, serving
 from rlhf_core.runs.lineage import stage_of
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.files import Digests, digest
+from rlhf_core.system.gpu_allocator import free_unused
 
 
 class LocalModel(NamedTuple):
@@ -37,18 +37,10 @@ def local_model(
     has as many positions as the model.
 
     Digests of the model's files are cached in the artifacts folder that contains the run directory. Raises
-    ValueError, starting with `where`, when the number of positions is unknown and `max_model_len` is not
-    set, or when it is smaller than `max_model_len`.
+    ValueError like `longest_of`.
     """
     model_config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
-    positions = positions_of(model_config.to_dict())
-    length: int | None = config.max_model_len or positions
-    if length is None:
-        raise ValueError(f"{where}: the model's config has no max_position_embeddings: set max_model_len")
-    if positions is not None and length > positions:
-        raise ValueError(
-            f"{where}: max_model_len is {length}, and the model has {positions} positions: lower it"
-        )
+    length = longest_of(where, model_config, config.max_model_len)
     dtype = stored_dtype(model_config) if config.dtype == "auto" else config.dtype
     digests = Digests(run.artifacts)
     identity = identity_of(path, digests, getattr(model_config, "_commit_hash", None))
@@ -61,7 +53,7 @@ def served(
     model: LocalModel, name: str, log: Path, engine: EngineConfig, seed: int, trust_remote_code: bool
 ) -> Iterator[Server]:
     """Starts a server of `model` under `name`, and ends it after the block. `log` is its log file."""
-    _free_gpu()
+    free_unused()
     with serving(
         model.path,
         name,
@@ -100,13 +92,3 @@ def _files(folder: Path, digests: Digests) -> str:
         if known:
             return digest(known)  # the same value as `Digests.of` gives for the folder
     return digests.of(folder)
-
-
-def _free_gpu() -> None:
-    """Frees GPU memory of models that this process no longer uses, because the server reserves a share of
-    the whole GPU."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

@@ -71,19 +71,12 @@ def make_judge(
     if isinstance(judge, configs.VllmJudge):
         # slow to import, and only local judges need it
         from evaluation.answers.served_models import local_model, served
+        from rlhf_core.rollout.chat_models import require_room, require_template
 
         trust = request.trust_remote_code
         model = local_model(f"judge {name}", request.inputs[judge.model], judge, run, trust)
-        if judge.max_tokens >= model.max_model_len:
-            left = (
-                f"max_tokens={judge.max_tokens} leaves none of its {model.max_model_len} tokens for a prompt"
-            )
-            raise ValueError(f"judge {name}: {left}: lower it")
-        if load_tokenizer(model.path, trust).chat_template is None:
-            raise ValueError(
-                f"judge {name}: its tokenizer has no chat template, and judging uses chat requests: name a"
-                " chat model"
-            )
+        require_room(f"judge {name}", judge.max_tokens, model.max_model_len)
+        require_template(f"judge {name}", load_tokenizer(model.path, trust))
         cache_name = f"{file_name(name)}-{digest(model.identity)[:8]}.jsonl"
         identity = model.identity
 

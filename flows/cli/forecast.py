@@ -121,6 +121,7 @@ def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
         {"reference": config.reference or config.actor} if "reference" in config.groups else {}
     )
     names |= {f"reward:{source.title}": source.model for source in config.reward_models}
+    names |= {judge.group: judge.model.model for judge in config.own_judges}
     if config.has_critic:
         names["critic"] = config.critic or config.reward_models[0].model
     return {role: model_size(planned, node, name) for role, name in names.items()}

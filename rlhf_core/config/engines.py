@@ -118,7 +118,7 @@ class EngineConfig(Config):
         False,
         description=(
             "in ppo: free the GPU's memory while the models score and train (the next sync sends the weights"
-            " again)"
+            " again); of a judge: while it does not judge (its weights wait in host memory)"
         ),
     )
     adapters: Annotated[Literal["merged", "alone"], NotInDigest] = Field(
@@ -129,7 +129,10 @@ class EngineConfig(Config):
         ),
     )
     start_timeout: Annotated[Rate, NotInDigest] = Field(
-        900.0, description="for a server (a vllm judge, alignment_tax): seconds until it must be ready"
+        900.0,
+        description=(
+            "for a server (a vllm judge, alignment_tax) and a round's judge: seconds until it must be ready"
+        ),
     )
 
     options: dict[str, Any] = Field(

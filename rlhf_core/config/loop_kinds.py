@@ -11,6 +11,7 @@ from rlhf_core.config.data import Data, Text
 from rlhf_core.config.engines import EngineConfig, only_in_ppo
 from rlhf_core.config.gates import AskedServer, Gated, chat_servers
 from rlhf_core.config.process_groups import Groups
+from rlhf_core.config.rewarding.judge_models import EngineJudge, OwnJudge, RatingModel
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.config.rewards import (
     EnvironmentReward,
@@ -120,11 +121,33 @@ class Rewarded(Gated, SamplingFields):
         return tuple(source for source in self.reward if isinstance(source, ModelReward))
 
     @property
+    def own_judges(self) -> Sequence[OwnJudge]:
+        """The judges on engines that the stage starts."""
+        return [
+            OwnJudge(
+                "reward.judge" if len(self.reward) == 1 else f"reward.{i}.judge", source.title, source.judge
+            )
+            for i, source in enumerate(self.reward)
+            if isinstance(source, JudgeReward) and isinstance(source.judge, EngineJudge)
+        ]
+
+    @property
+    def nested_names(self) -> Sequence[tuple[str, str, str]]:
+        return [(f"{judge.place}.model", judge.model.model, "policy") for judge in self.own_judges]
+
+    @property
     def turns(self) -> Sequence[Groups]:
-        return [{"sampler": self.engine}]
+        judges = [{judge.group: judge.model.engine} for judge in self.own_judges]
+        return [{"sampler": self.engine}, *judges]
 
     def lengths(self, start: str) -> Mapping[tuple[str, str], tuple[int, str]]:
-        return {("", start): self.most_tokens}
+        found = {("", start): self.most_tokens}
+        for place, _, judge in self.own_judges:
+            needed = (judge.max_tokens, "max_tokens")
+            if judge.max_model_len is not None:
+                needed = (judge.max_model_len, "max_model_len")
+            found[f".{place}", judge.model] = needed
+        return found
 
     @property
     def texts(self) -> Sequence[Text]:
@@ -133,10 +156,14 @@ class Rewarded(Gated, SamplingFields):
     @property
     def servers(self) -> Sequence[AskedServer]:
         own = (source for source in self.reward if isinstance(source, HttpReward))
-        judges = (source for source in self.reward if isinstance(source, JudgeReward))
+        judges = [
+            (f"the reward {source.title}", source.judge)
+            for source in self.reward
+            if isinstance(source, JudgeReward) and isinstance(source.judge, RatingModel)
+        ]
         return [
             AskedServer(f"the reward {source.title}", source.url, source.api_key_env) for source in own
-        ] + chat_servers((f"the reward {source.title}", source.judge) for source in judges)
+        ] + chat_servers(judges)
 
 
 class Rounds(Rewarded):
@@ -182,6 +209,12 @@ class Rounds(Rewarded):
             if source.ranks is not None:
                 yield (
                     f"the reward model {source.title} scores in the stage's own process: leave out its ranks"
+                )
+        for judge in self.own_judges:
+            if judge.model.engine.sleep:
+                yield (
+                    f"the judge {judge.title} has the GPUs alone while it judges a round: leave out"
+                    " engine.sleep"
                 )
 
     @check

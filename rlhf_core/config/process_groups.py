@@ -11,14 +11,18 @@ from rlhf_core.config.engines import EngineConfig, only_in_ppo, without_pipeline
 from rlhf_core.records import Config, Positive, Ranks, check
 
 
-class Served(Config):
-    """A model on a vLLM server that the stage starts and stops."""
+class OnEngine(Config):
+    """A model that the stage starts an engine for, beside the engines that answer its prompts."""
 
     max_model_len: Positive | None = Field(
         None, description="longest prompt and answer together, in tokens; default: the model's own"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: that of the checkpoint")
-    engine: EngineConfig = Field(EngineConfig(), description="the server's engine")
+    engine: EngineConfig = Field(EngineConfig(), description="the model's engine")
+
+
+class Served(OnEngine):
+    """A model on a vLLM server that the stage starts and stops."""
 
     @check
     def _check_server(self) -> Iterator[str]:

@@ -151,7 +151,13 @@ def _hosts(config: PPO, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, _Host]
     # weights of an engine that are never synced again
     asleep = 2 * sizes["actor"].parameters / config.engine.processes
     engine = _Host(PROCESS + (asleep if config.engine.sleep and config.engine.adapters == "alone" else 0.0))
-    return {name: _host(config, name, sizes, gpu) for name in config.groups} | {"sampler": engine}
+    hosts = {name: _host(config, name, sizes, gpu) for name in config.groups} | {"sampler": engine}
+    for judge in config.own_judges:
+        weights = 0.0
+        if judge.model.engine.sleep and judge.group in sizes:
+            weights = 2 * sizes[judge.group].parameters / judge.model.engine.processes
+        hosts[judge.group] = _Host(PROCESS + weights)
+    return hosts
 
 
 def _host(config: PPO, name: str, sizes: Mapping[str, Size], gpu: Gpu) -> _Host:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
-from rlhf_core.config import KINDS, PPO, REFERENCE_FREE, Lora, Optimised, Ranks, Trainable
+from rlhf_core.config import KINDS, PPO, REFERENCE_FREE, EngineConfig, Lora, Optimised, Ranks, Trainable
 from rlhf_core.config.training.optimised import SHARDINGS
 from rlhf_core.config.training.sharding import Training
 from rlhf_core.forecast.fitting_passes import Pass, fields_of, on_rank, recipe_pass, sums_in_fp32
@@ -140,7 +140,9 @@ def engine_needs(size: Size, over: int) -> float:
 
 
 def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, ProcessBytes]:
-    """Returns what each process of each group holds. `sizes` has the model of each group of models."""
+    """Returns what each process of each group holds. `sizes` has the model of each group of models. A judge's
+    engine takes its share of the GPU, where it sleeps only while it judges; those that sleep load before the
+    other models."""
     a_pass = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
     held: dict[str, ProcessBytes] = {}
     for name, ranks in config.groups.items():
@@ -158,7 +160,32 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
     engine = (
         ProcessBytes(1.0 * GIB, generating=awake) if config.engine.sleep else ProcessBytes(CONTEXT + awake)
     )
-    return held | {"sampler": engine._replace(bucket=bucket)}
+    return held | {"sampler": engine._replace(bucket=bucket)} | _judges(config, gpu_bytes)
+
+
+def _judges(config: PPO, gpu_bytes: float) -> dict[str, ProcessBytes]:
+    """Returns what each process of a judge's engines holds."""
+    found = {}
+    for judge in config.own_judges:
+        share = judge.model.engine.gpu_memory_utilization * gpu_bytes
+        sleeps = judge.model.engine.sleep
+        found[judge.group] = ProcessBytes(1.0 * GIB, share) if sleeps else ProcessBytes(CONTEXT + share)
+    return found
+
+
+def engine_sizes(config: PPO, sizes: Mapping[str, Size]) -> dict[str, tuple[EngineConfig, Size]]:
+    """Returns the engines of each group that has some, with the size of their model if it is known."""
+    engines = {"sampler": (config.engine, sizes.get("actor"))}
+    engines |= {judge.group: (judge.model.engine, sizes.get(judge.group)) for judge in config.own_judges}
+    return {name: (engine, size) for name, (engine, size) in engines.items() if size is not None}
+
+
+def lacking_for_engines(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> float:
+    """Returns the bytes that the share of a GPU of some engine lacks for its weights; 0 or less: none."""
+    return max(
+        engine_needs(size, engine.processes) - engine.gpu_memory_utilization * gpu_bytes
+        for engine, size in engine_sizes(config, sizes).values()
+    )
 
 
 def copies(config: Optimised, ranks: Ranks) -> int:

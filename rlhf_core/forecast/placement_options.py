@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config import PPO
-from rlhf_core.config.rewards import ModelReward
+from rlhf_core.config.process_groups import processes
+from rlhf_core.config.rewarding.judge_models import EngineJudge
+from rlhf_core.config.rewarding.judge_reward import JudgeReward
+from rlhf_core.config.rewards import ModelReward, RewardSource
 from rlhf_core.forecast.hardware import Gpu, nodes_of
 from rlhf_core.forecast.memory import engine_needs
 from rlhf_core.hub.model_config import Size
@@ -33,6 +37,13 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
     return {
         name: fields | {"zero_stage": max(least, fields["zero_stage"])} for name, fields in options.items()
     }
+
+
+def judges_apart(config: PPO) -> int:
+    """Returns the number of GPUs of the judges whose engines share them with no model, because they do not
+    sleep."""
+    engines = [judge.model.engine for judge in config.own_judges if not judge.model.engine.sleep]
+    return math.ceil(sum(processes(engine) * engine.gpus for engine in engines))
 
 
 @dataclass(frozen=True)
@@ -126,21 +137,19 @@ class PlacementOptions:
     def _roles(self) -> list[str]:
         return [field for field in RANKS if self.config.has_critic or field != "critic_ranks"]
 
-    def _apart(self) -> dict[str, Any]:
-        """Returns fields under which no roles share GPUs and nothing is offloaded."""
+    def _apart(self, judges_on: int = 0) -> dict[str, Any]:
+        """Returns fields under which no roles share GPUs and nothing is offloaded. `judges_on`: GPUs on which
+        the judges whose engines sleep have one for each; 0: they keep their number."""
         apart: dict[str, Any] = dict.fromkeys(SWITCHES, False)
-        if any(source.ranks for source in self.config.reward_models):
-            rewards = [
-                source.model_copy(update={"ranks": None}) if isinstance(source, ModelReward) else source
-                for source in self.config.reward
-            ]
+        rewards = [_placed(source, judges_on) for source in self.config.reward]
+        if rewards != list(self.config.reward):
             apart["reward"] = [source.model_dump() for source in rewards]
         return apart
 
     def _together(self) -> dict[str, Any]:
         """Returns fields under which all roles share all GPUs."""
         return {
-            **self._apart(),
+            **self._apart(self.count),
             **dict.fromkeys(self._roles(), self._ranks(self.count)),
             "colocate_all": True,
             "engine": self._engines(self.count, alone=False),
@@ -173,3 +182,17 @@ class PlacementOptions:
             "pipeline_parallel_size": stages,
         }
         return engine.model_dump() | sizes | {"gpus": 1.0, "sleep": not alone}
+
+
+def _placed(source: RewardSource, judges_on: int) -> RewardSource:
+    """Returns a reward source without ranks of its own, and a judge that sleeps with engines on each of
+    `judges_on` GPUs (0: as they are)."""
+    if isinstance(source, ModelReward):
+        return source.model_copy(update={"ranks": None})
+    if not isinstance(source, JudgeReward) or not isinstance(source.judge, EngineJudge):
+        return source
+    engine = source.judge.engine
+    if not judges_on or not engine.sleep or judges_on % engine.processes:
+        return source
+    engines = engine.model_copy(update={"num_engines": judges_on // engine.processes, "gpus": 1.0})
+    return source.model_copy(update={"judge": source.judge.model_copy(update={"engine": engines})})

@@ -13,8 +13,8 @@ from rlhf_core.config import PPO
 from rlhf_core.forecast.by_phase import PhaseBytes, by_phase
 from rlhf_core.forecast.fitting_passes import alternatives, fields_of
 from rlhf_core.forecast.hardware import Gpu
-from rlhf_core.forecast.memory import USABLE, engine_needs, gpu_peaks, roles
-from rlhf_core.forecast.placement_options import options_on
+from rlhf_core.forecast.memory import USABLE, gpu_peaks, lacking_for_engines, roles
+from rlhf_core.forecast.placement_options import judges_apart, options_on
 from rlhf_core.forecast.seconds import Range, phases, phases_as_range, shares_of_engine
 from rlhf_core.forecast.zero_stage import stage_of_ppo
 from rlhf_core.hub.model_config import Size
@@ -47,15 +47,13 @@ def forecast(
     config = config.model_copy(update={"zero_stage": stage_of_ppo(config, sizes, gpu.memory).stage})
     layout = arrange(config.placed, config.together)
     found = gpu_peaks(config, layout, roles(config, sizes, gpu.memory))
-    engine = config.engine
-    lacking = engine_needs(sizes["actor"], engine.processes) - engine.gpu_memory_utilization * gpu.memory
     return Placement(
         name,
         fields,
         max(held for _, held in found.values()),
         found,
         phases(config, layout, sizes, gpu),
-        lacking,
+        lacking_for_engines(config, sizes, gpu.memory),
     )
 
 
@@ -91,7 +89,9 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> 
         found.append(forecast(f"as in the recipe{taken}", config, {}, sizes, gpu)._replace(beyond=beyond))
         other = _best(_with_other_passes("the recipe's placement", config, {}, sizes, gpu), gpu)
         found += [other._replace(beyond=beyond)] if other.fields else []
-    for name, fields in options_on(config, count, sizes["actor"], gpu).items():
+    left = count - judges_apart(config)
+    options = options_on(config, left, sizes["actor"], gpu) if left > 0 else {}
+    for name, fields in options.items():
         try:
             changed = PPO.model_validate(config.model_dump() | fields)
         except (

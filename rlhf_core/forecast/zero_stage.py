@@ -24,6 +24,7 @@ from rlhf_core.forecast.memory import (
     bytes_of_weights,
     copies,
     engine_needs,
+    engine_sizes,
     gpu_peaks,
     loaded,
     roles,
@@ -123,25 +124,30 @@ def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
 
 def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str], float]]:
     """Returns the roles on each GPU that has models, and the bytes that they take there together: all of
-    them load at the same time, including engines. `sizes`: sizes of known models; others are left out."""
+    them load at the same time, including engines, but not those of judges that sleep. `sizes`: sizes of known
+    models; others are left out."""
     held = starts(config, {role: size for role, size in sizes.items() if role in ("actor", "critic")})
     weight = 4.0 if config.dtype == "float32" else 2.0
     if config.ref_reward_offload:
         weight = 0.0
     over = {role: ranks.world_size if config.ref_reward_shard else 1 for role, ranks in config.groups.items()}
     held |= {
-        role: loaded(size, role == "reference", weight, over[role])
-        for role, size in sizes.items()
-        if role not in held
+        role: loaded(sizes[role], role == "reference", weight, ranks)
+        for role, ranks in over.items()
+        if role in sizes and role not in held
     }
-    if "actor" in sizes:
-        held["sampler"] = engine_needs(sizes["actor"], config.engine.processes)
+    asleep = {judge.group for judge in config.own_judges if judge.model.engine.sleep}
+    held |= {
+        role: engine_needs(size, engine.processes)
+        for role, (engine, size) in engine_sizes(config, sizes).items()
+        if role not in asleep
+    }
     found = gpu_peaks(
         config,
         arrange(config.placed, config.together),
         {role: ProcessBytes(held.get(role, 0.0)) for role in config.placed},
     )
-    return [(names, needed) for names, needed in found.values() if names != ["sampler"]]
+    return [(names, needed) for names, needed in found.values() if set(names) & set(config.groups)]
 
 
 def require_start(names: Sequence[str], needed: float, gpu_bytes: float) -> None:

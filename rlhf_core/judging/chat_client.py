@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from openai import (
     APIConnectionError,
@@ -52,8 +52,19 @@ class Unreadable(Exception):
     """A reply with status 200 that is not a chat completion."""
 
 
+class Unanswerable(Exception):
+    """A request that its model cannot read."""
+
+
 # raised by `ask` once retries are exhausted
-NO_REPLY = (APIConnectionError, APIStatusError, APIResponseValidationError, Unreadable, TimeoutError)
+NO_REPLY = (
+    APIConnectionError,
+    APIStatusError,
+    APIResponseValidationError,
+    Unreadable,
+    Unanswerable,
+    TimeoutError,
+)
 
 
 class Connection(NamedTuple):
@@ -80,6 +91,28 @@ class ChatReply(Frozen):
     output_tokens: int
     reasoning_tokens: int = 0
     cut: bool = False
+
+
+class Chat(Protocol):
+    """Sends many chat requests to one model, behind an endpoint (`ChatClient`) or on engines of this run."""
+
+    requests: int
+
+    @property
+    def asked(self) -> Mapping[str, Any]: ...
+
+    def each(
+        self,
+        items: Mapping[str, Item],
+        work: Callable[[Item], Awaitable[Found]],
+        done: Callable[[str, Found], None],
+    ) -> None: ...
+
+    async def ask(self, messages: Sequence[Mapping[str, str]]) -> ChatReply: ...
+
+    def reason(self, error: Exception) -> str: ...
+
+    def stop(self) -> None: ...
 
 
 class Pace:

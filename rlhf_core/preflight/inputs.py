@@ -29,6 +29,7 @@ from rlhf_core.preflight.families.family import family_problems, option_problems
 from rlhf_core.preflight.machine_checks import check_machine
 from rlhf_core.preflight.model_checks import (
     argument_problems,
+    judge_problems,
     model_problem,
     sampling_problems,
     unfit_models,
@@ -104,6 +105,8 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             )
         problems += vocabulary_problems(node, partial(_start_of, plan, node), unlike)
         problems += sampling_problems(node, partial(_start_of, plan, node))
+        if not broken:
+            problems += judge_problems(node, partial(_start_of, plan, node), plan.recipe.trust_remote_code)
         problems += argument_problems(node, partial(_start_of, plan, node), plan.recipe.trust_remote_code)
         problems += sequence_problems(node, partial(_start_of, plan, node))
         for text in node.config.texts:

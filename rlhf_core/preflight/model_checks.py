@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config import KINDS, PPO, AlignmentTax, Evaluation, StageConfig
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Evaluation, Rewarded, StageConfig
 from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import (
@@ -132,21 +132,42 @@ def vocabulary_problems(
     """
     kind = KINDS[node.kind]
     config = node.config
-    named = [(reference.place, reference.name) for reference in references(config)]
+    own = {place for place, _, _ in config.nested_names}  # judges get texts
+    named = [
+        (reference.place, reference.name) for reference in references(config) if reference.place not in own
+    ]
     if isinstance(config, PPO) and config.has_critic and config.critic is None:
         named.append(("critic", config.reward_models[0].model))
-    own = start_of(getattr(config, kind.start)) if kind.given_tokens or "reward" in kind.names else None
+    start = start_of(getattr(config, kind.start)) if kind.given_tokens or "reward" in kind.names else None
     problems: dict[str, str] = {}
     for place, name in named:
         field = place.partition(".")[0]
         other = start_of(name)
-        if own is None or other is None or field not in (*kind.given_tokens, "reward"):
+        if start is None or other is None or field not in (*kind.given_tokens, "reward"):
             continue
-        told = unlike(own, other)
+        told = unlike(start, other)
         told = not_writable(other) if told and field == "reward" else told
         if told and not (place == "critic" and told in problems.values()):
             problems[place] = told
     return [f"stages.{node.name}.{place}: {told}" for place, told in problems.items()]
+
+
+def judge_problems(node: Node, start_of: Callable[[str], str | None], trust_remote_code: bool) -> list[str]:
+    """Returns a sentence for each judge on engines of the stage whose chat template cannot write its
+    requests. `start_of`: as in `vocabulary_problems`."""
+    if not isinstance(node.config, Rewarded) or importlib.util.find_spec("transformers") is None:
+        return []
+    from rlhf_core.rollout.chat_models import judge_renderer
+
+    problems = []
+    for judge in node.config.own_judges:
+        place = start_of(judge.model.model)
+        try:
+            if place is not None:
+                judge_renderer(f"the judge {judge.model.model}", place, trust_remote_code)
+        except ValueError as error:
+            problems.append(f"stages.{node.name.partition('.')[0]}.{judge.place}.model: {error}")
+    return problems
 
 
 def not_writable(place: str) -> str | None:

@@ -24,6 +24,7 @@ from rlhf_core.config.generated_data import VerifiersPrompts
 from rlhf_core.config.judging.lm_eval_tasks import is_path
 from rlhf_core.config.kinds import KINDS, named
 from rlhf_core.config.rewarding.environment_config import Environment
+from rlhf_core.config.rewarding.judge_models import EngineJudge
 from rlhf_core.config.rewards import FunctionReward, ModelReward
 from rlhf_core.hub.ids import is_remote, parted
 
@@ -38,6 +39,7 @@ PLACES = {  # fields that name a model or a file, in addition to those in KINDS
     RewardEvaluation: ("models",),
     RewardJudge: ("reward",),
     VllmJudge: ("model",),
+    EngineJudge: ("model",),
 }
 
 

@@ -1,5 +1,6 @@
-"""Scores one batch of answers in this process: reward models one after another, functions, servers and judges
-in parallel.
+"""Scores one batch of answers: reward models one after another, functions, servers and judges behind
+endpoints in parallel, and then judges on engines of the stage, one after another, so that each has the GPUs
+alone.
 
 Used by stages that score once. PPO's reward models run on the Ray cluster. `Client._batch` in clients.py
 splits a batch to find an answer that hangs.
@@ -13,11 +14,14 @@ from types import MappingProxyType
 
 import numpy as np
 
+from rlhf_core.config.rewarding.judge_models import EngineJudge
+from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.config.rewards import ModelReward, RewardSource
 from rlhf_core.data.documents import Document
 from rlhf_core.models.reward_scoring import RewardScorer
-from rlhf_core.rewards.clients import Clients, client_of, collect
+from rlhf_core.rewards.clients import Clients, client_of, collect, with_source
 from rlhf_core.rewards.combine import Combined, Term, combine, term_of, with_answers
+from rlhf_core.rewards.judge.label_agreement import OpenJudge, opened
 from rlhf_core.rewards.named_rows import task_metrics
 from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rewards.reward_contract import Sample
@@ -36,6 +40,7 @@ def reward_batch(
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
     cache: Path | None = None,
     samples_per_prompt: int = 1,
+    open_judge: OpenJudge | None = None,
 ) -> Combined:
     """Returns the weighted sum over all sources, (N,) for N answers, which are given as documents (for
     models) and as samples (for functions, servers and judges).
@@ -43,9 +48,10 @@ def reward_batch(
     `dtype`: of the reward models; auto: each checkpoint's dtype. `scores`: scores documents with a model
     outside this process. `own_tokens`: by title, for reward models whose tokenizer differs from the
     documents'. `cache`: folder for judges' verdicts. `samples_per_prompt`: consecutive answers to one prompt,
-    which judges may compare. `running` normalisation uses the mean and standard deviation of this batch,
-    `group` those of the answers to each prompt. Raises RewardsFailed when a source left more than the share
-    `max_failed` of the answers without a reward, ValueError when no answer has a reward from every source.
+    which judges may compare. `open_judge`: for judges on engines of the stage. `running` normalisation uses
+    the mean and standard deviation of this batch, `group` those of the answers to each prompt. Raises
+    RewardsFailed when a source left more than the share `max_failed` of the answers without a reward,
+    ValueError when no answer has a reward from every source.
     """
     allowed = int(max_failed * len(documents))
     models = [source for source in sources if isinstance(source, ModelReward)]
@@ -58,19 +64,30 @@ def reward_batch(
             paths[source.model], dtype, micro_batch_size, trust_remote_code
         ).score(given)
 
-    requested = [source for source in sources if not isinstance(source, ModelReward)]
+    judges = [
+        source
+        for source in sources
+        if isinstance(source, JudgeReward) and isinstance(source.judge, EngineJudge)
+    ]
+    requested = [source for source in sources if source not in (*models, *judges)]
     clients = Clients([client_of(source, cache=cache, group=samples_per_prompt) for source in requested])
     try:
         pending = clients.start(samples, allowed)
         rewards = collect(map(score, models), pending, allowed)
     finally:
         clients.close()
+    spent = clients.spent()
+    for judge in judges:
+        with opened(judge, open_judge) as chat:
+            client = client_of(judge, cache=cache, group=samples_per_prompt, chat=chat)
+            rewards = with_source(rewards, judge.title, client.score(samples, allowed))
+        spent |= client.spent()
     terms = terms_of(sources, paths)
     statistics = with_answers({}, rewards.by_source, terms)
     combined = combine(rewards.by_source, terms, statistics, samples_per_prompt)
     lengths = [int(np.count_nonzero(document.mask_array)) for document in documents]
     by_task = task_metrics(sources, rewards.by_source, [sample.row for sample in samples], lengths)
-    return combined._replace(metrics=combined.metrics | clients.spent() | by_task)
+    return combined._replace(metrics=combined.metrics | spent | by_task)
 
 
 def terms_of(sources: Sequence[RewardSource], paths: Mapping[str, str]) -> list[Term]:

@@ -46,6 +46,7 @@ from rlhf_core.rewards.reward_contract import (
 
 if TYPE_CHECKING:
     from rlhf_core.cluster.ray_cluster import RayNode
+    from rlhf_core.judging.chat_client import Chat
 
 LONGEST_PAUSE = 30.0  # seconds between two requests
 # number of parts a failed request is split into: an answer that hangs costs the larger of max_attempts and
@@ -131,6 +132,15 @@ def collect(
         by_source[title], error, steps[title] = future.result()
         errors |= {title: error} if error else {}
     return Rewards(by_source, errors, {title: found for title, found in steps.items() if found})
+
+
+def with_source(rewards: Rewards, title: str, found: SourceRewards) -> Rewards:
+    """Returns the rewards with those of one more source."""
+    errors = {title: found.error} if found.error else {}
+    steps = {title: found.steps} if found.steps else {}
+    return Rewards(
+        {**rewards.by_source, title: found.rewards}, rewards.errors | errors, {**rewards.steps, **steps}
+    )
 
 
 class Client:
@@ -270,15 +280,21 @@ class SourceClient(Protocol):
 
 
 def client_of(
-    source: RewardSource, others: Sequence[RayNode] = (), cache: Path | None = None, group: int = 1
+    source: RewardSource,
+    others: Sequence[RayNode] = (),
+    cache: Path | None = None,
+    group: int = 1,
+    chat: Chat | None = None,
 ) -> SourceClient:
     """Returns a client for a function, server, verifier or judge of a recipe. `others`: further nodes on
     which a function runs. `cache`: folder for a judge's verdicts. `group`: consecutive answers to one
-    prompt. Raises ValueError when the server's key is not set."""
+    prompt. `chat`: asks a judge on engines of the stage. Raises ValueError when the server's key is not
+    set."""
     if isinstance(source, JudgeReward):
         from rlhf_core.rewards.judge.judge_client import JudgeClient  # its library's import takes a second
 
-        return JudgeClient(source, None if cache is None else cache / f"{source.title}.jsonl", group)
+        place = None if cache is None else cache / f"{source.title}.jsonl"
+        return JudgeClient(source, place, group, chat=chat)
     assert not isinstance(source, ModelReward | EnvironmentReward | NoReward), "these need no client"
     ready: RewardBackend
     if isinstance(source, FunctionReward | Verifier):

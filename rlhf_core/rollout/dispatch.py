@@ -70,11 +70,13 @@ class Background:
 
 class Engines:
     """Dispatches requests to the engines of a group, within one event loop. `timeout`: how long an engine may
-    make no progress, in seconds."""
+    make no progress, in seconds. `revives`: someone restarts engines that die; if not, their requests
+    fail."""
 
-    def __init__(self, group: WorkerGroup, timeout: float):
+    def __init__(self, group: WorkerGroup, timeout: float, revives: bool = True):
         self._group = group
         self._timeout = timeout
+        self._revives = revives
         self._keys = itertools.count()
         self._new: list[list[Request]] = [[] for _ in range(group.world_size)]
         # requests that nobody waits for any more
@@ -104,12 +106,14 @@ class Engines:
 
     async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
         """Asks an engine for one answer. If it dies, asks another, or the same one once it is back
-        (`revived`). Raises RoleFailed when an engine fails in another way or makes no progress. Cancelling
-        this call makes the engine abort the request."""
+        (`revived`). Raises RoleFailed when an engine fails in another way, makes no progress, or dies for
+        good. Cancelling this call makes the engine abort the request."""
         while True:
             try:
                 return await self._ask(engine, tokens, seed, sampling)
             except RankDied:
+                if not self._revives:
+                    raise
                 engine = self._least()
                 if engine in self.dead:
                     await self._back.wait()
@@ -162,7 +166,8 @@ class Engines:
                 await asyncio.sleep(0)  # lets callers that got an answer ask again
         except Exception as error:
             if isinstance(error, RankDied):
-                print(f"engine {engine} died; its {len(asked)} requests are asked again: {error}", flush=True)
+                again = "are asked again" if self._revives else "fail"
+                print(f"engine {engine} died; its {len(asked)} requests {again}: {error}", flush=True)
                 await self.lost(engine)
             self._new[engine].clear()
             self._gone[engine].clear()

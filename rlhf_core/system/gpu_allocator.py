@@ -1,5 +1,5 @@
-"""Controls two aspects of PyTorch's allocators: expandable segments, which do not work everywhere, and the
-size of pinned blocks.
+"""Controls three aspects of PyTorch's allocators: expandable segments, which do not work everywhere, the size
+of pinned blocks, and memory that is kept unused.
 
 PyTorch's GPU allocator uses expandable segments, to avoid fragmentation, when the user sets
 `expandable_segments:True` in PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF, its older name). Other processes
@@ -9,6 +9,7 @@ such segments. PyTorch's pinned-memory allocator rounds each block up to a power
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import warnings
@@ -50,6 +51,16 @@ def shared_bytes(size: int, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)
     finally:
         _apply(_settings())
+
+
+def free_unused() -> None:
+    """Frees GPU memory of models that this process no longer uses, for an engine in another process, which
+    reserves a share of the whole GPU."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def pinned_bytes(size: float) -> float:

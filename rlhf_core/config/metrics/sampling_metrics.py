@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf_core.config.metrics.metric import Condition, Metric, after_run, each
 from rlhf_core.config.metrics.shared_metrics import ANSWERS, DATA
+from rlhf_core.config.rewarding.judge_models import RatingModel
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.config.rewarding.verifiers import ReasoningGymReward
 
@@ -34,7 +35,9 @@ def judges_of(config: Any) -> list[tuple[str, ...]]:
 
 def priced_judges_of(config: Any) -> list[tuple[str, ...]]:
     judges = [source for source in config.reward if isinstance(source, JudgeReward)]
-    return each(source.title for source in judges if source.judge.has_prices)
+    return each(
+        source.title for source in judges if isinstance(source.judge, RatingModel) and source.judge.has_prices
+    )
 
 
 def checked_judges_of(config: Any) -> list[tuple[str, ...]]:

@@ -44,7 +44,10 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
     )
     colocate_all: Annotated[bool, NotInDigest] = Field(
         False,
-        description="all models and the engines share the same GPUs, rank by rank; usually with engine.sleep",
+        description=(
+            "all models and the engines share the same GPUs, rank by rank; usually with engine.sleep. A judge"
+            " on engines does so only if its own engine sleeps"
+        ),
     )
     ref_reward_offload: Annotated[bool, NotInDigest] = Field(
         False, description="reference and reward models are in host memory while they do not score"
@@ -113,8 +116,11 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
 
     @property
     def placed(self) -> dict[str, Wanted]:
-        """All groups, including the engines as `sampler` if there are any."""
-        return {**self.groups, "sampler": self.engine} if self.has_engines else {**self.groups}
+        """All groups, including the engines as `sampler` if there are any, and those of each judge."""
+        if not self.has_engines:
+            return {**self.groups}
+        judges = {judge.group: judge.model.engine for judge in self.own_judges}
+        return {**self.groups, "sampler": self.engine, **judges}
 
     @property
     def turns(self) -> Sequence[Groups]:
@@ -128,7 +134,8 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
     @property
     def together(self) -> list[list[str]]:
         if self.colocate_all:
-            return [[*self.placed]]
+            apart = {judge.group for judge in self.own_judges if not judge.model.engine.sleep}
+            return [[name for name in self.placed if name not in apart]]
         sharing = []
         if self.colocate_actor_ref and "reference" in self.groups:
             sharing.append(["actor", "reference"])

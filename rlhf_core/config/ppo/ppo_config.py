@@ -48,6 +48,10 @@ class PPO(
     def exports(self) -> Sequence[str]:
         return [*(f"iteration{number}" for number in self.export_at), *super().exports]
 
+    def loads(self, place: str) -> bool:
+        """Returns whether the stage trains or scores with the model at `place`; a judge's is its engine's."""
+        return place not in {name for name, _, _ in self.nested_names}
+
     @property
     def longest(self) -> int:
         return self.prompt_max_len + self.generate_max_len
@@ -152,6 +156,15 @@ class PPO(
                 "compare: group gives each group of answers the mean reward 0.5, so that a validation shows"
                 " nothing: leave out eval_prompts, or compare with a reference"
             )
+
+    @check
+    def _check_own_judges(self) -> Iterator[str]:
+        for judge in self.own_judges:
+            if judge.model.engine.sleep and self.dynamic_filtering:
+                yield (
+                    f"dynamic_filtering asks the judge {judge.title} while the engines hold the GPUs that it"
+                    " would share: leave out its engine.sleep, so that it has GPUs of its own"
+                )
 
     @check
     def _check_sampling(self) -> Iterator[str]:

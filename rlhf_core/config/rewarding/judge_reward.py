@@ -5,29 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Source
-from rlhf_core.config.rewarding.remote_models import Remote
+from rlhf_core.config.rewarding.judge_models import JudgingModel, with_kind
 from rlhf_core.config.rewarding.weighed_reward import StandardisedReward
-from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
+from rlhf_core.records import Config, Positive, Rate, Share, check
 
 BEST_OF_TEN = (1.0, 10.0)
 FEW_PAIRS = 4
-
-
-class RatingModel(Remote):
-    """The chat model that rates. Its name affects the rewards; its address does not, so a server may
-    move."""
-
-    base_url: Annotated[str, NotInDigest] = Field(
-        "https://api.openai.com/v1", description="endpoint, which may move: it does not affect a result"
-    )
-    max_tokens: Positive = Field(
-        4096, description="longest reply, the judge's reasons and hidden thoughts included"
-    )
 
 
 class Criterion(Config):
@@ -61,11 +49,13 @@ class LabelledPairs(Config):
 
 
 class JudgeReward(StandardisedReward):
-    """A chat model behind an OpenAI-compatible endpoint that judges each answer. The lowest number of `scale`
-    is the reward 0, the highest 1; with `compare`, the reward is the share of pairs that the answer wins."""
+    """A chat model that judges each answer. The lowest number of `scale` is the reward 0, the highest 1; with
+    `compare`, the reward is the share of pairs that the answer wins."""
 
     kind: Literal["judge"] = "judge"
-    judge: RatingModel = Field(description="the chat model")
+    judge: JudgingModel = Field(
+        description="the chat model: behind an endpoint, or with kind vllm a model of this run"
+    )
     rubric: str | None = Field(
         None, description="what to rate, and what a good answer has; in its place: criteria", min_length=1
     )
@@ -99,6 +89,11 @@ class JudgeReward(StandardisedReward):
     @property
     def title(self) -> str:
         return self.name or re.sub(r"[^\w.:-]", "_", self.judge.model.rstrip("/").rpartition("/")[2])
+
+    @field_validator("judge", mode="before")
+    @classmethod
+    def _with_kind(cls, value: Any) -> Any:
+        return with_kind(value)
 
     @check
     def _check_rubric(self) -> Iterator[str]:

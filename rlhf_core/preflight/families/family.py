@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from rlhf_core.config import KINDS, EngineConfig, Optimised
+from rlhf_core.config import KINDS, EngineConfig, Optimised, Rewarded
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import TESTED, text_config
 from rlhf_core.recipe.plan import Node
@@ -99,6 +99,9 @@ def _uses(node: Node) -> Iterator[tuple[str, str, str]]:
     sampler = config.turns[0].get("sampler")
     if isinstance(sampler, EngineConfig) and sampler.kind == "vllm":
         yield from ((field, name, SAMPLING) for field, name in config.answering)
+    for judge in config.own_judges if isinstance(config, Rewarded) else ():
+        if judge.model.kind == "vllm":
+            yield f"{judge.place}.model", judge.model.model, SAMPLING
 
 
 def _model_type(place: str) -> str:

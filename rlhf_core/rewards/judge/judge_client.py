@@ -1,9 +1,10 @@
-"""Gets rewards from a judge, a chat model at an OpenAI-compatible endpoint.
+"""Gets rewards from a judge, a chat model at an OpenAI-compatible endpoint or on engines of this run.
 
 What it is asked: `opinions.py`. Every verdict is cached when it arrives, by the request, the judge's name and
 the prompt's version, so that a resumed stage pays for none twice. A reply without a verdict is followed by
 one reminder. What still has no verdict is not cached; an answer without a verdict is a failed reward, which
-is never 0. Requests and retries: `rlhf_core/judging/chat_client.py`.
+is never 0. Requests and retries: `rlhf_core/judging/chat_client.py`; to engines:
+`rlhf_core/rollout/engine_chat.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlhf_core.config.rewarding.judge_models import RatingModel
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
-from rlhf_core.judging.chat_client import NO_REPLY, ChatClient, ChatReply, cost_of, remote
+from rlhf_core.judging.chat_client import NO_REPLY, Chat, ChatClient, ChatReply, cost_of, remote
 from rlhf_core.judging.marked_reply import MarkedReply
 from rlhf_core.judging.record_lines import appending, records_of
 from rlhf_core.records import Frozen
@@ -49,23 +51,24 @@ class GivenVerdict(NamedTuple):
 
 class JudgeClient:
     """Judges answers, `group` consecutive ones to each prompt. `cache`: file of verdicts; None keeps them in
-    memory. `pause`: scales the pauses between two attempts, in seconds."""
+    memory. `pause`: scales the pauses between two attempts, in seconds. `chat`: asks a judge on engines of
+    the stage; None: the judge is behind an endpoint."""
 
     wanted = frozenset(("prompts", "responses", "rows"))
 
-    def __init__(self, source: JudgeReward, cache: Path | None = None, group: int = 1, pause: float = 1.0):
+    def __init__(
+        self,
+        source: JudgeReward,
+        cache: Path | None = None,
+        group: int = 1,
+        pause: float = 1.0,
+        chat: Chat | None = None,
+    ):
         self.title = source.title
         self._source = source
         self._cache = cache
         self._group = group
-        self._client = ChatClient(
-            f"the reward {source.title}",
-            source.judge.model,
-            partial(remote, source.judge),
-            {"max_tokens": source.judge.max_tokens, "temperature": 0},
-            source.judge,
-            pause,
-        )
+        self._client = endpoint_of(source, pause) if chat is None else chat
         lines = records_of(cache, StoredVerdict) if cache is not None else ()
         self._known: dict[str, Rating] = {line.key: line.verdict for line in lines}
         self._turn = Lock()  # one call of `score` at a time: the client's limits hold for all of them
@@ -156,9 +159,21 @@ class JudgeClient:
             used = self._used
             self._used = dict.fromkeys(used, 0)
         metrics = {f"reward/{self.title}/{name}": float(count) for name, count in used.items()}
-        cost = cost_of(self._source.judge, used["input_tokens"], used["output_tokens"])
+        judge = self._source.judge
+        if not isinstance(judge, RatingModel):
+            return metrics
+        cost = cost_of(judge, used["input_tokens"], used["output_tokens"])
         return metrics if cost is None else {**metrics, f"reward/{self.title}/cost": cost}
 
     def close(self) -> None:
         """Ends open requests and prevents new ones."""
         self._client.stop()
+
+
+def endpoint_of(source: JudgeReward, pause: float) -> Chat:
+    """Returns what asks a judge behind an endpoint."""
+    judge = source.judge
+    assert isinstance(judge, RatingModel), "the stage starts the engines of other judges"
+    settings = {"max_tokens": judge.max_tokens, "temperature": 0}
+    connect = partial(remote, judge)
+    return ChatClient(f"the reward {source.title}", judge.model, connect, settings, judge, pause)

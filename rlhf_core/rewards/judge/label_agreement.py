@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhf_core.config.data import Data
+from rlhf_core.config.rewarding.judge_models import RatingModel
 from rlhf_core.config.rewarding.judge_reward import JudgeReward, LabelledPairs
 from rlhf_core.config.rewards import RewardSource
 from rlhf_core.data.rows.columns import Located, preference_of, written
@@ -17,21 +19,28 @@ from rlhf_core.mean_interval import mean_interval
 from rlhf_core.rewards.reward_contract import RewardsFailed, Sample
 
 if TYPE_CHECKING:
+    from rlhf_core.judging.chat_client import Chat
     from rlhf_core.rewards.judge.judge_client import JudgeClient
 
+# opens what asks a judge on engines of the stage, until the block ends
+OpenJudge = Callable[[JudgeReward], AbstractContextManager["Chat"]]
 JUDGE_CACHE = "judge_cache"  # folder of a run directory
 
 
 def agreement_metrics(
-    sources: Sequence[RewardSource], max_failed: float, cache: Path | None, seed: int
+    sources: Sequence[RewardSource],
+    max_failed: float,
+    cache: Path | None,
+    seed: int,
+    open_judge: OpenJudge | None = None,
 ) -> dict[str, float]:
     """Lets each judge with `agreement` judge its labelled pairs, and returns the share of pairs on which it
     prefers the chosen answer (a tie counts 1/2), with its 95 % interval (`mean_interval`) and the number of
     pairs.
 
-    A pair without rewards of both answers does not count. `cache`: folder for verdicts. Raises ValueError
-    when the share is below the recipe's minimum, RewardsFailed when more than the share `max_failed` of the
-    answers got no reward.
+    A pair without rewards of both answers does not count. `cache`: folder for verdicts. `open_judge`: for
+    judges on engines of the stage. Raises ValueError when the share is below the recipe's minimum,
+    RewardsFailed when more than the share `max_failed` of the answers got no reward.
     """
     metrics: dict[str, float] = {}
     for source in sources:
@@ -40,9 +49,19 @@ def agreement_metrics(
                 JudgeClient,
             )  # its library's import takes a second
 
-            client = JudgeClient(source, None if cache is None else cache / f"{source.title}.jsonl", group=2)
-            metrics |= _agreement(source, source.agreement, client, max_failed, seed)
+            place = None if cache is None else cache / f"{source.title}.jsonl"
+            with opened(source, open_judge) as chat:
+                client = JudgeClient(source, place, group=2, chat=chat)
+                metrics |= _agreement(source, source.agreement, client, max_failed, seed)
     return metrics
+
+
+def opened(source: JudgeReward, open_judge: OpenJudge | None) -> AbstractContextManager[Chat | None]:
+    """Returns the block in which a judge can be asked; None in it for a judge behind an endpoint."""
+    if isinstance(source.judge, RatingModel):
+        return nullcontext(None)
+    assert open_judge is not None, "the stage starts its engines"
+    return open_judge(source)
 
 
 def _agreement(

@@ -38,7 +38,7 @@ from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 
 @dataclass(frozen=True)
 class Fleet:
-    """Holds the groups of the models, and the engines.
+    """Holds the groups of the models, the engines, and the engines of `judges`.
 
     `config`: with the ZeRO stage that was chosen for actor and critic. With `colocate_all` all models share
     their GPUs and work one after the other. Then actor and critic each have the memory for larger training
@@ -55,6 +55,7 @@ class Fleet:
     lengths: Lengths | None = None
     token_texts: Callable[[Sequence[int]], TokenTexts] | None = None
     machine: RooflineInputs | None = None  # set by `survey`
+    judges: Sequence[WorkerGroup] = ()
     rewarding: Lock = field(default_factory=Lock)
 
     @property
@@ -248,7 +249,8 @@ class Fleet:
 
     def take_work(self) -> dict[str, GroupWork]:
         """Returns each role's work since the last call, and forgets it."""
-        return {group.name: group.take_work() for group in (*self.models, *self.engines.engine_groups)}
+        groups = (*self.models, *self.engines.engine_groups, *self.judges)
+        return {group.name: group.take_work() for group in groups}
 
     @property
     def gpus(self) -> Mapping[str, Sequence[str]]:

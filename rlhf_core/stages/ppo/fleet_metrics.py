@@ -17,13 +17,20 @@ from rlhf_core.stages.ppo.roles.read_only import ModelRole
 
 
 def survey(
-    config: PPO, models: Sequence[WorkerGroup], actor: WorkerGroup, sampler: WorkerGroup
+    config: PPO,
+    models: Sequence[WorkerGroup],
+    actor: WorkerGroup,
+    sampler: WorkerGroup,
+    judges: Sequence[WorkerGroup] = (),
 ) -> RooflineInputs:
     """Returns sizes and GPUs of all roles, and measures the actor's GPU. Call it when nothing else runs."""
     shapes = {group.name: group.call("start", ModelRole.shape).wait(config.timeout)[0] for group in models}
     gpus = {group.name: group.call("start", ModelRole.gpu_uuid).wait(config.timeout) for group in models}
     engines = sampler.call("start", SamplerRole.gpu_uuids).wait(config.timeout)
     gpus["sampler"] = [gpu for engine in engines for gpu in engine]
+    for group in judges:
+        by_engine = group.call("start", SamplerRole.gpu_uuids).wait(config.timeout)
+        gpus[group.name] = [gpu for engine in by_engine for gpu in engine]
     ceilings = actor.call("start", Actor.ceilings).wait(config.timeout)[0]
     assert ceilings is not None, "the first rank measures"
     named = {role: [gpu or HOST for gpu in held] for role, held in gpus.items()}

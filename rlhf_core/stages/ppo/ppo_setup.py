@@ -29,6 +29,7 @@ def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
         {"reference": config.reference or config.actor} if "reference" in config.groups else {}
     )
     names |= {f"reward:{source.title}": source.model for source in config.reward_models}
+    names |= {judge.group: judge.model.model for judge in config.own_judges if config.has_engines}
     if config.has_critic:
         names["critic"] = config.critic or config.reward_models[0].model
     return {role: inputs[name] for role, name in names.items()}

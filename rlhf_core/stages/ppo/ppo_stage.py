@@ -9,7 +9,7 @@ from typing import cast
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, leave, reserve
 from rlhf_core.cluster.worker_group import WorkerGroup
-from rlhf_core.config import PPO
+from rlhf_core.config import PPO, EngineConfig
 from rlhf_core.forecast.zero_stage import uses_deepspeed
 from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.runs.awaited_servers import require_servers
@@ -47,21 +47,22 @@ def start_processes(config: PPO) -> dict[str, WorkerGroup]:
     )
     # Sampling runs alone, unless it runs ahead; other roles work in pairs.
     alone = () if config.max_staleness else ("sampler",)
+    engines = {name: wanted for name, wanted in config.placed.items() if isinstance(wanted, EngineConfig)}
     groups = {
         name: WorkerGroup(
             name,
             reservation,
             1 if name in alone else 2,
-            config.engine.processes if name == "sampler" else 1,
-            expandable_segments=name != "sampler",
+            engines[name].processes if name in engines else 1,
+            expandable_segments=name not in engines,
             together=name in ("actor", "critic"),
-            pipeline_stages=config.engine.pipeline_parallel_size if name == "sampler" else 1,
+            pipeline_stages=engines[name].pipeline_parallel_size if name in engines else 1,
         )
         for name in config.placed
     }
     for name, group in groups.items():
-        if name == "sampler":
-            group.prepare("rlhf_core.rollout.sampler_role:prepare", config.engine)
+        if name in engines:
+            group.prepare("rlhf_core.rollout.sampler_role:prepare", engines[name])
         else:
             group.prepare(
                 "rlhf_core.stages.ppo.roles.actor:prepare",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -45,6 +46,9 @@ from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 from rlhf_core.stages.ppo.roles.trained import Critic
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 
+if TYPE_CHECKING:
+    from rlhf_core.rollout.engine_chat import EngineChat
+
 
 def start_fleet(
     config: PPO,
@@ -57,12 +61,14 @@ def start_fleet(
     resumed_zero_stage: int | None = None,
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
     cache: Path | None = None,
+    judges: Mapping[str, EngineChat] = MappingProxyType({}),
 ) -> Fleet:
     """Starts all roles in their processes side by side and waits until each has loaded its model.
 
     `paths`: each role's model. `engines`: those of the groups `sampler` and `actor`. `resumed_zero_stage`:
     the ZeRO stage of a resume state, used when the recipe says `auto`. `own_tokens`: the entries of reward
-    models with another tokenizer, by title. `cache`: folder for judges' verdicts.
+    models with another tokenizer, by title. `cache`: folder for judges' verdicts. `judges`: those on engines,
+    which are already loading, by title.
     """
     # before loading anything, because it may raise
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)
@@ -77,11 +83,12 @@ def start_fleet(
         *start_trained(groups, decided, spec, seed),
     ]
     wait_until_loaded(loading, paths, config.timeout)
+    judging = [judge.started() for judge in judges.values()]
     titles = [source.title for source in config.reward_models if config.has_engines]
     rewards = {title: groups[f"reward:{title}"] for title in titles}
     others = other_nodes()
     clients = [
-        client_of(source, others, cache, config.n_samples_per_prompt)
+        client_of(source, others, cache, config.n_samples_per_prompt, judges.get(source.title))
         for source in config.reward
         if config.has_engines and isinstance(source, FunctionReward | HttpReward | Verifier | JudgeReward)
     ]
@@ -94,11 +101,12 @@ def start_fleet(
         engines=engines,
         lengths=lengths_of(tokenizer),
         token_texts=token_texts_of(tokenizer),
+        judges=judging,
     )
     if not config.has_engines:
         return fleet
     engines.open_channel()
-    fleet = replace(fleet, machine=survey(decided, fleet.models, fleet.actor, engines.sampler))
+    fleet = replace(fleet, machine=survey(decided, fleet.models, fleet.actor, engines.sampler, judging))
     if fleet.sleeps:  # the engines are awake, and loading left memory that the models do not use
         fleet.release_memory()
     return fleet
@@ -208,7 +216,7 @@ def zero_stage_of(
     sizes = None
     gpu_bytes = 0
     if config.actor_ranks.gpus:
-        found = {name: size_at(paths[name]) for name in config.groups}
+        found = {name: size_at(paths[name]) for name in config.placed if name != "sampler"}
         known = {name: size for name, size in found.items() if size is not None}
         sizes = known if len(known) == len(found) else None
         gpu_bytes = min(

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -41,9 +42,12 @@ from rlhf_core.stages.ppo.ppo_setup import model_paths, setup_of, tell_schedule
 from rlhf_core.stages.ppo.sampling.kept_answers import KeptAnswers
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.validation import BEST, REWARD, Best, load_validation
-from rlhf_core.stages.ppo.start_fleet import start_fleet
+from rlhf_core.stages.ppo.start_fleet import start_fleet, wait_until_loaded
 from rlhf_core.system.files import link_tree
 from rlhf_core.training.ranks import EXPORT_TRIAL
+
+if TYPE_CHECKING:
+    from rlhf_core.rollout.engine_chat import EngineChat
 
 
 def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup], begun: float) -> Outcome:
@@ -73,11 +77,17 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     held_out_prompts = held_out.prompts if held_out else ()
     require_environments(config.environments, data.items, held_out_prompts)
     agreement: dict[str, float] = {}
+    judges: dict[str, EngineChat] = {}
     if config.has_engines:
         require_verifiable(config.reward, data.items, held_out_prompts)
         try_rewards(config.reward, data.items, renderer, held_out_prompts)
+        judges = judges_of(config, paths, request, groups)
         agreement = agreement_metrics(
-            config.reward, config.max_failed_rewards, run / JUDGE_CACHE, request.seed
+            config.reward,
+            config.max_failed_rewards,
+            run / JUDGE_CACHE,
+            request.seed,
+            lambda source: nullcontext(judges[source.title]),
         )
     engines = start_rollout_group(config, renderer, groups, [*data.items, *held_out_prompts])
     fleet = start_fleet(
@@ -91,6 +101,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         resumed_zero_stage,
         own_tokens,
         run / JUDGE_CACHE,
+        judges,
     )
     with closing(fleet):
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
@@ -112,10 +123,23 @@ def load_vocabularies(
     """Returns the actor's tokenizer, and the entries of reward models with another one, by title. Raises
     ValueError when another role's model has another vocabulary."""
     tokenizer = load_tokenizer(paths["actor"], trust_remote_code)
-    others = [path for role, path in paths.items() if not role.startswith("reward:")]
+    others = [path for role, path in paths.items() if not role.startswith(("reward:", "judge:"))]
     require_same_vocabulary(paths["actor"], others, trust_remote_code)
     models = {source.title: paths[f"reward:{source.title}"] for source in config.reward_models}
     return tokenizer, writers(paths["actor"], models, trust_remote_code)
+
+
+def judges_of(
+    config: PPO, paths: Mapping[str, str], request: StageRequest, groups: Mapping[str, WorkerGroup]
+) -> dict[str, EngineChat]:
+    """Starts the judges that have engines of their own (`start_judges`), if there are any."""
+    if not config.own_judges:
+        return {}
+    from rlhf_core.stages.ppo.roles.judge_roles import start_judges  # a library's import takes a second
+
+    wait = partial(wait_until_loaded, paths=paths, timeout=config.timeout)
+    trust = request.trust_remote_code
+    return start_judges(config, paths, request.seed, groups, trust, lambda loading: wait([loading]))
 
 
 def tell_left_out(config: PPO, prompts: int) -> None:

@@ -2,9 +2,9 @@
 (`post_processor`).
 
 A policy with rewards in its prompts (conditional SFT) gets the prompt for the best reward; rows and reward
-sources get plain prompts. Sampling and scoring run one after the other, so that each uses the whole device.
-Sampled answers survive a kill (sample_answers.py). The score of an answer is the weighted sum of its rewards;
-if any source fails, the answer is left out.
+sources get plain prompts. Sampling, scoring and judging run one after the other, so that each uses the whole
+device. Sampled answers survive a kill (sample_answers.py). The score of an answer is the weighted sum of its
+rewards; if any source fails, the answer is left out.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from rlhf_core.rollout.engine_contract import SampledAnswer
 from rlhf_core.runs.awaited_servers import require_servers
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
+from rlhf_core.stages.preferences.round_judge import round_judge
 from rlhf_core.stages.preferences.sample_answers import answers_of_round
 from rlhf_core.system.files import write_text
 
@@ -65,7 +66,13 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     require_verifiable(config.reward, prompts)
     try_rewards(config.reward, prompts, renderer)
     require_servers(config.servers, judges_with_verdicts(config, run))
-    agreement = agreement_metrics(config.reward, config.max_failed_rewards, run / JUDGE_CACHE, request.seed)
+    agreement = agreement_metrics(
+        config.reward,
+        config.max_failed_rewards,
+        run / JUDGE_CACHE,
+        request.seed,
+        partial(round_judge, config, request),
+    )
     prompt_tokens = conditioned(config, policy, tokenizer, prompts)
     answers = answers_of_round(config, policy, prompt_tokens, renderer.stop_token_ids, request, run)
     texts = [
@@ -187,6 +194,7 @@ def rewards_of(
         own_tokens,
         run / JUDGE_CACHE,
         config.n_samples_per_prompt,
+        partial(round_judge, config, request),
     )
 
 

@@ -25,7 +25,19 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "t
 OURS = "flows|tasks|evaluation|rlhf_core|deployments|requirements|tests|docs|\\.ci"
 WORDS = 1200
 README_WORDS = 1200
-NAMES = ("pairs-on-the-hub", "gpt", "top_p", "trial", "best", "blend", "other", "share", "game", "sums")
+NAMES = (
+    "pairs-on-the-hub",
+    "gpt",
+    "top_p",
+    "trial",
+    "best",
+    "blend",
+    "other",
+    "share",
+    "game",
+    "sums",
+    "grm",
+)
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 

@@ -31,7 +31,7 @@ Regression.history evaluation/regression/regression_stage.py config.history
 Regression.band evaluation/regression/regression_stage.py config.band
 Calibration.judge evaluation/calibration/calibration_stage.py config.judge
 Calibration.labels evaluation/calibration/calibration_stage.py config.labels
-Served.max_model_len evaluation/answers/served_models.py config.max_model_len
+OnEngine.max_model_len evaluation/answers/served_models.py config.max_model_len
 AlignmentTax.models evaluation/alignment_tax/tax_stage.py config.models
 AlignmentTax.baseline evaluation/alignment_tax/tax_stage.py config.baseline
 AlignmentTax.tasks evaluation/alignment_tax/tax_stage.py config.tasks
@@ -81,6 +81,7 @@ HttpReward.api_key_env rlhf_core/rewards/clients.py source.api_key_env
 JudgeReward.judge rlhf_core/rewards/judge/judge_client.py source.judge
 JudgeReward.compare rlhf_core/rewards/judge/opinions.py source.compare
 JudgeReward.agreement rlhf_core/rewards/judge/label_agreement.py source.agreement
+EngineJudge.kind rlhf_core/preflight/families/family.py judge.model.kind
 LabelledPairs.data rlhf_core/rewards/judge/label_agreement.py labels.data
 LabelledPairs.min rlhf_core/rewards/judge/label_agreement.py labels.min
 LabelledPairs.limit rlhf_core/rewards/judge/label_agreement.py labels.limit

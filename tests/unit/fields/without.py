@@ -52,6 +52,8 @@ WITHOUT = {
     # Requests: tests/unit/rewards/judge.
     "JudgeReward": "agreement compare criteria judge pairs_per_answer reference rubric scale",
     "RatingModel": "max_tokens model",
+    # tests/unit/rollout/test_engine_chat.py, tests/engines/test_own_judge.py
+    "EngineJudge": "dtype engine kind max_model_len max_tokens model",
     "Criterion": "name text weight",
     "LabelledPairs": "data limit min",
     # tests/unit/environments/verifiers; verifier and language have one value.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -340,3 +341,36 @@ def test_a_family_that_vllm_cannot_sample_from_while_it_trains(planned: Planned,
     assert len(told) == 1 and told[0].startswith(f"stages.ppo.actor: {tmp_path / 'base'}: ")
     transformers = check_here(planned("ppo.engine.kind=transformers"))
     assert not any("vLLM takes no new weights" in problem for problem in transformers)
+
+
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ m['content'] }}<|im_end|>{% endfor %}"
+)
+
+
+def test_a_judge_on_engines_is_counted_and_must_take_chat_requests(planned: Planned, tmp_path: Path) -> None:
+    def judged(stage: str, name: str, **judge: Any) -> Plan:
+        model = {"kind": "vllm", "model": str(tmp_path / name), **judge}
+        return planned(f"{stage}.reward={json.dumps([{'judge': model, 'rubric': 'r'}])}", "ppo.critic=base")
+
+    for name, template in (("judge", TEMPLATE), ("plain", None), ("picky", NO_SYSTEM)):
+        save_tokenizer(tmp_path / name, template)
+        config = json.dumps({"model_type": "llama", "max_position_embeddings": 500})
+        (tmp_path / name / "config.json").write_text(config)
+        save_weights(tmp_path / name / "model.safetensors", {"lm_head.weight": (300, 8)})
+    fitting = {"max_tokens": 99, "engine": {"cpus": 0.1}}
+    assert (
+        check_here(judged("loop", "judge", **fitting)) == check_here(judged("ppo", "judge", **fitting)) == []
+    )
+    problems = check_here(judged("ppo", "judge", max_tokens=99, engine={"gpus": 2, "cpus": 0.1}))
+    assert problems == [
+        "stages.ppo asks for 2 GPUs in all, this machine has 0; lower ranks or gpus of its roles"
+    ]
+    told = "the model has 500 positions, and max_tokens = 4096 needs more"
+    assert [told in problem for problem in check_here(judged("loop", "judge"))] == [True]
+    for name, reason in (("plain", "its tokenizer has no chat template"), ("picky", "takes both")):
+        (problem,) = check_here(judged("loop", name, **fitting))
+        assert (
+            problem.startswith(f"stages.loop.reward.judge.model: the judge {tmp_path}") and reason in problem
+        )

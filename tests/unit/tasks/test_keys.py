@@ -14,7 +14,7 @@ import flows.alignment
 from rlhf_core.config import Recipe
 from rlhf_core.config.gates import chat_servers
 from rlhf_core.config.judging.judges import OpenAIJudge
-from rlhf_core.config.rewarding.judge_reward import RatingModel
+from rlhf_core.config.rewarding.judge_models import RatingModel
 from rlhf_core.judging.chat_client import remote
 from rlhf_core.recipe.load_recipe import recipe_of
 from tasks import keys

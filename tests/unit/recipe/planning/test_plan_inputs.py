@@ -130,3 +130,50 @@ def test_unfinished_work_takes_the_new_cadence(planned: Planned) -> None:
     finish(q, q["sft"], {"checkpoint": "checkpoint/weights"})
     run.prepare(p.request(p["sft"]))
     assert getattr(run.request().config, "save_steps") == 5  # noqa: B009
+
+
+JUDGE = "judge: {kind: vllm, model: sft}, rubric: r"
+
+
+def test_a_judge_of_the_recipe_is_a_parent_and_its_digest_decides(planned: Planned) -> None:
+    p = planned(f"ppo.reward=[reward_model, {{{JUDGE}}}]", f"loop.reward={{{JUDGE}}}", "loop.policy=base")
+    assert p["ppo"].stages["sft"] == "sft" and "sft" in p["loop.round2.preferences"].parents
+    assert p.inputs(p["loop.round1.preferences"])["sft"] == str(p["sft"].run_dir / "checkpoint")
+    other = planned(
+        f"ppo.reward=[reward_model, {{{JUDGE}}}]",
+        f"loop.reward={{{JUDGE}}}",
+        "loop.policy=base",
+        "sft.learning_rate=1e-3",
+    )
+    assert {"ppo", "loop.round1.preferences"} <= changed(p, other)
+    for free in ("engine: {cpus: 2}", "engine: {num_engines: 2}", "engine: {options: {max_num_seqs: 8}}"):
+        override = f"ppo.reward=[reward_model, {{judge: {{kind: vllm, model: sft, {free}}}, rubric: r}}]"
+        again = planned(override, f"loop.reward={{{JUDGE}}}", "loop.policy=base")
+        assert changed(p, again) == set(), free
+    elsewhere = planned("ppo.reward={judge: {kind: vllm, model: org/judge}, rubric: r}", "ppo.critic=sft")
+    assert elsewhere["ppo"].models["org/judge"] == "org/judge"
+    with pytest.raises(
+        ValueError, match=r"stages.ppo.reward.judge.model: reward_model is of kind reward_model"
+    ):
+        planned("ppo.reward={judge: {kind: vllm, model: reward_model}, rubric: r}", "ppo.critic=sft")
+
+
+def test_the_folder_of_a_judge_decides_and_its_path_does_not(planned: Planned, tmp_path: Path) -> None:
+    def with_judge(place: str) -> str:
+        return f"ppo.reward=[reward_model, {{judge: {{kind: vllm, model: {place}}}, rubric: r}}]"
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    p = planned(with_judge(f"{tmp_path}/one"))
+    assert changed(p, planned(with_judge(f"{tmp_path}/two"))) == set()
+    (tmp_path / "two" / "config.json").write_text('{"a": 1}')
+    assert "ppo" in changed(p, planned(with_judge(f"{tmp_path}/two")))
+
+
+def test_the_kind_of_a_judge_behind_an_endpoint_is_in_no_digest(planned: Planned) -> None:
+    reward = "ppo.reward=[reward_model, {judge: {model: m}, rubric: r}]"
+    named = "ppo.reward=[reward_model, {judge: {kind: openai, model: m}, rubric: r}]"
+    assert changed(planned(reward), planned(named)) == set()
+    digests = {planned(reward)["ppo"].digest}
+    assert planned(f"ppo.reward=[reward_model, {{{JUDGE}}}]")["ppo"].digest not in digests

@@ -1,0 +1,103 @@
+"""The chat models that judge answers for a reward: behind an endpoint, or on engines of the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.engines import only_in_ppo
+from rlhf_core.config.process_groups import OnEngine
+from rlhf_core.config.rewarding.remote_models import Remote
+from rlhf_core.records import Config, InDigestIfSet, NotInDigest, Positive, check
+
+
+class ReplyLimit(Config):
+    """How long a judge's reply may be."""
+
+    max_tokens: Positive = Field(
+        4096, description="longest reply, the judge's reasons and hidden thoughts included"
+    )
+
+
+class RatingModel(Remote, ReplyLimit):
+    """The chat model that rates. Its name affects the rewards; its address does not, so a server may
+    move."""
+
+    kind: Annotated[Literal["openai"], InDigestIfSet] = Field(
+        "openai", description="behind an endpoint, the default; another kind: EngineJudge"
+    )
+    base_url: Annotated[str, NotInDigest] = Field(
+        "https://api.openai.com/v1", description="endpoint, which may move: it does not affect a result"
+    )
+
+
+class EngineJudge(OnEngine, ReplyLimit):
+    """A chat model of this run that judges, on engines that the stage starts."""
+
+    kind: Literal["vllm", "transformers"] = Field(
+        "vllm", description="its engine's kind; transformers for models that vLLM cannot sample"
+    )
+    model: str = Field(description="the judge: a stage, a folder or a Hub id of a model with a chat template")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_of_engine(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        engine = given.get("engine", {})
+        if isinstance(engine, dict) and "kind" in given:
+            engine = {"kind": given["kind"], **engine}
+        return given | {"engine": engine}
+
+    @check
+    def _check_engine(self) -> Iterator[str]:
+        if self.engine.kind != self.kind:
+            yield (
+                f"the judge's kind is {self.kind}, and engine.kind {self.engine.kind}: leave engine.kind out"
+            )
+        if self.max_model_len is not None and self.max_tokens >= self.max_model_len:
+            yield (
+                f"max_tokens={self.max_tokens} leaves none of max_model_len={self.max_model_len} for a"
+                " request: lower it"
+            )
+        yield from only_in_ppo(self.engine)
+
+
+class OwnJudge(NamedTuple):
+    """A judge on engines of the stage: its place in the config, its title in metrics, and its model."""
+
+    place: str
+    title: str
+    model: EngineJudge
+
+    @property
+    def group(self) -> str:
+        """The name of the group of its engines' processes."""
+        return f"judge:{self.title}"
+
+
+JudgingModel = Annotated[RatingModel | EngineJudge, Field(discriminator="kind")]
+OF_ENDPOINT = RatingModel.model_fields.keys() - EngineJudge.model_fields.keys()
+OF_ENGINE = EngineJudge.model_fields.keys() - RatingModel.model_fields.keys()
+
+
+def with_kind(judge: Any) -> Any:
+    """Returns a judge's fields with their kind, by default that of an endpoint. Raises ValueError when a
+    field is for the other kind of judge."""
+    if not isinstance(judge, dict):
+        return judge
+    kind = judge.get("kind", "openai")
+    for field in judge:
+        if kind == "openai" and field in OF_ENGINE:
+            raise ValueError(
+                f"{field} is for a judge on engines of the stage, and this one is behind an endpoint: set"
+                f" kind to vllm, or leave {field} out"
+            )
+        if kind != "openai" and field in OF_ENDPOINT:
+            raise ValueError(
+                f"kind {kind} runs the judge in this stage, and {field} is for one behind an endpoint: leave"
+                " one of them out"
+            )
+    return judge | {"kind": kind}
