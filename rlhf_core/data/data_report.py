@@ -76,6 +76,7 @@ def markdown(surveys: Mapping[str, Survey]) -> str:
         warned = [f"- **warning**: {sentence}" for sentence in warnings({field: survey})] or ["- no warnings"]
         counts = [f"{survey.rows:,} rows", f"{survey.kept:,} of {survey.items:,} {_items(survey.kind)} kept"]
         counts += [f"{count:,} left out: {why}" for why, count in survey.dropped.items()]
+        counts += [f"{survey.images:,} images"] if survey.images else []
         lines = [f"## {field}", "", f"{'; '.join(counts)}. At most {survey.limit} tokens.", "", *warned, ""]
         lengths = [(part, *(f"{value:,}" for value in at.values())) for part, at in survey.lengths.items()]
         sources = [

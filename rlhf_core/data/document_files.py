@@ -19,6 +19,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from rlhf_core.data.documents import Document, Lazy
+from rlhf_core.data.pictures.picture_source import EncodedPicture
+from rlhf_core.data.pictures.stored_pictures import PictureWriter, StoredPictures
 from rlhf_core.data.survey import DataReport, Loaded, Survey
 from rlhf_core.system.files import locked, sync_to_disk
 
@@ -41,14 +43,15 @@ class ItemShape(NamedTuple):
 
 
 class Writer:
-    """Appends items to the files in a folder. `items` and `tokens` count the written ones."""
+    """Appends items to the files in a folder. `items`, `tokens` and `images` count the written ones."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._files: dict[str, BinaryIO] = {
             name: (folder / name).open("wb") for name in (TOKENS, ENDS, PLACES, VALUES)
         }
-        self.items = self.tokens = 0
+        self._pictures = PictureWriter(folder)
+        self.items = self.tokens = self.images = 0
 
     def add(self, place: int, documents: Sequence[Document], value: float) -> None:
         """Appends an item. `place` is its position in the final order; ties keep the order of writing."""
@@ -57,6 +60,8 @@ class Writer:
             self.tokens += len(document)
             self._files[TOKENS].write(coded.tobytes())
             self._files[ENDS].write(np.int64(self.tokens).tobytes())
+            self._pictures.add(document.pictures)
+            self.images += len(document.pictures)
         self._files[PLACES].write(np.int64(place).tobytes())
         self._files[VALUES].write(np.float64(value).tobytes())
         self.items += 1
@@ -65,6 +70,7 @@ class Writer:
         """Sorts the items by `place` and writes the order and the report."""
         for file in self._files.values():
             file.close()
+        self._pictures.close()
         np.argsort(np.fromfile(self._folder / PLACES, dtype=np.int64), kind="stable").astype(np.int64).tofile(
             self._folder / ORDER
         )
@@ -118,12 +124,13 @@ def _opened(folder: Path, shape: ItemShape) -> Loaded[Any]:
     )
     if not (len(order) == len(values) and len(ends) == len(values) * shape.width and len(tokens) == ends[-1]):
         raise ValueError(f"{folder} is not complete: remove it")
+    pictures = StoredPictures(folder)
 
     def get(index: int) -> Any:
         item = int(order[index])
         first = item * shape.width
         documents = [
-            _document(tokens[int(ends[at - 1]) if at else 0 : int(ends[at])])
+            _document(tokens[int(ends[at - 1]) if at else 0 : int(ends[at])], pictures.of(at))
             for at in range(first, first + shape.width)
         ]
         return shape.restore(documents, float(values[item]))
@@ -135,5 +142,5 @@ def _opened(folder: Path, shape: ItemShape) -> Loaded[Any]:
     )
 
 
-def _document(coded: np.ndarray) -> Document:
-    return Document((coded >> 1).tolist(), (coded & 1).astype(bool).tolist())
+def _document(coded: np.ndarray, pictures: tuple[EncodedPicture, ...]) -> Document:
+    return Document((coded >> 1).tolist(), (coded & 1).astype(bool).tolist(), pictures=pictures)

@@ -19,6 +19,8 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 import numpy as np
 
+from rlhf_core.data.pictures.message_parts import content_text
+from rlhf_core.data.pictures.picture_source import EncodedPicture
 from rlhf_core.system.files import write_text
 
 Item = TypeVar("Item")
@@ -54,7 +56,8 @@ class Document:
     attends only to itself, and its first token is predicted from nothing; losses count the document as one.
     `shared`: number of leading tokens that are not repeated in the row, because they equal those of the last
     document before it with `shared` 0. `experts` (T - 1, layers, k): the experts that the sampler chose for
-    each token but the last, if known.
+    each token but the last, if known. `pictures`: the images in the order of their tokens; encoded, until a
+    batch is collated.
     """
 
     tokens: Tokens
@@ -62,6 +65,7 @@ class Document:
     shared: int = 0
     experts: np.ndarray | None = field(default=None, compare=False, repr=False)
     starts: tuple[int, ...] = ()
+    pictures: tuple[EncodedPicture, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.mask), f"{len(self.tokens)} tokens but a mask of {len(self.mask)}"
@@ -75,14 +79,18 @@ class Document:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Document) or (len(self), self.shared) != (len(other), other.shared):
             return False
-        if self.starts != other.starts:
+        if self.starts != other.starts or self.pictures != other.pictures:
             return False
         return list(self.tokens) == list(other.tokens) and list(self.mask) == list(other.mask)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        content = (to_send(self.tokens), to_send(self.mask), self.shared, self.experts, self.starts)
+        pictures = tuple(
+            picture._replace(source=picture.source._replace(data=bytes(picture.source.data)))
+            for picture in self.pictures
+        )
+        content = (to_send(self.tokens), to_send(self.mask), self.shared, self.experts, self.starts, pictures)
         return _document, content
 
     @property
@@ -103,7 +111,7 @@ class Document:
 
     def after(self, trunk: Document) -> Document:
         """Returns the document with its prompt shared with `trunk`, if both have the same prompt and are
-        single sequences, and the document has an answer; else unchanged.
+        single sequences without images, and the document has an answer; else unchanged.
 
         The shared document starts at a position that `trunk` and the documents after it have already passed,
         so positions show where it starts.
@@ -113,17 +121,22 @@ class Document:
             prompt < len(self)
             and not self.starts
             and not trunk.starts
+            and not self.pictures
+            and not trunk.pictures
             and trunk.answer_start == prompt
             and trunk.tokens[:prompt] == self.tokens[:prompt]
         )
         return replace(self, shared=prompt) if same else self
 
     def cut(self, max_len: int) -> Document:
-        """Returns the first `max_len` tokens; no end-of-turn token is added."""
+        """Returns the first `max_len` tokens; no end-of-turn token is added. An image that does not fit is
+        left out as a whole, with all after it."""
         if len(self) <= max_len:
             return self
+        max_len = min([max_len, *(image.start for image in self.pictures if image.stop > max_len)])
         starts = tuple(start for start in self.starts if start < max_len)
-        return Document(self.tokens[:max_len], self.mask[:max_len], starts=starts)
+        kept = tuple(image for image in self.pictures if image.stop <= max_len)
+        return Document(self.tokens[:max_len], self.mask[:max_len], starts=starts, pictures=kept)
 
     @property
     def positions(self) -> np.ndarray:
@@ -136,9 +149,14 @@ class Document:
 
 
 def _document(
-    tokens: Any, mask: Any, shared: int, experts: np.ndarray | None, starts: tuple[int, ...]
+    tokens: Any,
+    mask: Any,
+    shared: int,
+    experts: np.ndarray | None,
+    starts: tuple[int, ...],
+    pictures: tuple[EncodedPicture, ...],
 ) -> Document:
-    return Document(received(tokens), received(mask), shared, experts, starts)
+    return Document(received(tokens), received(mask), shared, experts, starts, pictures)
 
 
 @dataclass(frozen=True)
@@ -264,9 +282,9 @@ def as_text(messages: Sequence[Message]) -> str:
     """Returns messages as one string, for judges and digests. Several messages are each prefixed with their
     role."""
     return (
-        str(messages[0]["content"])
+        content_text(messages[0]["content"])
         if len(messages) == 1
-        else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+        else "\n\n".join(f"{m['role']}: {content_text(m['content'])}" for m in messages)
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from rlhf_core.data.documents import (
     reward_suffix,
     with_suffix,
 )
+from rlhf_core.data.pictures.picture_source import CUT_AWAY, MISNAMED, PICTURE_FAULTS, PictureFault
 from rlhf_core.data.rows.columns import (
     Kind,
     Located,
@@ -108,17 +110,22 @@ def maker_of(kind: Kind, renderer: Renderer, limit: int, suffix_of: SuffixOf | N
 
 def _conversation_within(renderer: Renderer, limit: int, located: Located) -> BuiltItems:
     messages = conversation_of(located)
-    whole = at(located.where, renderer.conversation, messages, tools_of(located))
+    try:
+        whole = at(located.where, renderer.conversation, messages, tools_of(located))
+        misnamed = any(picture.source.is_misnamed for picture in whole.pictures)
+    except PictureFault as fault:
+        return BuiltItems((), 0, 1, fault.fact, marks=(fault.fact,))
     document = whole.cut(limit)
+    marks = [MISNAMED] * misnamed + [CUT_AWAY] * (len(document.pictures) < len(whole.pictures))
     answer = sum(whole.mask)
     prompt = whole.mask.index(True) if answer else len(whole)
     if not any(document.mask):
         if answer:
-            return BuiltItems((), 0, 1, ANSWER_CUT, prompt, (answer,))
+            return BuiltItems((), 0, 1, ANSWER_CUT, prompt, (answer,), marks)
         return BuiltItems(
             (), 0, 1, UNWEIGHTED if any("weight" in message for message in messages) else "no answer", prompt
         )
-    return BuiltItems([((document,), 0.0)], len(whole) > limit, 1, "", prompt, (answer,))
+    return BuiltItems([((document,), 0.0)], len(whole) > limit, 1, "", prompt, (answer,), marks)
 
 
 def _pair_within(renderer: Renderer, limit: int, located: Located) -> BuiltItems:
@@ -217,6 +224,7 @@ def collect(
         mixture = mixture_of(data, seed)
         surveyor = Surveyor(data, kind, limit, renderer.control_tokens)
         rows = 0
+        faults: Counter[str] = Counter()  # of images
         printed = time.monotonic()
         for placed in placed_rows(data, seed, kind, mixture):
             lacks = unusable(placed.located, kind)
@@ -224,17 +232,21 @@ def collect(
             for documents, value in made.items:
                 writer.add(placed.place, documents, value)
             surveyor.see(placed, made)
+            faults.update([made.dropped] if made.dropped in PICTURE_FAULTS else [])
             rows += made.rows
             if time.monotonic() - printed > PROGRESS_SECONDS:
                 printed = time.monotonic()
                 progress.made()
                 print(f"reading {names(data)}: {rows:,} rows, {writer.tokens:,} tokens", flush=True)
+        if not writer.items and faults:
+            told = ", ".join(f"{fault}: {count}" for fault, count in faults.most_common())
+            raise ValueError(f"{names(data)}: all {rows} rows were dropped ({told}): correct the images")
         if not writer.items:
             raise ValueError(
                 f"{names(data)}: all {rows} rows were dropped ({why}): raise the token limit or correct the"
                 " data"
             )
-        return surveyor.finish(mixture, writer.tokens)
+        return surveyor.finish(mixture, writer.tokens, writer.images)
 
     return stored(folder, f"data-{_key(data, renderer, kind, limit, seed)}", shape, build)
 
@@ -273,9 +285,12 @@ def answers_within(
 
 
 def at(where: str, render: Any, *values: Any) -> Any:
-    """Calls the renderer and adds the row's place to its ValueErrors."""
+    """Calls the renderer and adds the row's place to its ValueErrors, except those of an image that cannot be
+    used."""
     try:
         return render(*values)
+    except PictureFault:
+        raise
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

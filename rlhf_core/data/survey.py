@@ -19,6 +19,8 @@ import numpy as np
 
 from rlhf_core.config import Data
 from rlhf_core.data.documents import Document, Item, as_text
+from rlhf_core.data.pictures.message_parts import content_text
+from rlhf_core.data.pictures.picture_source import PICTURE_FACTS
 from rlhf_core.data.rows.columns import (
     Kind,
     Located,
@@ -55,6 +57,7 @@ FACTS = {
     "negative margins": (0.01, "margins below 0, as if the rejected answer were the better one"),
     "unused rows": (0.1, "is too small for its share"),
     "shared with data": (0.0, "held-out prompts that are also trained on"),
+    **PICTURE_FACTS,
 }
 LIMITS = {name: limit for name, (limit, _) in FACTS.items()}
 # with at least FEWEST values, shares outside these bounds are findings
@@ -73,7 +76,7 @@ class BuiltItems(NamedTuple):
     """Holds the items built from a row, each a tuple of documents and a number.
 
     `cut`: how many were cut. `rows`: how many items the row should give. `dropped`: why there are fewer.
-    Lengths are in tokens before cutting; None or empty if nothing was tokenised.
+    Lengths are in tokens before cutting; None or empty if nothing was tokenised. `marks`: the row's facts.
     """
 
     items: Sequence[tuple[Sequence[Document], float]]
@@ -82,6 +85,7 @@ class BuiltItems(NamedTuple):
     dropped: str = ""
     prompt_tokens: int | None = None
     answer_tokens: Sequence[int] = ()
+    marks: Sequence[str] = ()
 
 
 class Finding(Frozen):
@@ -103,7 +107,7 @@ class SourceUse(Frozen):
 
 class Survey(Frozen):
     """Holds facts about one data set. `rows`: used from the files. `items`: expected from these rows. `kept`:
-    items built. `truncated`: kept items that were cut. `tokens`: in kept items (for a pair, in both
+    items built. `truncated`: kept items that were cut. `tokens`, `images`: in kept items (for a pair, in both
     documents). `facts` are shares of the rows, except statistics of margins and rewards.
 
     `histogram` has counts of lengths in equal bins, followed by the upper edge of the last bin in tokens; the
@@ -123,6 +127,7 @@ class Survey(Frozen):
     findings: tuple[Finding, ...]
     truncated: int = 0
     tokens: int = 0
+    images: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,8 @@ class Surveyor:
         self._items += made.rows
         self._kept += len(made.items)
         self._truncated += made.cut
+        for name in made.marks:
+            self._mark(name, True, located.where)
         if made.dropped:
             self._dropped[made.dropped] += made.rows - len(made.items)
         self._mark("truncated", bool(made.cut), located.where)
@@ -206,8 +213,8 @@ class Surveyor:
         self._sources.append(placed.source)
         self._numbers.append(placed.number)
 
-    def finish(self, mixture: Mixture | None, tokens: int) -> DataReport:
-        """Returns the report on the rows seen. `mixture`: used to read them. `tokens`: in the items kept."""
+    def finish(self, mixture: Mixture | None, tokens: int, images: int = 0) -> DataReport:
+        """Returns the report on the rows seen, read by `mixture`. `tokens`, `images`: in the items kept."""
         rows = len(self._rows)
         columns = ((self._prompts, np.uint64), (self._sources, np.uint16), (self._numbers, np.uint64))
         numbers = np.stack(
@@ -263,6 +270,7 @@ class Surveyor:
             findings=tuple(findings),
             truncated=self._truncated,
             tokens=tokens,
+            images=images,
         )
         return DataReport(survey, numbers)
 
@@ -279,7 +287,7 @@ class Surveyor:
             return (
                 as_text(messages[:first]),
                 answers,
-                [message["content"] for message in after if message["role"] != "assistant"],
+                [content_text(message["content"]) for message in after if message["role"] != "assistant"],
             )
         if self._kind == "prompt":
             return as_text(prompt_of(located)), [], []
@@ -364,12 +372,7 @@ def _digest(*texts: str) -> int:
 
 def _spread(values: array[float]) -> dict[str, float]:
     numbers = np.frombuffer(values, dtype=np.float64)
-    return {
-        "min": float(numbers.min()),
-        "mean": float(numbers.mean()),
-        "std": float(numbers.std()),
-        "max": float(numbers.max()),
-    }
+    return {name: float(getattr(numbers, name)()) for name in ("min", "mean", "std", "max")}
 
 
 def _quantiles(lengths: array[int]) -> dict[str, int]:

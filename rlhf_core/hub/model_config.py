@@ -183,6 +183,13 @@ TEXT_PARTS = (
 )
 
 
+# Families trained with images: `models/picture_tower.py` loads their image encoders.
+PICTURE_FAMILIES = ("gemma3", "qwen3_vl")
+# Language models that transformers has only inside the whole, and kinds of stages that train them
+# (`models/picture_language_models.py`): vLLM cannot run them alone, and they have no class for a scalar head.
+ONLY_TRAINED = {"qwen3_vl_text": ("sft", "dpo", "kto")}
+
+
 def more_than_text(place: str, named: str) -> str:
     """Returns the message for rejecting the model at `place`, of the class `named`."""
     return (

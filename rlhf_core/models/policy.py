@@ -9,6 +9,7 @@ checkpoints hold that model, never the wrapper.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +32,7 @@ from rlhf_core.models.kernels.attention import (
 )
 from rlhf_core.models.kernels.sequence_ranks import ALONE, SequenceRanks
 from rlhf_core.models.kernels.state_layers import document_numbers
+from rlhf_core.models.picture_tower import PictureTower
 from rlhf_core.models.token_logprobs import (
     WHOLE,
     Entropy,
@@ -41,7 +43,7 @@ from rlhf_core.models.token_logprobs import (
     replaced_forward,
     token_logprobs,
 )
-from rlhf_core.objectives.collate import Batch, rounded, sent
+from rlhf_core.objectives.collate import Batch, BatchPictures, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
 
 
@@ -69,6 +71,8 @@ class Policy(nn.Module):
     # whether each document needs its own row (`document_leak`); None: not tested
     document_leak: bool | None = None
     sequence: SequenceRanks = ALONE  # the ranks that compute each pass together
+    # the frozen encoder of images; None: the model is trained on texts
+    tower: PictureTower | None = None
     # distributions are over the first `known` rows of the vocabulary; None: all
     known: int | None = None
     fp32_head = False  # the head's product is computed in fp32 (`fp32_head.py`)
@@ -107,19 +111,20 @@ class Policy(nn.Module):
         mask: Tensor | None = None,
         experts: Tensor | None = None,
         top: Truncation = WHOLE,
+        pictures: BatchPictures | None = None,
     ) -> TokenLogprobs:
         """Computes log-probs of all tokens, or only of those in `mask` (B, T) and 0 elsewhere, which saves
         the head's work on prompts.
 
         `positions` and `mask` may be in host memory (`Batch.host`), so that the host does not wait for the
         GPU. After `replay_routing`, `experts` (B, T, layers, k) are the experts of each token. `top`
-        truncates the distributions (`token_logprobs`).
+        truncates the distributions (`token_logprobs`). `pictures`: read by `tower`.
         """
         ranks = self.sequence
         # kept until the next pass: layers may be recomputed for the backward pass
         if self._replay is not None:
             self._replay.table = None if experts is None else ranks.own(experts.flatten(0, 1))
-        hidden, router_logits = _hidden(self, tokens, positions, self.balanced)
+        hidden, router_logits = _hidden(self, tokens, positions, self.balanced, pictures)
         wanted = ranks.own_pairs(next_token_pairs(positions, mask), tokens.numel())
         count = wanted.shape[1]
         sources, places = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
@@ -170,6 +175,7 @@ def masked_logprobs(
         batch.host.mask,
         batch.experts,
         top,
+        *([] if batch.pictures is None else [batch.pictures]),
     )
 
 
@@ -205,7 +211,11 @@ def _scores(head: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def _hidden(
-    module: Policy | Scorer, tokens: Tensor, positions: Tensor, routed: bool = False
+    module: Policy | Scorer,
+    tokens: Tensor,
+    positions: Tensor,
+    routed: bool = False,
+    pictures: BatchPictures | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Returns the last hidden states (B * T, H) and, if `routed`, the router logits of each layer, (B * T,
     E), both for this rank's part of the tokens.
@@ -224,6 +234,12 @@ def _hidden(
             f"{type(model).__name__} has layers that carry state along a row, which holds several documents"
         )
     options: dict[str, Any] = {"output_router_logits": True} if routed else {}
+    seen = None
+    if pictures is not None:
+        assert isinstance(module, Policy) and module.tower is not None, "loaded with the data (stages/sft.py)"
+        assert ranks.size == 1, "refused by the stage"
+        seen = module.tower.seen(tokens, positions, pictures)
+        tokens = seen.tokens
     if end_to_end:
         tokens = ranks.own(tokens.flatten())[None]
         positions = ranks.filled(positions.flatten())
@@ -238,7 +254,11 @@ def _hidden(
         positions = ranks.own(positions)[None]
         options |= {"sequence": ranks} if ranks.size > 1 else {}
     assert end_to_end or ranks.size == 1, "made sure when the ranks were joined (models/sequence_split.py)"
-    found = backbone_of(model)(
-        input_ids=tokens, position_ids=sent(positions, tokens.device), use_cache=False, **options
-    )
+    with nullcontext() if seen is None else seen.embedded(model, tokens.shape):
+        found = backbone_of(model)(
+            input_ids=tokens,
+            position_ids=sent(positions if seen is None else seen.positions_of(positions), tokens.device),
+            use_cache=False,
+            **options if seen is None else options | seen.options(model, tokens, positions),
+        )
     return found.last_hidden_state.flatten(0, 1), found.router_logits if routed else ()

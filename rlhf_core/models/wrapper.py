@@ -20,6 +20,7 @@ from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import more_than_text
 from rlhf_core.hub.model_files import TOKENIZER, WEIGHTS, stored_tensors
 from rlhf_core.hub.snapshots import cached
+from rlhf_core.models.picture_language_models import PICTURE_LANGUAGE_MODELS, register_picture_language_models
 
 # Names in checkpoints and in the language model's class, by the prefix of the former.
 RENAMED = {
@@ -42,6 +43,7 @@ def language_model(path: str, config: PretrainedConfig) -> dict[str, Any]:
 
     Raises ValueError if transformers has no class for it, or the checkpoint uses other names.
     """
+    register_picture_language_models()
     text = config.get_text_config()
     prefix = _prefix(stored_names(folder_of(path)))
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING or prefix is None:
@@ -78,11 +80,13 @@ def link_language_model(path: str, folder: Path, trust_remote_code: bool) -> boo
     """Fills `folder` with links to the files of the multimodal checkpoint at `path`, and with the config of
     its language model.
 
-    Returns False for a checkpoint whose language model cannot be loaded alone (`language_model`); vLLM
-    reports what is wrong with it.
+    Returns False for a checkpoint whose language model vLLM cannot load alone: it runs the whole, or reports
+    what is wrong with it.
     """
     try:
         whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if type(whole.get_text_config()) in PICTURE_LANGUAGE_MODELS:
+            return False
         config = language_model(path, whole)["config"]
     except (OSError, ValueError):
         return False

@@ -6,13 +6,47 @@ from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from rlhf_core.data.documents import Document
+from rlhf_core.data.pictures.picture_source import PictureFault, PictureSource
+
+
+class DocumentSpan(NamedTuple):
+    """A document with images: its row, its tokens `[start, stop)` in it, and how many images it has."""
+
+    row: int
+    start: int
+    stop: int
+    images: int
+
+
+@dataclass(frozen=True)
+class BatchPictures:
+    """The images of a batch, in the order of its documents. places: bool, (B, T), the tokens that their
+    features replace. inputs: of the image encoder by name, concatenated over the images."""
+
+    places: torch.Tensor
+    documents: tuple[DocumentSpan, ...]
+    inputs: dict[str, torch.Tensor]
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BatchPictures:
+        """Returns the images with all tensors changed."""
+        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
+        return BatchPictures(change(self.places), self.documents, inputs)
+
+
+class PictureReader(NamedTuple):
+    """How a model reads images: the token whose embedding a feature replaces, and the function from an image
+    to the inputs of its encoder."""
+
+    token_id: int
+    tensors: Callable[[PictureSource], Mapping[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -24,8 +58,8 @@ class Batch:
     begins at a later position: it attends to the first tokens of the last document that began at 0.
     documents: int64, index of the document in the flattened rows, -1 on pads. mask: bool, True for tokens in
     the loss. experts: int16, (B, T, layers, k), the experts that a sampler chose for each token, -1 if
-    unknown; None if not requested or no document has them. on_host: the same batch in host memory, if this
-    one is on a GPU.
+    unknown; None if not requested or no document has them. pictures: None if no document has images. on_host:
+    the same batch in host memory, if this one is on a GPU.
     """
 
     tokens: torch.Tensor
@@ -33,6 +67,7 @@ class Batch:
     documents: torch.Tensor
     mask: torch.Tensor
     experts: torch.Tensor | None = None
+    pictures: BatchPictures | None = None
     on_host: Batch | None = None
 
     @property
@@ -55,8 +90,14 @@ class Batch:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         experts = None if self.experts is None else change(self.experts)
+        pictures = None if self.pictures is None else self.pictures.each(change)
         return Batch(
-            change(self.tokens), change(self.positions), change(self.documents), change(self.mask), experts
+            change(self.tokens),
+            change(self.positions),
+            change(self.documents),
+            change(self.mask),
+            experts,
+            pictures,
         )
 
 
@@ -77,11 +118,16 @@ def rounded(count: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, experts: bool = False) -> Batch:
+def collate(
+    rows: Sequence[Sequence[Document]],
+    pad_token_id: int,
+    experts: bool = False,
+    reader: PictureReader | None = None,
+) -> Batch:
     """Returns one batch (B, T) from B rows of documents; T is the length of the longest row, `rounded`.
 
-    With `experts` the batch contains the documents' experts. Raises ValueError when there is no row or a
-    document is empty.
+    With `experts` the batch contains the documents' experts. `reader` decodes the documents' images. Raises
+    ValueError when there is no row or a document is empty, and when an image can no longer be read.
     """
     if not rows or any(len(document) == 0 for row in rows for document in row):
         raise ValueError("collate needs at least one row, and at least one token in each document")
@@ -111,4 +157,37 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, experts: bool
                 )
             start = here.stop
             index = index + 1
-    return Batch(tokens, positions, documents, mask, chosen)
+    return Batch(tokens, positions, documents, mask, chosen, _pictures(rows, tokens, reader))
+
+
+def _pictures(
+    rows: Sequence[Sequence[Document]], tokens: torch.Tensor, reader: PictureReader | None
+) -> BatchPictures | None:
+    """Returns the images of the rows; None without any."""
+    if not any(document.pictures for row in rows for document in row):
+        return None
+    if reader is None:
+        raise ValueError("the data has images, and only sft trains on them: drop them, or use sft")
+    places = torch.zeros_like(tokens, dtype=torch.bool)
+    spans: list[DocumentSpan] = []
+    inputs: dict[str, list[torch.Tensor]] = {}
+    for b, row in enumerate(rows):
+        start = 0
+        for document in row:
+            for picture in document.pictures:
+                here = slice(start + picture.start, start + picture.stop)
+                places[b, here] = tokens[b, here] == reader.token_id
+                for name, values in _tensors(reader, picture.source).items():
+                    inputs.setdefault(name, []).append(torch.from_numpy(np.ascontiguousarray(values)))
+            stop = start + len(document) - document.shared
+            if document.pictures:
+                spans.append(DocumentSpan(b, start, stop, len(document.pictures)))
+            start = stop
+    return BatchPictures(places, tuple(spans), {name: torch.cat(parts) for name, parts in inputs.items()})
+
+
+def _tensors(reader: PictureReader, source: PictureSource) -> Mapping[str, np.ndarray]:
+    try:
+        return reader.tensors(source)
+    except PictureFault as fault:
+        raise ValueError(f"{fault}; it could be read when the stage began: restore it") from fault

@@ -14,6 +14,7 @@ from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import (
     FIXED_EXPERTS,
+    ONLY_TRAINED,
     cannot_train_quantised,
     keeps_experts,
     more_than_text,
@@ -61,7 +62,7 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
         if (
             _loads(node.config, reference)
             and wraps_text_by_config(config)
-            and not _has_language_model(config)
+            and not _has_language_model(config, node.kind)
         ):
             named = (config.get("architectures") or [config.get("model_type")])[0]
             problems[place, "wrapper"] = f"{where}: {more_than_text(place, str(named))}"
@@ -102,14 +103,15 @@ def _loads(config: StageConfig, reference: ConfigReference) -> bool:
     return reference.kinds == REWARD or config.loads(reference.place)
 
 
-def _has_language_model(config: dict[str, Any]) -> bool:
-    """Returns whether transformers has a class for the language model inside a multimodal model. True without
-    transformers."""
+def _has_language_model(config: dict[str, Any], kind: str) -> bool:
+    """Returns whether there is a class for the language model inside a multimodal model that a stage of this
+    kind can use. True without transformers."""
     if importlib.util.find_spec("transformers") is None:
         return True
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # takes seconds
 
-    return str((config.get("text_config") or {}).get("model_type")) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    inner = str((config.get("text_config") or {}).get("model_type"))
+    return inner in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in ONLY_TRAINED.get(inner, ())
 
 
 def _config(place: str) -> dict[str, Any]:

@@ -9,8 +9,9 @@ follow may be written without the end of its prompt (an empty thought); it is ma
 A control token typed inside a message (`<|im_end|>`) stays text: a placeholder replaces it in the template,
 and it is encoded with `split_special_tokens`. This covers all added tokens marked special, in all roles. The
 tokenizer encodes other added tokens (such as `<think>`) as usual. `tools` are JSON schemas of functions,
-which the template describes at the beginning; messages may have `tool_calls`. Not supported: images, and
-content that is not a string.
+which the template describes at the beginning; messages may have `tool_calls`. The images of a conversation
+are placeholders in the template, expanded once by the model's processor (`picture_rendering`); prompts for
+sampling have none.
 """
 
 from rlhf_core.data.chat.renderer import Renderer as Renderer

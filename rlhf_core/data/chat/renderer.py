@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,7 +13,11 @@ from rlhf_core.data.chat.message_template import NO_ARGUMENTS, MessageTemplate, 
 from rlhf_core.data.chat.text_encoder import Span, TextEncoder, first_stop
 from rlhf_core.data.chat.tokenizer_loading import check_embedding_rows
 from rlhf_core.data.documents import Document, Message, answered, check_limit, with_suffix
+from rlhf_core.data.pictures.message_parts import sources_in, without_sources
 from rlhf_core.data.rows.columns import without_weights
+
+if TYPE_CHECKING:
+    from rlhf_core.data.chat.picture_rendering import PictureRenderer
 
 
 class Renderer:
@@ -49,6 +55,14 @@ class Renderer:
         frame = self.prompt([{"role": "user", "content": ""}])
         self.frame_len = len(frame)
         check_embedding_rows(tokenizer, [*frame, *self.stop_token_ids, tokenizer.pad_token_id or 0])
+
+    @cached_property
+    def pictures(self) -> PictureRenderer:
+        """The model's processor of images. Raises ValueError for a model that is not trained with images."""
+        # imports processors, which texts do not need
+        from rlhf_core.data.chat.picture_rendering import PictureRenderer
+
+        return PictureRenderer(self.tokenizer)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Returns the tokens of the messages and of the generation prompt. Raises ValueError when the last
@@ -141,9 +155,19 @@ class Renderer:
         except answers of weight 0.
 
         Tokens after the last trained answer are left out. Without such an answer the mask is all False.
+        Images have as many tokens as the model's processor gives them. Raises PictureFault for an image that
+        cannot be used.
         """
-        text, spans = self._template.render(without_weights(messages), False, tools)
+        sources = sources_in(messages)
+        if sources and self.template != "chat":
+            raise ValueError("a plain template has no place for images: use 'chat'")
+        text, spans = self._template.render(without_sources(without_weights(messages)), False, tools)
+        counts: list[int] = []
+        if sources:
+            text, spans, counts = self.pictures.expanded(text, spans, sources)
         document = self._encoder.encode(text, spans, self.stop_token_ids, _untrained(messages, spans))
+        if sources:
+            document = replace(document, pictures=self.pictures.located(document.tokens, sources, counts))
         if not any(document.mask):
             return document
         end = len(document) - list(document.mask)[::-1].index(True)
@@ -154,7 +178,9 @@ class Renderer:
             and "weight" not in last
             and document.tokens[-1] not in self.stop_token_ids
         ):
-            return Document([*document.tokens, self.end_token_id], [*document.mask, True])
+            return replace(
+                document, tokens=[*document.tokens, self.end_token_id], mask=[*document.mask, True]
+            )
         return document
 
     def answer(self, prompt_messages: Sequence[Message], response: str) -> Document:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config.data import Rows
 from rlhf_core.data.documents import Message
+from rlhf_core.data.pictures.message_parts import content_text, parts_of, sources_in, with_pictures
 
 Kind = Rows
 Row = dict[str, Any]
@@ -21,11 +22,13 @@ OTHER_NAMES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model
 
 class Located(NamedTuple):
     """Holds a row with standard column names. `where`: its file and number, for error messages.
-    `no_preference`: why the row prefers no answer, if so."""
+    `no_preference`: why the row prefers no answer, if so. `folder`: of its file, None for a data set without
+    one."""
 
     where: str
     row: Row
     no_preference: str = ""
+    folder: str | None = None
 
 
 class Preference(NamedTuple):
@@ -40,32 +43,52 @@ class Preference(NamedTuple):
 
 
 def conversation_of(located: Located) -> list[Message]:
-    """Returns the messages of an SFT row; `weight: 0` marks an answer that is not trained on."""
+    """Returns the messages of an SFT row; `weight: 0` marks an answer that is not trained on. The content of
+    a message with images is a list of parts (`message_parts`)."""
+    return with_pictures(_conversation_of(located), located.row, located.where, located.folder)
+
+
+def _conversation_of(located: Located) -> list[Message]:
     where = located.where
     row = located.row
     if row.get("messages") is not None:
         if isinstance(row["messages"], str):
             raise ValueError(f"{where}: the messages must be a list of {{role, content}}, found a string")
-        return _messages(row["messages"], where, "messages")
+        return _messages(row["messages"], located, "messages")
     if row.get("prompt") is None and row.get("response") is None:
         raise ValueError(
             f"{where}: there is neither 'messages' nor 'prompt' with 'response': fill them or drop the row"
         )
     return [
-        *prompt_of(located),
+        *_prompt_of(located),
         {"role": "assistant", "content": text_of(row.get("response"), where, "response")},
     ]
 
 
 def prompt_of(located: Located) -> list[Message]:
     """Returns the messages of a prompt; a string is one user message. Weights are left out, since prompts are
-    not trained on."""
-    messages = without_weights(_messages(located.row.get("prompt"), located.where, "prompt"))
+    not trained on. Raises ValueError for a row with images."""
+    messages = _prompt_of(located)
+    _refuse_pictures(located, messages)
+    return messages
+
+
+def _prompt_of(located: Located) -> list[Message]:
+    messages = without_weights(_messages(located.row.get("prompt"), located, "prompt"))
     if messages[-1]["role"] == "assistant":
         raise ValueError(
             f"{located.where}: the prompt ends with an assistant message, so there is nothing to answer"
         )
     return messages
+
+
+def _refuse_pictures(located: Located, messages: Sequence[Message]) -> None:
+    """Raises ValueError if the messages, or the columns of their row, have images."""
+    if sources_in(with_pictures(messages, located.row, located.where, located.folder)):
+        raise ValueError(
+            f"{located.where}: has images, and only an sft stage with messages, or prompt and response, reads"
+            " them: drop the row's images, or use sft"
+        )
 
 
 def preference_of(located: Located) -> Preference:
@@ -83,7 +106,8 @@ def preference_of(located: Located) -> Preference:
             answers.append(row[column])
             starts.append([])
         else:
-            messages = _messages(row.get(column), where, column)
+            messages = _messages(row.get(column), located, column)
+            _refuse_pictures(located, messages)
             if messages[-1]["role"] != "assistant":
                 raise ValueError(
                     f"{where}: the {column} conversation must end with an assistant message, not"
@@ -117,7 +141,7 @@ def _require_same_prompt(located: Located, start: list[Message]) -> None:
     given = located.row.get("prompt")
     if not given or not isinstance(given, str | list):
         return
-    said = " ".join(_messages(given, located.where, "prompt")[-1]["content"].split())
+    said = " ".join(content_text(_messages(given, located, "prompt")[-1]["content"]).split())
     texts = [" ".join(message["content"].split()) for message in start if message["role"] != "system"]
     if any(said in text or text in said for text in texts):
         return
@@ -163,7 +187,8 @@ READERS = {
 }
 
 
-def _messages(value: Any, where: str, column: str) -> list[Message]:
+def _messages(value: Any, located: Located, column: str) -> list[Message]:
+    where = located.where
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, (list, tuple)) or not value:
@@ -173,12 +198,14 @@ def _messages(value: Any, where: str, column: str) -> list[Message]:
         place = f"{where}: message {number} of column {column!r}"
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list | tuple):
+            content = parts_of(content, place, located.folder)
         if calls:
             content = content or ""
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("role"), str)
-            or not isinstance(content, str)
+            or not isinstance(content, str | list)
         ):
             raise ValueError(f"{place} must have a role and a content, both strings")
         if message.get("function_call"):

@@ -1,11 +1,9 @@
 """Reads files and Hub data sets as rows with standard columns, one at a time, and mixes several sources.
-Torch-free.
-
-Not supported: message content in parts.
-"""
+Torch-free."""
 
 from __future__ import annotations
 
+import os
 import random
 from array import array
 from collections.abc import Iterator
@@ -186,6 +184,7 @@ def _empty(source: Source) -> ValueError:
 
 def _located(source: Source, form: str, number: int, row: Row) -> Located:
     where = f"{source.path}, row {number}"
+    folder = os.path.dirname(source.path) if is_file(source) else None
     standard = dict(row)
     for name in ("messages", "prompt", "response", "chosen", "rejected", "margin", "label", "reward"):
         key = getattr(source, f"{name}_key")
@@ -197,8 +196,8 @@ def _located(source: Source, form: str, number: int, row: Row) -> Located:
     if is_arrow(source):
         standard = without_padding(standard)
     if form == "columns":
-        return Located(where, standard)
+        return Located(where, standard, folder=folder)
     made = FORMATS[form](where, row)
     own_margin = source.margin_key != "margin" or "margin" in row
     computed = {name: value for name, value in made.columns.items() if name != "margin" or not own_margin}
-    return Located(where, standard | computed, made.no_preference)
+    return Located(where, standard | computed, made.no_preference, folder)

@@ -199,9 +199,15 @@ def _hub_rows(source: Source, streaming: bool) -> Any:
             f"its card names {foreign[0]}, which is no file of {repo_id}: only files of its own are read"
         )
     if streaming:
-        return builder.as_streaming_dataset(split=source.split)
+        return _encoded(builder.as_streaming_dataset(split=source.split))
     builder.download_and_prepare()
-    return builder.as_dataset(split=source.split)
+    return _encoded(builder.as_dataset(split=source.split).to_iterable_dataset())
+
+
+def _encoded(rows: Any) -> Any:
+    """Returns an iterable data set whose images stay encoded: {bytes, path}. They are decoded later, within
+    limits (`picture_decoding`)."""
+    return rows if rows.features is None else rows.decode(False)
 
 
 def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
@@ -211,7 +217,7 @@ def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
     parquet = Path(source.path).suffix == ".parquet"
     try:
         if parquet:
-            rows = load_dataset("parquet", data_files=source.path, split="train", streaming=True)
+            rows = _encoded(load_dataset("parquet", data_files=source.path, split="train", streaming=True))
         else:
             rows = _hub_rows(source, streaming=first is not None)
         yield from islice(rows, first)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import Data
 from rlhf_core.data.documents import SUFFIX, Message
+from rlhf_core.data.pictures.message_parts import content_text
 from rlhf_core.data.rows.columns import (
     Kind,
     Located,
@@ -136,14 +137,15 @@ def _texts(kind: Kind, located: Located) -> tuple[list[Message], list[str | Mess
 
 def _shape(messages: list[Message]) -> tuple[Any, ...]:
     return tuple(
-        (message["role"], bool(message["content"].strip()), tuple(sorted(message))) for message in messages
+        (message["role"], bool(content_text(message["content"]).strip()), tuple(sorted(message)))
+        for message in messages
     )
 
 
 def _control_token(
     renderer: Renderer, where: str, messages: list[Message], answers: list[str | Message]
 ) -> str:
-    for text in (*(message["content"] for message in messages), *map(written, answers)):
+    for text in (*(content_text(message["content"]) for message in messages), *map(written, answers)):
         found = renderer.control_tokens.search(text)
         if found is not None:
             return (

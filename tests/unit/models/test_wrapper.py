@@ -14,8 +14,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
 )
 
 from rlhf_core.config import Lora
@@ -93,15 +93,19 @@ def test_a_policy_made_of_the_whole_is_refused() -> None:
 def test_a_language_model_without_a_class_of_its_own_is_told_before_work(
     planned: Planned, tmp_path: Path
 ) -> None:
-    shape = Qwen3VLConfig(
-        text_config={**SHAPE, "vocab_size": 300, "max_position_embeddings": 512},
-        vision_config=PATCHES | {"deepstack_visual_indexes": [0]},
+    shape = Glm4vConfig(
+        text_config={
+            **SHAPE,
+            "vocab_size": 300,
+            "max_position_embeddings": 512,
+            "partial_rotary_factor": 0.5,
+        },
+        vision_config=PATCHES,
     )
-    whole = Qwen3VLForConditionalGeneration(shape)
+    whole = Glm4vForConditionalGeneration(shape)
     whole.save_pretrained(tmp_path / "base")
     told = (
-        f"{tmp_path / 'base'} is Qwen3VLForConditionalGeneration, which reads more than text: name a text"
-        " model"
+        f"{tmp_path / 'base'} is Glm4vForConditionalGeneration, which reads more than text: name a text model"
     )
     with pytest.raises(ValueError, match=told):
         load_policy(str(tmp_path / "base"))

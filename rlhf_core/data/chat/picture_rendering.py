@@ -1,0 +1,150 @@
+"""Expands the placeholders of images in a rendered text with the model's own processor, and turns images into
+the tensors of its image encoder.
+
+The text is expanded before it is encoded, as the processor itself does, so that text around an image gets the
+same tokens. How many tokens an image has depends only on its size. The processor resizes with Pillow on every
+machine, with or without torchvision; processors of videos, which need torchvision, are not loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerBase
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from rlhf_core.data.chat.text_encoder import Span
+from rlhf_core.data.pictures.picture_decoding import decoded
+from rlhf_core.data.pictures.picture_source import TOO_THIN, EncodedPicture, PictureFault, PictureSource
+from rlhf_core.hub.ids import is_remote
+from rlhf_core.hub.model_config import PICTURE_FAMILIES
+from rlhf_core.hub.snapshots import cached
+from rlhf_core.system.files import read_json
+
+SIZES = 4096  # of images whose expansion is remembered
+OWN_ARGUMENTS = ("image_seq_length",)  # of processors, beside their parts
+
+
+class PictureRenderer:
+    """The processor of images in the folder of a tokenizer. `token_id`: the token that a feature replaces.
+
+    Raises ValueError for a model that is not trained with images, or whose folder has no processor.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        named = str(tokenizer.name_or_path)
+        folder = str(cached(named)) if is_remote(named) else named
+        self._processor = _load(folder, tokenizer)
+        self._images = self._processor.image_processor
+        self.token_id = int(AutoConfig.from_pretrained(folder).image_token_id)
+        self._token = str(tokenizer.convert_ids_to_tokens(self.token_id))
+        defaults = getattr(type(self._processor).valid_processor_kwargs, "_defaults", {})
+        self._options: dict[str, Any] = dict(defaults.get("images_kwargs", {}))
+        unused = set(self._processor.unused_input_names)
+        self._inputs = [name for name in self._images.model_input_names if name not in unused]
+        self._expansion = lru_cache(maxsize=SIZES)(self._expansion_of)
+
+    def expanded(
+        self, text: str, spans: Sequence[Span], sources: Sequence[PictureSource]
+    ) -> tuple[str, list[Span], list[int]]:
+        """Returns the text with each placeholder expanded, its spans moved accordingly, and the number of
+        image tokens of each image. Raises ValueError if the template wrote another number of placeholders,
+        and PictureFault for an image that cannot be used."""
+        placeholder = str(self._processor.image_token)
+        places = [match.start() for match in re.finditer(re.escape(placeholder), text)]
+        if len(places) != len(sources):
+            raise ValueError(
+                f"the chat template writes {len(places)} placeholders {placeholder} for {len(sources)}"
+                " images: use the template of the model's release"
+            )
+        expansions = [self._expansion(decoded(source).size) for source in sources]
+        parts = []
+        last = 0
+        for place, expansion in zip(places, expansions, strict=True):
+            parts += [text[last:place], expansion]
+            last = place + len(placeholder)
+        added = [len(expansion) - len(placeholder) for expansion in expansions]
+
+        def moved(at: int) -> int:
+            return at + sum(more for place, more in zip(places, added, strict=True) if place < at)
+
+        counts = [expansion.count(self._token) for expansion in expansions]
+        return "".join([*parts, text[last:]]), [(moved(begin), moved(end)) for begin, end in spans], counts
+
+    def located(
+        self, tokens: Sequence[int], sources: Sequence[PictureSource], counts: Sequence[int]
+    ) -> tuple[EncodedPicture, ...]:
+        """Returns the images with the tokens that each takes. Raises ValueError if the tokens have another
+        number of image tokens than the images."""
+        places = np.flatnonzero(np.asarray(tokens) == self.token_id)
+        if len(places) != sum(counts):
+            raise ValueError(
+                f"a text has {len(places)} tokens {self._token}, and its images need {sum(counts)}: mark it"
+                " as a special token in the model's tokenizer, and leave it out of texts"
+            )
+        ends = np.cumsum(counts)
+        return tuple(
+            EncodedPicture(int(places[end - count]), int(places[end - 1]) + 1, source)
+            for source, count, end in zip(sources, counts, ends, strict=True)
+        )
+
+    def tensors(self, source: PictureSource) -> dict[str, np.ndarray]:
+        """Returns the inputs of the model's image encoder for one image, by name; the first dimension counts
+        images or patches. Raises PictureFault for an image that cannot be used."""
+        features = self._processed(decoded(source))
+        return {name: np.asarray(features[name]) for name in self._inputs}
+
+    def _expansion_of(self, size: tuple[int, int]) -> str:
+        """Returns the text that stands for an image of a size, (width, height)."""
+        from PIL import Image
+
+        features = self._processed(Image.new("RGB", size))
+        return str(self._processor.replace_image_token(features, 0))
+
+    def _processed(self, image: Any) -> Mapping[str, Any]:
+        try:
+            return self._images([image], return_tensors="np", **self._options)
+        except ValueError as error:
+            raise PictureFault(
+                TOO_THIN,
+                f"the model's processor refuses an image of {image.size[0]} x {image.size[1]}: {error}",
+            ) from error
+
+
+class _OfImages:
+    """Makes a processor accept that it has no processor of videos."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        if argument is None:
+            return None
+        return super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]
+
+
+def _load(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+    config = AutoConfig.from_pretrained(folder) if (Path(folder) / "config.json").is_file() else None
+    family = getattr(config, "model_type", "")
+    if config is None or family not in PICTURE_FAMILIES:
+        raise ValueError(
+            f"the row has images, and {folder} ({family or 'no config.json'}) is not trained with any: name a"
+            f" model of the families {', '.join(PICTURE_FAMILIES)}, or drop the images"
+        )
+    whole = PROCESSOR_MAPPING[type(config)]
+    try:
+        images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{folder}: no processor of images can be loaded from here ({str(error).splitlines()[0]}): copy"
+            " preprocessor_config.json of the model's release into the folder"
+        ) from error
+    known = {"image_processor": images, "tokenizer": tokenizer}
+    kind = type(whole.__name__, (_OfImages, whole), {})
+    arguments = {name: known.get(name) for name in whole.get_attributes()}
+    stored = Path(folder) / "processor_config.json"
+    about = read_json(stored) if stored.is_file() else {}
+    own = {name: about[name] for name in OWN_ARGUMENTS if name in about}
+    return kind(**arguments, **own)

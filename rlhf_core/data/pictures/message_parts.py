@@ -1,0 +1,208 @@
+"""Reads the parts of a message's content, and the columns with images. Opens no file. Torch-free.
+
+A content that is a list has parts: `{"type": "text", "text": ...}` and `{"type": "image", ...}` or
+`{"type": "image_url", ...}`. A part without an image takes the next one of the row's column `images` or
+`image`, and so does `<image>` in a text. If a row has such a column and names no place, its images stand
+before the first message of the user.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf_core.data.pictures.picture_source import KNOWN_SUFFIXES, PictureSource
+
+COLUMNS = ("images", "image")
+MARKER = "<image>"  # the place of an image in a text
+IMAGE_KINDS = ("image", "image_url", "input_image")
+GIVEN = ("image", "image_url", "url", "path", "bytes")  # keys of a part that may hold the image
+OTHER_MEDIA = re.compile("video|audio")
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
+Content = str | list[dict[str, Any]]
+
+
+def parts_of(value: Sequence[Any], place: str, folder: str | None) -> Content:
+    """Returns the parts of a content: a text if all are texts, else texts and images,
+    `{"type": "image", "picture": PictureSource | None}`. `place`: the message, for errors.
+
+    Raises ValueError for parts of other kinds, such as videos and sounds, and for URLs.
+    """
+    parts: list[dict[str, Any]] = []
+    for part in value:
+        if not isinstance(part, Mapping):
+            raise ValueError(f"{place} has a part that is no object: write {{type, text}} or {{type, image}}")
+        given = {key: inner for key, inner in part.items() if inner is not None}
+        kind = str(given.get("type", "text" if "text" in given else ""))
+        if OTHER_MEDIA.search(kind) or {"video", "audio", "input_audio"} & given.keys():
+            raise ValueError(f"{place} has a part of type {kind!r}: only texts and images are read")
+        if kind in IMAGE_KINDS:
+            cell = next((given[key] for key in GIVEN if key in given), None)
+            if cell is None and isinstance(given.get("base64"), str):
+                cell = f"data:,{given['base64']}"
+            parts.append(
+                {"type": "image", "picture": None if cell is None else source_of(cell, place, folder)}
+            )
+        elif kind == "text" and isinstance(given.get("text"), str):
+            parts.append({"type": "text", "text": given["text"]})
+        else:
+            raise ValueError(f"{place} has a part of type {kind!r}: only texts and images are read")
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def source_of(cell: Any, place: str, folder: str | None) -> PictureSource:
+    """Returns where an image is: a path, bytes, a base64 URL, or an object with some of these (as `datasets`
+    and OpenAI's messages have them). Raises ValueError for other values, and for URLs."""
+    if isinstance(cell, Mapping):
+        inner = {key: value for key, value in cell.items() if value is not None}
+        name = inner.get("path") if isinstance(inner.get("path"), str) else ""
+        if isinstance(inner.get("bytes"), bytes | bytearray):
+            return PictureSource(os.path.basename(str(name)), folder, bytes(inner["bytes"]))
+        if "url" in inner or name:
+            return source_of(inner.get("url", name), place, folder)
+        return PictureSource("", folder)
+    if isinstance(cell, bytes | bytearray):
+        return PictureSource("", folder, bytes(cell))
+    if not isinstance(cell, str):
+        raise ValueError(f"{place} has an image that is {type(cell).__name__}: give a path or bytes")
+    if cell.startswith("data:"):
+        return PictureSource("", folder, _from_base64(cell.partition(",")[2]))
+    if SCHEME.match(cell):
+        raise ValueError(
+            f"{place} names an image by the URL {cell[:60]!r}, and none is opened: store the image beside the"
+            " data file and name it by its path"
+        )
+    return PictureSource(cell, folder)
+
+
+def with_pictures(
+    messages: Sequence[dict[str, Any]], row: Mapping[str, Any], where: str, folder: str | None
+) -> list[dict[str, Any]]:
+    """Returns the messages with the images of the row's columns in their places. Raises ValueError when there
+    are more or fewer images than places, or an answer has one."""
+    cells = _cells(row)
+    if not cells and all(isinstance(message["content"], str) for message in messages):
+        return list(messages)
+    placed = [dict(message) for message in messages]
+    parts = list(_image_parts(placed))
+    if cells and not parts:
+        marked = [message for message in placed if _is_marked(message)]
+        for message in marked:
+            message["content"] = _split(message["content"])
+        if not marked and any(map(_is_picture, cells)):
+            _put_first(placed, len(cells), where)
+    places = sum(part["picture"] is None for part in _image_parts(placed))
+    if places and places != len(cells):
+        raise ValueError(
+            f"{where}: has {len(cells)} images in its columns and {places} places for them: correct or drop"
+            " the row"
+        )
+    if places:
+        _fill(placed, iter([source_of(cell, where, folder) for cell in cells]))
+    if any(message["role"] == "assistant" and not isinstance(message["content"], str) for message in placed):
+        raise ValueError(f"{where}: has an image in an answer, and only texts are learned: drop the row")
+    return placed
+
+
+def _cells(row: Mapping[str, Any]) -> list[Any]:
+    """Returns the values of a row's column with images; empty if it has none, or one of other values."""
+    column = next((name for name in COLUMNS if row.get(name) not in (None, [], "")), None)
+    value = [] if column is None else row[column]
+    cells = list(value) if isinstance(value, list | tuple) else [value]
+    return cells if all(isinstance(cell, str | bytes | bytearray | Mapping) for cell in cells) else []
+
+
+def _put_first(messages: Sequence[dict[str, Any]], count: int, where: str) -> None:
+    first = next((message for message in messages if message["role"] == "user"), None)
+    if first is None:
+        raise ValueError(f"{where}: has images and no message of the user to put them before: give it one")
+    first["content"] = [{"type": "image", "picture": None}] * count + [
+        {"type": "text", "text": first["content"]}
+    ]
+
+
+def _is_picture(cell: Any) -> bool:
+    if isinstance(cell, Mapping):
+        return bool({"bytes", "path", "url"} & cell.keys())
+    if isinstance(cell, bytes | bytearray):
+        return True
+    if not isinstance(cell, str):
+        return False
+    return cell.startswith("data:image/") or os.path.splitext(cell)[1].lower() in KNOWN_SUFFIXES
+
+
+def _image_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        if not isinstance(message["content"], str):
+            yield from (part for part in message["content"] if part["type"] == "image")
+
+
+def _is_marked(message: Mapping[str, Any]) -> bool:
+    return (
+        isinstance(message["content"], str)
+        and message["role"] != "assistant"
+        and MARKER in message["content"]
+    )
+
+
+def _split(text: str) -> list[dict[str, Any]]:
+    """Returns the parts of a text in which `<image>` marks images."""
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(text.split(MARKER)):
+        if number:
+            parts.append({"type": "image", "picture": None})
+        if piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def _fill(messages: list[dict[str, Any]], pictures: Iterator[PictureSource]) -> None:
+    for message in messages:
+        if not isinstance(message["content"], str):
+            message["content"] = [
+                {"type": "image", "picture": next(pictures)}
+                if part["type"] == "image" and part["picture"] is None
+                else part
+                for part in message["content"]
+            ]
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return b"\0"  # no image: a finding, as for other bytes that are none
+
+
+def sources_in(messages: Sequence[Mapping[str, Any]]) -> list[PictureSource]:
+    """Returns the images of messages in their order."""
+    return [part["picture"] for part in _image_parts(messages)]
+
+
+def without_sources(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages as chat templates get them: an image is only `{"type": "image"}`."""
+    return [
+        dict(message)
+        if isinstance(message["content"], str)
+        else {**message, "content": [_shown(part) for part in message["content"]]}
+        for message in messages
+    ]
+
+
+def _shown(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "image"} if part["type"] == "image" else part
+
+
+def content_text(content: Content) -> str:
+    """Returns a content as text, in which each image is named by its identity."""
+    if isinstance(content, str):
+        return content
+    return "".join(
+        part["text"] if part["type"] == "text" else f"<image {part['picture'].identity}>" for part in content
+    )

@@ -1,0 +1,69 @@
+"""Decodes images with Pillow: only from an allow-list of formats, upright, in RGB. Torch-free."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlhf_core.data.pictures.picture_source import (
+    ANIMATED,
+    DAMAGED,
+    MAX_PIXELS,
+    OTHER_FORMAT,
+    TOO_LARGE,
+    PictureFault,
+    PictureSource,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PilImage
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+SEVERAL_VIEWS = "MPO"  # a phone's JPEG with a preview or a second view: the first is the photograph
+
+
+def decoded(source: PictureSource) -> PilImage:
+    """Returns the image in RGB, rotated as its EXIF orientation says; transparent parts are white, as in
+    vLLM. Raises PictureFault for one that is missing, too large, animated, damaged or in another format."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    data = source.encoded()
+    named = f"the image {source.name!r:.100}" if source.name else "an image"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > MAX_PIXELS:
+                    raise PictureFault(
+                        TOO_LARGE, f"{named} has {width} x {height} pixels: {MAX_PIXELS:,} at most are read"
+                    )
+                if image.format != SEVERAL_VIEWS and getattr(image, "n_frames", 1) > 1:
+                    raise PictureFault(ANIMATED, f"{named} has several frames: store one of them")
+                image.load()
+                return _in_rgb(ImageOps.exif_transpose(image))
+    except PictureFault:
+        raise
+    except UnidentifiedImageError:
+        raise PictureFault(OTHER_FORMAT, f"{named} is no JPEG, PNG, WebP, GIF or BMP: convert it") from None
+    except Image.DecompressionBombError:
+        raise PictureFault(TOO_LARGE, f"{named} has more than {MAX_PIXELS:,} pixels") from None
+    except Exception as error:  # decoders raise many kinds for bytes that are not what they should be
+        raise PictureFault(DAMAGED, f"{named} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _in_rgb(image: PilImage) -> PilImage:
+    from PIL import Image
+
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I;16"):  # conversion would clip 16 bits at 255
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if "A" in image.getbands() or "transparency" in image.info:
+        seen = image.convert("RGBA")
+        below = Image.new("RGBA", seen.size, (255, 255, 255, 255))
+        return Image.alpha_composite(below, seen).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,138 @@
+"""Says where the encoded bytes of an image are, and reads them within limits. Torch-free.
+
+Images come from strangers. Only files in the folder of the data file are read: a path is compared as it is
+written, so a link that stands in this folder may lead elsewhere. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from typing import Any, NamedTuple
+
+MAX_BYTES = 32 << 20  # of an encoded image
+MAX_PIXELS = 64_000_000
+MISSING = "image missing"
+OUTSIDE = "image outside of the data's folder"
+TOO_LARGE = "image too large"
+OTHER_FORMAT = "image in another format"
+DAMAGED = "image damaged"
+ANIMATED = "image animated"
+TOO_THIN = "image refused by the model's processor"
+MISNAMED = "image with another suffix"  # is used
+CUT_AWAY = "images cut away"
+# Why an image leaves its row out, as a sentence.
+PICTURE_FAULTS = {
+    MISSING: "images that are not there (no such file, or an empty cell)",
+    OUTSIDE: "images named by a path that leads out of the data file's folder",
+    TOO_LARGE: f"images of more than {MAX_BYTES >> 20} MiB or {MAX_PIXELS // 1_000_000} million pixels",
+    OTHER_FORMAT: "images that are no JPEG, PNG, WebP, GIF or BMP",
+    DAMAGED: "images that end early or are damaged",
+    ANIMATED: "images with several frames",
+    TOO_THIN: "images whose shape the model's processor refuses",
+}
+# Facts of the data report about images: the share of rows above which each is a finding, and its sentence.
+PICTURE_FACTS = {
+    **{fact: (0.0, sentence) for fact, sentence in PICTURE_FAULTS.items()},
+    MISNAMED: (0.0, "images whose suffix is another format's (they are read by their content)"),
+    CUT_AWAY: (0.01, "images that do not fit into the token limit, left out with what follows"),
+}
+# The first bytes of each format, and the suffixes of its files.
+SUFFIXES = {
+    b"\xff\xd8\xff": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),
+    b"\x89PNG\r\n\x1a\n": (".png", ".apng"),
+    b"RIFF": (".webp",),
+    b"GIF8": (".gif",),
+    b"BM": (".bmp", ".dib"),
+}
+KNOWN_SUFFIXES = frozenset(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+
+
+class PictureFault(ValueError):
+    """Says why an image cannot be used; `fact` is its name in the data report."""
+
+    def __init__(self, fact: str, sentence: str):
+        super().__init__(sentence)
+        self.fact = fact
+
+
+class PictureSource(NamedTuple):
+    """An image of the data: encoded bytes (`data`), or the file `name` in the data file's `folder`.
+
+    `name` is as the data gives it, and may be known for bytes too. `folder` is None for data without one.
+    """
+
+    name: str = ""
+    folder: str | None = None
+    data: Any = b""  # bytes, or a view of a mapped file
+
+    @property
+    def identity(self) -> str:
+        """Returns a text that is equal for equal images."""
+        if len(self.data):
+            return hashlib.blake2b(self.data, digest_size=16).hexdigest()
+        return os.path.join(self.folder or "", self.name)
+
+    @property
+    def file(self) -> str:
+        """Returns the path of the image's file. Raises PictureFault if it is not in the data's folder."""
+        if not self.name:
+            raise PictureFault(MISSING, "an image is empty: give a path or bytes")
+        root = None if self.folder is None else os.path.abspath(self.folder)
+        path = None if root is None else os.path.normpath(os.path.join(root, self.name))
+        if root is None or path is None or not path.startswith(root.rstrip(os.sep) + os.sep):
+            raise PictureFault(
+                OUTSIDE, f"the image {self.name!r:.100} is not in the data's folder: put it beside the data"
+            )
+        return path
+
+    def encoded(self) -> bytes:
+        """Returns the encoded image. Raises PictureFault if it is missing, too large, or no plain file in the
+        data's folder."""
+        if len(self.data):
+            _check_bytes(len(self.data), self.name)
+            return bytes(self.data)
+        path = self.file
+        try:
+            about = os.stat(path)
+            if not stat.S_ISREG(about.st_mode):
+                raise PictureFault(MISSING, f"{path} is no file: give an image")
+            _check_bytes(about.st_size, self.name)
+            with open(path, "rb") as file:
+                return file.read(MAX_BYTES)
+        except PictureFault:
+            raise
+        except (OSError, ValueError) as error:  # the latter: a null character in the path
+            raise PictureFault(MISSING, f"the image {self.name!r:.100} cannot be read: {error}") from error
+
+    @property
+    def is_misnamed(self) -> bool:
+        """Returns whether the suffix of the name is that of another format than the first bytes'."""
+        suffix = os.path.splitext(self.name)[1].lower()
+        if suffix not in KNOWN_SUFFIXES:
+            return False
+        begin = bytes(self.data[:8]) if len(self.data) else self._begin()
+        return not any(begin.startswith(magic) and suffix in suffixes for magic, suffixes in SUFFIXES.items())
+
+    def _begin(self) -> bytes:
+        with open(self.file, "rb") as file:
+            return file.read(8)
+
+
+def _check_bytes(count: int, name: str) -> None:
+    if count > MAX_BYTES:
+        raise PictureFault(
+            TOO_LARGE, f"the image {name!r:.100} has {count:,} bytes: make it smaller, {MAX_BYTES:,} at most"
+        )
+    if not count:
+        raise PictureFault(DAMAGED, f"the image {name!r:.100} is an empty file: replace it")
+
+
+class EncodedPicture(NamedTuple):
+    """An image of a document: `tokens[start:stop]` are those that it needs, the first and the last of them
+    its own. The model's features replace the image tokens among them."""
+
+    start: int
+    stop: int
+    source: PictureSource

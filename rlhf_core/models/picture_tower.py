@@ -1,0 +1,166 @@
+"""The image encoder of a multimodal checkpoint, frozen, beside its language model.
+
+It is no part of the trained module: each rank holds all of it, so a pass with images has the same collectives
+as one without. Features replace the embeddings of their document's image tokens. Not supported: training it,
+and rows that several ranks compute together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+from transformers.utils import logging
+
+from rlhf_core.hub.model_config import more_than_text
+from rlhf_core.models.kernels.attention import takes_varlen
+from rlhf_core.objectives.collate import BatchPictures
+
+# Tokens of an image attend to each other in both directions (Gemma 3, section 2): a mask that varlen kernels
+# do not compute.
+BOTH_WAYS = ("gemma3",)
+# Tokens of an image have a position per axis: time, height, width (M-RoPE; Qwen2-VL, section 2.1).
+THREE_AXES = ("qwen3_vl",)
+
+
+class SeenPictures(NamedTuple):
+    """The images of a pass as the language model gets them. tokens: (B, T), image tokens replaced by a known
+    one. places: (B, T) bool. features: (images' tokens, H). deep: features that layers add to their outputs,
+    each like `features`. axes: positions per axis, (3, B, T), None without. both_ways: whether an image's
+    tokens attend to each other."""
+
+    tokens: Tensor
+    places: Tensor
+    features: Tensor
+    deep: tuple[Tensor, ...]
+    axes: Tensor | None
+    both_ways: bool
+
+    @contextmanager
+    def embedded(self, model: PreTrainedModel, shape: torch.Size) -> Iterator[None]:
+        """Puts the features in place of the image tokens' embeddings, for tokens of the pass's `shape`:
+        (B, T) or (1, B * T)."""
+        places = self.places.view(shape)[..., None]
+
+        def put(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+            return output.masked_scatter(places, self.features.to(output.dtype))
+
+        hook = model.get_input_embeddings().register_forward_hook(put)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def positions_of(self, positions: Tensor) -> Tensor:
+        """Returns the positions that the model gets for those of the rows, (B, T) or (1, B * T): these, or
+        with axes (4, ...), these first."""
+        if self.axes is None:
+            return positions
+        return torch.cat([positions[None], self.axes.view(3, *positions.shape).to(positions.device)])
+
+    def options(self, model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> dict[str, Any]:
+        """Returns the model's further arguments."""
+        if self.deep:
+            return {
+                "visual_pos_masks": self.places.view(tokens.shape),
+                "deepstack_visual_embeds": list(self.deep),
+            }
+        if not self.both_ways:
+            return {}
+        masks = create_masks_for_vision_model(
+            config=model.config,
+            inputs_embeds=torch.empty(*tokens.shape, 1, dtype=model.dtype, device=tokens.device),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions.to(tokens.device),
+            block_sequence_ids=_blocks(self.places),
+        )
+        return {"attention_mask": masks}
+
+
+def _blocks(places: Tensor) -> Tensor:
+    """Returns the number in its row of the image that each token belongs to, -1 for text."""
+    before = torch.nn.functional.pad(places, (1, 0))[:, :-1]
+    return torch.where(places, (places & ~before).cumsum(1) - 1, -1)
+
+
+class PictureTower:
+    """Turns images into features. `whole` is the multimodal model without its language model."""
+
+    def __init__(self, whole: PreTrainedModel, family: str):
+        self._whole = whole.eval().requires_grad_(False)
+        self._family = family
+
+    def seen(self, tokens: Tensor, positions: Tensor, pictures: BatchPictures) -> SeenPictures:
+        """Returns the images of a pass. Raises ValueError if their features are more or fewer than their
+        tokens."""
+        device = tokens.device
+        if next(self._whole.parameters()).device != device:
+            self._whole.to(device)
+        with torch.no_grad():
+            found = self._whole.get_image_features(**pictures.inputs, return_dict=True)
+        pooled = found.pooler_output
+        features = torch.cat([part.flatten(0, -2) for part in pooled])
+        deep = tuple(torch.cat(list(part)) for part in getattr(found, "deepstack_features", None) or ())
+        count = int(pictures.places.sum())
+        if len(features) != count:
+            raise ValueError(
+                f"images have {len(features)} features for {count} tokens: a file has changed since the data"
+                " was read, or the processor is another model's"
+            )
+        known = tokens.masked_fill(pictures.places, 0)
+        axes = self._axes(tokens, positions, pictures) if self._family in THREE_AXES else None
+        return SeenPictures(known, pictures.places, features, deep, axes, self._family in BOTH_WAYS)
+
+    def _axes(self, tokens: Tensor, positions: Tensor, pictures: BatchPictures) -> Tensor:
+        """Returns the positions of all tokens per axis, (3, B, T); each document begins at 0."""
+        axes = positions.cpu().expand(3, *positions.shape).clone()
+        rows = tokens.cpu()
+        places = pictures.places.cpu()
+        grids = pictures.inputs["image_grid_thw"].cpu()
+        first = 0
+        for row, start, stop, images in pictures.documents:
+            own, _ = self._whole.get_rope_index(
+                rows[row : row + 1, start:stop],
+                mm_token_type_ids=places[row : row + 1, start:stop].int(),
+                image_grid_thw=grids[first : first + images],
+            )
+            axes[:, row, start:stop] = own[:, 0]
+            first += images
+        return axes
+
+
+def load_tower(model: PreTrainedModel, path: str, dtype: str) -> PictureTower:
+    """Loads the image encoder of the checkpoint at `path` for its language model, `model`, and sets attention
+    that computes masks if images need one. Raises ValueError for another family."""
+    config = AutoConfig.from_pretrained(path)
+    family = str(config.model_type)
+    if family not in (*BOTH_WAYS, *THREE_AXES):
+        raise ValueError(more_than_text(path, family))
+    text = config.get_text_config()
+    text.num_hidden_layers = 1  # the language model is loaded already
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    with _no_reports():  # of the layers left out
+        whole = AutoModelForImageTextToText.from_pretrained(
+            path, config=config, dtype=getattr(torch, dtype), use_safetensors=True
+        ).base_model
+    del whole.language_model
+    if family in BOTH_WAYS and takes_varlen(model):
+        model.set_attn_implementation("sdpa")
+    return PictureTower(whole, family)
+
+
+@contextmanager
+def _no_reports() -> Iterator[None]:
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

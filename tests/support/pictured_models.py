@@ -1,0 +1,143 @@
+"""Small random models that read images, of real families (seed 0), with a tokenizer of bytes and a processor."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+
+from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.families import SHAPE
+
+FAMILIES = ("gemma3", "qwen3_vl")
+COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
+PARTS = (
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+)
+QWEN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    + PARTS.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+    + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GEMMA_TEMPLATE = (
+    "{% for message in messages %}<start_of_turn>{{ message.role }}\n"
+    + PARTS.replace("IMAGE", "<start_of_image>")
+    + "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
+)
+QWEN_TOKENS = (
+    *("<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+)
+GEMMA_TOKENS = (
+    *("<pad>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+)
+HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+
+def make_pictured(family: str, folder: Path, **larger: Any) -> Path:
+    """Saves a model of the family to `folder`. `larger`: sizes in place of the small ones of its language
+    part."""
+    is_qwen = family == "qwen3_vl"
+    tokens = QWEN_TOKENS if is_qwen else GEMMA_TOKENS
+    number = {token: index for index, token in enumerate(tokens)}
+    named: dict[str, Any] = {"pad_token": "<pad>", "eos_token": "<|endoftext|>" if is_qwen else "<eos>"}
+    if not is_qwen:
+        named["extra_special_tokens"] = {
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        }
+    tokenizer = byte_tokenizer(tokens, **named)
+    tokenizer.chat_template = QWEN_TEMPLATE if is_qwen else GEMMA_TEMPLATE
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    text = {"vocab_size": len(tokenizer), "initializer_range": 0.2, **SHAPE, **ids}
+    text |= {"max_position_embeddings": 512, **larger}
+    torch.manual_seed(0)
+    model = _qwen(text, number) if is_qwen else _gemma(text, number)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if is_qwen:
+        processor = {
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "processor_class": "Qwen3VLProcessor",
+            "size": {"shortest_edge": 64, "longest_edge": 1024},
+            **{"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, **HALVES},
+        }
+    else:
+        processor = {
+            "image_processor_type": "Gemma3ImageProcessorFast",
+            "processor_class": "Gemma3Processor",
+            "size": {"height": 28, "width": 28},
+            **HALVES,
+        }
+        about = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
+        (folder / "processor_config.json").write_text(json.dumps(about))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def _qwen(text: dict[str, Any], number: dict[str, int]) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 4, 4]}
+    vision = dict(
+        depth=2,
+        hidden_size=32,
+        intermediate_size=32,
+        num_heads=2,
+        out_hidden_size=text["hidden_size"],
+        num_position_embeddings=16,
+        patch_size=4,
+        deepstack_visual_indexes=[0],
+        initializer_range=0.2,
+    )
+    config = transformers.Qwen3VLConfig(
+        text_config=text | {"rope_parameters": rope, "tie_word_embeddings": False},
+        vision_config=vision,
+        image_token_id=number["<|image_pad|>"],
+        video_token_id=number["<|video_pad|>"],
+        vision_start_token_id=number["<|vision_start|>"],
+        vision_end_token_id=number["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def _gemma(text: dict[str, Any], number: dict[str, int]) -> Any:
+    window = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    vision = dict(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28
+    )
+    config = transformers.Gemma3Config(
+        text_config=text | window,
+        vision_config=vision | {"patch_size": 14},
+        mm_tokens_per_image=4,
+        boi_token_index=number["<start_of_image>"],
+        eoi_token_index=number["<end_of_image>"],
+        image_token_index=number["<image_soft_token>"],
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
+    return model
+
+
+def square(colour: str, width: int = 16, height: int = 16, kind: str = "PNG") -> bytes:
+    """An image of one colour, encoded."""
+    content = io.BytesIO()
+    Image.new("RGB", (width, height), COLOURS[colour]).save(content, kind)
+    return content.getvalue()
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def asked(content: Any, answer: str = "yes") -> dict[str, Any]:
+    """A row with a message of the user and an answer."""
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}

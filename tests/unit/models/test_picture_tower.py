@@ -1,0 +1,153 @@
+"""Log-probs of documents with images: as transformers computes them for each alone, in every way to pack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.documents import Document
+from rlhf_core.models.kernels.attention import PLAIN, takes_varlen
+from rlhf_core.models.load_model import load_policy, recompute
+from rlhf_core.models.picture_tower import load_tower
+from rlhf_core.models.policy import Policy, masked_logprobs
+from rlhf_core.objectives.collate import PictureReader, collate
+from tests.support.pictured_models import FAMILIES, make_pictured
+from tests.unit.data.pictures.test_picture_rendering import TALKS, image, talk, text
+
+ALL = [
+    *TALKS,
+    talk("No image here.", "None."),
+    talk([image("blue"), text("What?")], "red\n\n"),  # as the first, but for the image
+]
+
+
+class Pictured:
+    """A model, its reader of images, and documents."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.renderer = Renderer(load_tokenizer(str(folder)), "chat")
+        self.documents: list[Document] = [self.renderer.conversation(messages) for messages in ALL]
+        images = self.renderer.pictures
+        self.reader = PictureReader(images.token_id, images.tensors)
+
+    def policy(self) -> Policy:
+        policy = load_policy(str(self.folder))
+        policy.tower = load_tower(policy.model, str(self.folder), "float32")
+        return policy
+
+    def logprobs(self, policy: Policy, rows: list[list[Document]]) -> list[torch.Tensor]:
+        """Of the answers' tokens of each document, in the order of the rows."""
+        batch = collate(rows, 0, reader=self.reader)
+        found = masked_logprobs(policy, batch).logprobs
+        count = sum(map(len, rows))
+        return [found[(batch.documents == index) & batch.mask] for index in range(count)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pictured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pictured:
+    return Pictured(make_pictured(request.param, tmp_path_factory.mktemp("models") / request.param))
+
+
+@torch.no_grad()
+def expected(pictured: Pictured) -> list[torch.Tensor]:
+    """What the whole model computes from the inputs of the model's own processor."""
+    whole = AutoModelForImageTextToText.from_pretrained(pictured.folder, dtype=torch.float32).eval()
+    found = []
+    for document in pictured.documents:
+        tokens = torch.tensor(document.tokens)[None]
+        types = (tokens == pictured.reader.token_id).int()
+        inputs: dict[str, Any] = {"mm_token_type_ids": types}
+        if whole.config.model_type == "gemma3":
+            inputs = {"token_type_ids": types}
+        sent = [pictured.reader.tensors(picture.source) for picture in document.pictures]
+        for name in sent[0] if sent else ():
+            inputs[name] = torch.cat([torch.from_numpy(part[name].copy()) for part in sent])
+        logits = whole(input_ids=tokens, **inputs).logits.float().log_softmax(-1)[0, :-1]
+        values = logits.gather(1, tokens[0, 1:, None])[:, 0]
+        found.append(values[torch.tensor(document.mask)[1:]])
+    return found
+
+
+@torch.no_grad()
+def test_packed_padded_and_single_documents_are_as_transformers_computes_them(pictured: Pictured) -> None:
+    policy = pictured.policy().eval()
+    documents = pictured.documents
+    theirs = expected(pictured)
+    for rows in ([documents], [[document] for document in documents], [documents[:2], documents[2:]]):
+        for own, other in zip(pictured.logprobs(policy, rows), theirs, strict=True):
+            torch.testing.assert_close(own, other, atol=2e-5, rtol=1e-5)
+    # and the image is needed
+    assert (theirs[0] - theirs[-1]).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_attention_by_bounds_gives_the_same(pictured: Pictured) -> None:
+    """As varlen kernels compute on GPUs; Gemma 3 goes on with masks."""
+    policy = load_policy(str(pictured.folder)).eval()
+    policy.model.set_attn_implementation(PLAIN)
+    policy.tower = load_tower(policy.model, str(pictured.folder), "float32")
+    assert takes_varlen(policy.model) == (policy.model.config.model_type != "gemma3_text")
+    rows = [pictured.documents[:2], pictured.documents[2:]]
+    for own, other in zip(pictured.logprobs(policy, rows), expected(pictured), strict=True):
+        torch.testing.assert_close(own, other, atol=2e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_features_reach_only_their_own_document(pictured: Pictured) -> None:
+    policy = pictured.policy().eval()
+    first, *others = pictured.documents
+    changed = pictured.documents[-1]
+    before = pictured.logprobs(policy, [[first, *others]])
+    after = pictured.logprobs(policy, [[changed, *others]])
+    assert (before[0] - after[0]).abs().max() > 1e-3
+    for one, other in zip(before[1:], after[1:], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+def test_gradients_of_a_packed_step_are_those_of_single_ones(pictured: Pictured) -> None:
+    def gradients(split: list[list[list[Document]]]) -> dict[str, torch.Tensor]:
+        policy = pictured.policy()
+        for rows in split:
+            (-sum(part.sum() for part in pictured.logprobs(policy, rows))).backward()
+        assert all(not name.startswith("tower") for name, _ in policy.named_parameters())
+        return {name: weight.grad for name, weight in policy.named_parameters() if weight.grad is not None}
+
+    packed = gradients([[pictured.documents]])
+    single = gradients([[[document]] for document in pictured.documents])
+    assert packed.keys() == single.keys() and packed
+    for name, gradient in single.items():
+        assert (packed[name] - gradient).norm() <= 1e-4 * max(1.0, float(gradient.norm())), name
+
+
+def test_checkpointing_changes_nothing(pictured: Pictured) -> None:
+    found = []
+    for share in (0.0, 1.0):
+        policy = pictured.policy().train()
+        recompute(policy.model, share)
+        loss = -sum(part.sum() for part in pictured.logprobs(policy, [pictured.documents]))
+        loss.backward()
+        found.append(
+            [float(loss.detach()), float(next(policy.model.model.layers[0].parameters()).grad.norm())]
+        )
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_changed_file_and_a_missing_reader_are_told(pictured: Pictured) -> None:
+    document = pictured.documents[0]
+    with pytest.raises(ValueError, match="only sft trains on them"):
+        collate([[document]], 0)
+    wrong = PictureReader(
+        pictured.reader.token_id,
+        lambda source: {
+            name: values.repeat(2, 0) for name, values in pictured.reader.tensors(source).items()
+        },
+    )
+    batch = collate([[document]], 0, reader=wrong)
+    with pytest.raises(ValueError, match="a file has changed since the data was read"):
+        masked_logprobs(pictured.policy(), batch)

@@ -1,0 +1,40 @@
+"""Images are checked before any work: those of the first rows are decoded, with the stage's own limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_core.config import Data
+from rlhf_core.hub.model_config import ONLY_TRAINED, PICTURE_FAMILIES
+from rlhf_core.preflight.rows.template_length import RowsToRender, measure, measured, pair_of
+from tests.support.pictured_models import asked, make_pictured, square, write_rows
+
+
+def test_rows_with_images_are_rendered(tmp_path: Path) -> None:
+    folder = make_pictured("qwen3_vl", tmp_path / "base")
+    (tmp_path / "a.png").write_bytes(square("red"))
+    (tmp_path / "b.png").write_bytes(square("red")[:50])
+    rows = [asked([{"type": "image", "image": name}]) for name in ("a.png", "b.png", "gone.png")]
+    data = Data(sources=str(write_rows(tmp_path / "rows.jsonl", rows)))
+    pair = pair_of(str(folder), data)
+    asked_rows = RowsToRender(data.model_dump_json(), "sft", "max_len", 100)
+    rendered = measure(pair, [asked_rows], False).rendered[asked_rows]
+    assert rendered.refused == "" and rendered.items == 1
+    assert "2 of 3 rows would be left out (image damaged: 1, image missing: 1" in rendered.warned[0]
+    # in a process without torch: the same, or nothing, and then it is read here
+    apart = measured({pair: [asked_rows]})
+    assert all(each.rendered[asked_rows] == rendered for each in apart.values() if not isinstance(each, str))
+    assert not any(isinstance(each, str) for each in apart.values())
+
+
+def test_a_text_model_is_refused_with_the_row(material: Path, tmp_path: Path) -> None:
+    data = Data(
+        sources=str(write_rows(tmp_path / "rows.jsonl", [asked([{"type": "image", "image": "a.png"}])]))
+    )
+    asked_rows = RowsToRender(data.model_dump_json(), "sft", "max_len", 100)
+    rendered = measure(pair_of(str(material / "base"), data), [asked_rows], False).rendered[asked_rows]
+    assert "rows.jsonl, row 1: the row has images" in rendered.refused
+
+
+def test_families_are_named_once() -> None:
+    assert set(ONLY_TRAINED) == {f"{family}_text" for family in PICTURE_FAMILIES if family != "gemma3"}
