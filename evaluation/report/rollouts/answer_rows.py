@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+import stat
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,12 +65,14 @@ class RecordedAnswer(NamedTuple):
 
 
 def iteration_files(run_dir: Path, folder: str = ROLLOUTS) -> dict[int, Path]:
-    """Returns the files of recorded answers by iteration, in order; links are left out. `folder`: ROLLOUTS,
-    or VALIDATION for the answers of validations."""
+    """Returns the files of recorded answers by iteration, in order; links and what is no regular file are
+    left out. `folder`: ROLLOUTS, or VALIDATION for the answers of validations."""
+    if (run_dir / folder).is_symlink():
+        return {}
     named = {
         file.stem.removeprefix("iteration"): file
         for file in (run_dir / folder).glob("iteration*.jsonl")
-        if not file.is_symlink()
+        if stat.S_ISREG(file.lstat().st_mode)
     }
     files = {int(number): file for number, file in named.items() if number.isascii() and number.isdigit()}
     return dict(sorted(files.items()))
@@ -174,6 +178,7 @@ def tokens_of(row: Mapping[str, Any]) -> AnswerTokens:
     ids = [int(token) for token in row["ids"]]
     texts = [str(text) for text in row["texts"]]
     answers = [int(border) for border in row["answers"]]
+    starts = [int(start) for start in row.get("starts", ())]
     count = sum(answers[1::2]) - sum(answers[::2])
     numbers = {name: optional_numbers(row.get(name, ())) for name in NUMBERS}
     ordered = (
@@ -183,6 +188,8 @@ def tokens_of(row: Mapping[str, Any]) -> AnswerTokens:
         len(texts) != len(ids)
         or not ordered
         or any(len(values) not in (0, count) for values in numbers.values())
+        or not all(0 <= start < len(ids) for start in starts)
+        or (numbers["trainer"] and not numbers["engine"])
     ):
         raise ValueError("lists of tokens do not fit together")
     return AnswerTokens(
@@ -190,7 +197,7 @@ def tokens_of(row: Mapping[str, Any]) -> AnswerTokens:
         texts,
         frozenset(int(at) for at in row["special"]),
         answers,
-        [int(start) for start in row.get("starts", ())],
+        starts,
         frozenset(int(at) for at in row.get("left_out", ())),
         int(row["total"]),
         int(row["sampled"]),

@@ -1,10 +1,10 @@
 """Rounds a changed weight to its own dtype so that the change survives on average (stochastic rounding; Gupta
 et al. 2015).
 
-bf16 has 8 bits: rounding to the nearest number drops a change below half the distance to the next one, a
-500th of the weight, and most adapter updates are smaller. Here the result is one of the two neighbours, the
-nearer one more often, so that its mean is the exact weight. A weight's random numbers depend only on its
-name: the same adapters are merged to the same weights every time.
+bf16 has 8 bits, fp16 has 11: rounding to the nearest number drops a change below half the distance to the
+next one, a 500th of the weight in bf16, and most adapter updates are smaller. Here the result is one of the
+two neighbours, the nearer one more often, so that its mean is the exact weight. A weight's random numbers
+depend only on its name: the same adapters are merged to the same weights every time.
 """
 
 from __future__ import annotations
@@ -14,22 +14,38 @@ import zlib
 import torch
 from torch import Tensor
 
-LOW_BITS = 16  # the bits of a float32 that bf16 does not have
+LOW_BITS = {torch.bfloat16: 16, torch.float16: 13}  # bits of a float32's mantissa that a dtype does not have
+LEAST_EXPONENT = -14  # of float16: smaller numbers are multiples of 2 ** (LEAST_EXPONENT - MANTISSA)
+MANTISSA = 10  # bits
+LARGEST = 65504.0  # of float16
 
 
 def round_unbiased(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Returns float32 values in `dtype`. For bf16 they are rounded at random, seeded by `name`; numbers that
-    bf16 can represent stay unchanged."""
-    if dtype != torch.bfloat16:
+    """Returns float32 values in `dtype`. For bf16 and fp16 they are rounded at random, seeded by `name`;
+    numbers that the dtype can represent stay unchanged."""
+    if dtype not in LOW_BITS:
         return exact.to(dtype)
+    low_bits = LOW_BITS[dtype]
     generator = torch.Generator(exact.device).manual_seed(zlib.crc32(name.encode()))
     noise = torch.randint(
-        1 << LOW_BITS, exact.shape, generator=generator, dtype=torch.int32, device=exact.device
+        1 << low_bits, exact.shape, generator=generator, dtype=torch.int32, device=exact.device
     )
+    if dtype == torch.float16:
+        return _to_float16(exact, noise / (1 << low_bits))
     bits = exact.contiguous().view(torch.int32) + noise
-    rounded = (bits >> LOW_BITS << LOW_BITS).view(torch.float32)
+    rounded = (bits >> low_bits << low_bits).view(torch.float32)
     # NaN and inf are excluded: adding to the bits of NaN would give 0.
     return torch.where(exact.isfinite(), rounded, exact).to(torch.bfloat16)
+
+
+def _to_float16(exact: Tensor, noise: Tensor) -> Tensor:
+    """Returns float32 values as one of their two neighbours in fp16, whose distance is constant below
+    2 ** LEAST_EXPONENT. `noise`: from 0 to below 1, for each value. Values beyond LARGEST are rounded as
+    PyTorch does."""
+    _, exponent = torch.frexp(exact)  # of a mantissa between 1/2 and 1
+    distance = torch.ldexp(torch.ones_like(exact), (exponent - 1).clamp(min=LEAST_EXPONENT) - MANTISSA)
+    size = (torch.floor(exact.abs() / distance + noise) * distance).clamp(max=LARGEST)
+    return torch.where(exact.abs() <= LARGEST, size.copysign(exact), exact).to(torch.float16)
 
 
 class Survival:

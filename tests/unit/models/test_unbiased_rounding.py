@@ -66,6 +66,32 @@ def test_each_number_is_one_of_its_neighbours_as_often_as_it_is_near() -> None:
     assert torch.equal(round_unbiased(-exact, torch.bfloat16, "a").float(), -rounded)
 
 
+@pytest.mark.parametrize("low", [1.0, 1000.0, 2.0**-14, 2.0**-20, 0.0, 65504.0 - 32])
+def test_float16_rounds_to_each_neighbour_as_often_as_it_is_near(low: float) -> None:
+    high = float(torch.nextafter(torch.tensor(low).half(), torch.tensor(torch.inf).half()))
+    exact = torch.full((400, 1000), low + (high - low) * 0.25)
+    rounded = round_unbiased(exact, torch.float16, "a")
+    assert rounded.dtype == torch.float16 and set(rounded.float().unique().tolist()) == {low, high}
+    assert float((rounded > low).float().mean()) == pytest.approx(0.25, abs=0.005)
+    assert torch.equal(round_unbiased(-exact, torch.float16, "a"), -rounded)
+
+
+def test_all_numbers_that_float16_has_stay_as_they_are() -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    rounded = round_unbiased(every.float(), torch.float16, "a")
+    assert torch.equal(rounded.nan_to_num(nan=7.0), every.nan_to_num(nan=7.0))
+    assert torch.equal(rounded.isnan(), every.isnan())
+
+
+@pytest.mark.parametrize("share", [1e-5, 1e-4, 1e-3])
+def test_the_whole_update_arrives_in_float16(share: float) -> None:
+    weight, update = weight_and_update(share)
+    survival = Survival()
+    merged = merged_weight(weight.half(), [Layer(update)], "layer.weight", survival)
+    assert merged.dtype == torch.float16
+    assert survival.share() == pytest.approx(1.0, abs=0.1)
+
+
 def test_numbers_that_bf16_has_stay_as_they_are() -> None:
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0e38, 1e-40, torch.inf, -torch.inf]).bfloat16()
     assert torch.equal(round_unbiased(exact.float(), torch.bfloat16, "a"), exact)
