@@ -1,0 +1,69 @@
+"""Ranks of which one has images in a pass and the other has none stay in step under ZeRO-3, and take the step
+that one rank takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.gloo_ranks import on_gloo_ranks
+from tests.support.pictured_models import make_pictured
+
+pytestmark = pytest.mark.slow
+PROGRAM = """
+import json, logging, os, sys
+logging.disable(logging.WARNING)
+import torch
+from rlhf_core.config import SFT
+from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.models.load_model import trained_policy
+from rlhf_core.models.picture_tower import load_tower
+from rlhf_core.models.policy import masked_logprobs
+from rlhf_core.models.weights import shards
+from rlhf_core.objectives.collate import PictureReader, collate
+from rlhf_core.training.ranks import make_engine, shards_of
+from tests.unit.data.pictures.test_picture_rendering import TALKS, talk
+
+shards.SMALL = 500
+count = int(os.environ["WORLD_SIZE"])
+whole = {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}, "zero_stage": 3} if count > 1 else {}
+config = SFT.model_validate({
+    "model": "base", "data": {"sources": "none"}, "ranks": {"num_ranks_per_node": count},
+    "train_batch_size": 2, "micro_train_batch_size": 1, **json.loads(sys.argv[2]), **whole,
+})
+renderer = Renderer(load_tokenizer(sys.argv[1]), "chat")
+reader = PictureReader(renderer.pictures.token_id, renderer.pictures.tensors)
+policy = trained_policy(sys.argv[1], "float32", False, config.lora, 0, shards=shards_of(config))
+policy.tower = load_tower(policy.model, sys.argv[1], "float32")
+engine = make_engine(policy, config, packed=True)
+plain = renderer.conversation(talk("No image here.", "None.", "Why?", "So."))
+pictured = [renderer.conversation(messages) for messages in TALKS]
+norms = []
+for rows in ([pictured[:2], [plain]], [[plain], pictured[2:]], [[plain], [plain]]):
+    mine = rows[engine.rank :: count]
+    for number, row in enumerate(mine, 1):
+        batch = collate([row], 0, reader=reader).to(engine.device)
+        engine.backward(-masked_logprobs(engine, batch).logprobs.sum() / 50, number == len(mine))
+    norms.append(engine.step(1e-3))
+print(json.dumps(norms))
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("qwen3_vl", {}),
+        pytest.param("gemma3", {"gradient_checkpointing": True}, marks=pytest.mark.long),
+        pytest.param("qwen3_vl", {"lora": {"rank": 4}}, marks=pytest.mark.long),
+    ],
+)
+def test_one_rank_has_images(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    base = make_pictured(family, tmp_path / "base")
+    one, two = (
+        json.loads(on_gloo_ranks(count, PROGRAM, base, json.dumps(fields))[0].splitlines()[-1])
+        for count in (1, 2)
+    )
+    assert two == pytest.approx(one, rel=1e-4)
