@@ -206,4 +206,5 @@ def tokens_of(row: Mapping[str, Any]) -> AnswerTokens:
 
 
 def optional_numbers(values: Sequence[Any]) -> list[float | None]:
-    return [None if value is None else float(value) for value in values]
+    numbers = [math.nan if value is None else float(value) for value in values]
+    return [value if math.isfinite(value) else None for value in numbers]

@@ -19,6 +19,7 @@ from rlhf_core.data.pictures.picture_source import KNOWN_SUFFIXES, PictureSource
 
 COLUMNS = ("images", "image")
 MARKER = "<image>"  # the place of an image in a text
+MAX_PICTURES = 256  # of a row: each is decoded before the row's length is known
 IMAGE_KINDS = ("image", "image_url", "input_image")
 GIVEN = ("image", "image_url", "url", "path", "bytes")  # keys of a part that may hold the image
 OTHER_MEDIA = re.compile("video|audio")
@@ -89,13 +90,21 @@ def with_pictures(
     cells = _cells(row)
     if not cells and all(isinstance(message["content"], str) for message in messages):
         return list(messages)
+    if len(cells) > MAX_PICTURES:
+        raise ValueError(
+            f"{where}: has {len(cells)} images, and {MAX_PICTURES} at most are read: drop the row"
+        )
     placed = [dict(message) for message in messages]
     parts = list(_image_parts(placed))
+    if len(parts) > MAX_PICTURES:
+        raise ValueError(
+            f"{where}: has {len(parts)} images, and {MAX_PICTURES} at most are read: drop the row"
+        )
     if cells and not parts:
         marked = [message for message in placed if _is_marked(message)]
         for message in marked:
             message["content"] = _split(message["content"])
-        if not marked and any(map(_is_picture, cells)):
+        if not marked:
             _put_first(placed, len(cells), where)
     places = sum(part["picture"] is None for part in _image_parts(placed))
     if places and places != len(cells):
@@ -111,11 +120,13 @@ def with_pictures(
 
 
 def _cells(row: Mapping[str, Any]) -> list[Any]:
-    """Returns the values of a row's column with images; empty if it has none, or one of other values."""
+    """Returns the values of a row's column with images, {} for one that is missing among others; empty if
+    the row has none, or a column of other values."""
     column = next((name for name in COLUMNS if row.get(name) not in (None, [], "")), None)
     value = [] if column is None else row[column]
-    cells = list(value) if isinstance(value, list | tuple) else [value]
-    return cells if all(isinstance(cell, str | bytes | bytearray | Mapping) for cell in cells) else []
+    cells = [{} if cell is None else cell for cell in value] if isinstance(value, list | tuple) else [value]
+    known = all(isinstance(cell, str | bytes | bytearray | Mapping) for cell in cells)
+    return cells if known and any(map(_is_picture, cells)) else []
 
 
 def _put_first(messages: Sequence[dict[str, Any]], count: int, where: str) -> None:
@@ -203,6 +214,8 @@ def content_text(content: Content) -> str:
     """Returns a content as text, in which each image is named by its identity."""
     if isinstance(content, str):
         return content
-    return "".join(
-        part["text"] if part["type"] == "text" else f"<image {part['picture'].identity}>" for part in content
-    )
+    return "".join(part["text"] if part["type"] == "text" else _named(part["picture"]) for part in content)
+
+
+def _named(picture: PictureSource | None) -> str:
+    return MARKER if picture is None else f"<image {picture.identity}>"

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 SEVERAL_VIEWS = "MPO"  # a phone's JPEG with a preview or a second view: the first is the photograph
+SCAN = b"\xff\xda"  # begins a scan of a JPEG; not in its compressed data, where 0xff is followed by 0
+MAX_SCANS = 100  # a progressive JPEG has about 10, and each costs a pass over all pixels
 
 
 def decoded(source: PictureSource) -> PilImage:
@@ -41,7 +43,10 @@ def decoded(source: PictureSource) -> PilImage:
                     raise PictureFault(
                         TOO_LARGE, f"{named} has {width} x {height} pixels: {MAX_PIXELS:,} at most are read"
                     )
-                if image.format != SEVERAL_VIEWS and getattr(image, "n_frames", 1) > 1:
+                if image.format in ("JPEG", SEVERAL_VIEWS) and data.count(SCAN) > MAX_SCANS:
+                    raise PictureFault(DAMAGED, f"{named} has more than {MAX_SCANS} scans: save it anew")
+                # not n_frames, which reads all frames
+                if image.format != SEVERAL_VIEWS and getattr(image, "is_animated", False):
                     raise PictureFault(ANIMATED, f"{named} has several frames: store one of them")
                 image.load()
                 return _in_rgb(ImageOps.exif_transpose(image))

@@ -141,7 +141,9 @@ def _require_same_prompt(located: Located, start: list[Message]) -> None:
     given = located.row.get("prompt")
     if not given or not isinstance(given, str | list):
         return
-    said = " ".join(content_text(_messages(given, located, "prompt")[-1]["content"]).split())
+    messages = _messages(given, located, "prompt")
+    _refuse_pictures(located, messages)
+    said = " ".join(content_text(messages[-1]["content"]).split())
     texts = [" ".join(message["content"].split()) for message in start if message["role"] != "system"]
     if any(said in text or text in said for text in texts):
         return

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import codecs
 import csv
+import dataclasses
 import difflib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -201,13 +202,36 @@ def _hub_rows(source: Source, streaming: bool) -> Any:
     if streaming:
         return _encoded(builder.as_streaming_dataset(split=source.split))
     builder.download_and_prepare()
-    return _encoded(builder.as_dataset(split=source.split).to_iterable_dataset())
+    return _encoded(builder.as_dataset(split=source.split))
 
 
 def _encoded(rows: Any) -> Any:
-    """Returns an iterable data set whose images stay encoded: {bytes, path}. They are decoded later, within
-    limits (`picture_decoding`)."""
-    return rows if rows.features is None else rows.decode(False)
+    """Returns a data set whose images, sounds and videos stay encoded: {bytes, path}. Images are decoded
+    later, within limits (`picture_decoding`). Other columns stay as they are."""
+    if rows.features is None:
+        return rows
+    encoded = {name: _without_decoding(feature) for name, feature in rows.features.items()}
+    if encoded == dict(rows.features):
+        return rows
+    from datasets import Features, IterableDataset
+
+    lazy = rows if isinstance(rows, IterableDataset) else rows.to_iterable_dataset()
+    return lazy.cast(Features(encoded))
+
+
+def _without_decoding(feature: Any) -> Any:
+    """Returns a feature of `datasets` in which media are not decoded."""
+    from datasets import Audio, Image, LargeList, List, Video
+
+    if isinstance(feature, Audio | Image | Video):
+        return dataclasses.replace(feature, decode=False)
+    if isinstance(feature, Mapping):
+        return {name: _without_decoding(inner) for name, inner in feature.items()}
+    if isinstance(feature, list):
+        return [_without_decoding(inner) for inner in feature]
+    if isinstance(feature, List | LargeList):
+        return dataclasses.replace(feature, feature=_without_decoding(feature.feature))
+    return feature
 
 
 def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:

@@ -54,11 +54,19 @@ def animated(kind: str) -> bytes:
     return encoded(frames[0], kind, save_all=True, append_images=frames[1:])
 
 
+def many_scans() -> bytes:
+    """A progressive JPEG whose last scan is repeated: each costs a pass over all pixels."""
+    whole = encoded(Image.new("L", (64, 64), 128), "JPEG", progressive=True)
+    last = whole.rindex(b"\xff\xda")
+    return whole[:-2] + whole[last:-2] * 200 + whole[-2:]
+
+
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
 HOSTILE = {
     "a truncated JPEG": (encoded(NOISE, "JPEG")[:900], DAMAGED),
     "a truncated PNG": (encoded(NOISE, "PNG")[:3000], DAMAGED),
     "a PNG with one bit turned": (encoded(NOISE, "PNG")[:-40] + b"\xff" * 40, DAMAGED),
+    "a JPEG of many scans": (many_scans(), DAMAGED),
     "a bomb": (bomb(60_000, 60_000), TOO_LARGE),
     "above the limit on pixels": (bomb(8001, 8000), TOO_LARGE),
     "an animated GIF": (animated("GIF"), ANIMATED),
@@ -70,6 +78,12 @@ HOSTILE = {
     "a text": (b"no image", OTHER_FORMAT),
     "only a header": (b"\x89PNG\r\n\x1a\n", OTHER_FORMAT),
 }
+
+
+def test_a_progressive_image_is_read() -> None:
+    data = encoded(NOISE, "JPEG", progressive=True)
+    assert data.count(b"\xff\xda") > 5
+    assert decoded(PictureSource("a.jpg", None, data)).size == (64, 64)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

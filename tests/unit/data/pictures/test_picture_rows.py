@@ -120,6 +120,39 @@ def test_other_stages_refuse_images_and_leave_other_columns_alone() -> None:
         assert prompt_of(located({"prompt": "What?", "image": cell}))[0]["content"] == "What?"
 
 
+def test_a_column_image_of_other_values_leaves_the_text_alone() -> None:
+    text = "Draw an SVG <image> element"
+    row = {"prompt": text, "response": "<svg/>", "image": "swebench/django:latest"}
+    question, _ = conversation_of(located(row))
+    assert question["content"] == text
+    (prompt,) = prompt_of(located({"prompt": text, "image": "python:3.11"}))
+    assert prompt["content"] == text
+
+
+def test_an_image_that_is_missing_among_others_keeps_its_place() -> None:
+    row = {**asked("<image><image>What?"), "images": [None, "a.png"]}
+    question, _ = conversation_of(located(row))
+    assert [source.name for source in sources_in([question])] == ["", "a.png"]
+
+
+def test_the_number_of_images_in_a_row_is_limited() -> None:
+    with pytest.raises(ValueError, match="has 257 images, and 256 at most"):
+        conversation_of(located({**asked("What?"), "images": ["a.png"] * 257}))
+    parts = [{"type": "image", "image": "a.png"}] * 257
+    with pytest.raises(ValueError, match="has 257 images, and 256 at most"):
+        conversation_of(located(asked([*parts, TEXT])))
+
+
+def test_an_image_in_the_prompt_of_a_comparison_is_refused() -> None:
+    ends = {
+        side: [{"role": "user", "content": "What?"}, {"role": "assistant", "content": side}] for side in "ab"
+    }
+    prompt = [{"role": "user", "content": [{"type": "image"}, TEXT]}]
+    row = {"prompt": prompt, "chosen": ends["a"], "rejected": ends["b"]}
+    with pytest.raises(ValueError, match="row 1"):
+        preference_of(located(row))
+
+
 def test_a_text_model_refuses_images(material: Path, tmp_path: Path) -> None:
     renderer = Renderer(load_tokenizer(str(material / "base")), "chat")
     told = r"rows.jsonl, row 1: the row has images, and .*base \(.*\) is not trained with any: name a model"

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Json, List, Value
+from datasets import Image as Picture
 
+from rlhf_core.config import Source
 from rlhf_core.data.rows.mixture import check_columns, load_rows
+from rlhf_core.data.rows.row_files import raw_rows
 from tests.support.data_rows import compressed, data, write
 
 
@@ -205,3 +208,17 @@ def test_checking_columns_needs_neither_torch_nor_transformers(tmp_path: Path) -
     )
     root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
+
+
+def test_columns_of_mixed_types_are_read_as_values(tmp_path: Path) -> None:
+    mixed = Features({"messages": List({"role": Value("string"), "content": Json()}), "image": Picture()})
+    rows = [
+        {"messages": [{"role": "user", "content": "hi"}], "image": None},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "image": None},
+    ]
+    for name, features in (("with", mixed), ("without", Features({"messages": mixed["messages"]}))):
+        file = tmp_path / f"{name}.parquet"
+        kept = [{column: row[column] for column in features} for row in rows]
+        Dataset.from_list(kept, features=features).to_parquet(str(file))
+        found = [row["messages"][0]["content"] for row in raw_rows(Source(path=str(file)), None)]
+        assert found == ["hi", [{"type": "text", "text": "hi"}]], name

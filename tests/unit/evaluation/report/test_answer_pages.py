@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -125,9 +126,43 @@ def test_rows_whose_lists_do_not_fit_are_left_out(tmp_path: Path) -> None:
     words = Words()
     file = write(tmp_path, 1, words, [answered(words, 1, "yes it is")], [1.0])
     row = json.loads(file.read_text())
-    for name, wrong in (("texts", []), ("advantages", [1.0]), ("answers", [2, 99]), ("answers", [2])):
+    damaged: list[tuple[str, list[object]]] = [
+        ("texts", []),
+        ("advantages", [1.0]),
+        ("answers", [2, 99]),
+        ("answers", [2]),
+        ("starts", [99]),
+        ("starts", [-5]),
+        ("engine", []),
+    ]
+    for name, wrong in damaged:
         file.write_text(json.dumps(row | {"tokens": row["tokens"] | {name: wrong}}))
         assert not list(read_answers(1, file)), name
+
+
+def test_a_number_that_is_not_finite_is_unknown(tmp_path: Path) -> None:
+    words = Words()
+    file = write(tmp_path, 1, words, [answered(words, 1, "yes it is")], [1.0])
+    row = json.loads(file.read_text())
+    wrong = [float("nan"), float("inf"), *row["tokens"]["advantages"][2:]]
+    file.write_text(json.dumps(row | {"tokens": row["tokens"] | {"advantages": wrong}}))
+    (answer,) = read_answers(1, file)
+    assert answer.tokens is not None and answer.tokens.advantages[:2] == [None, None]
+    assert len(turns_of(answer, advantage_range([answer]))) == 2
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe"])
+def test_what_is_no_file_of_the_run_is_not_opened(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "run" / "rollouts"
+    folder.parent.mkdir()
+    if what == "folder":
+        words = Words()
+        write(tmp_path / "other", 1, words, [answered(words, 1, "yes it is")], [1.0])
+        folder.symlink_to(tmp_path / "other" / "rollouts")
+    else:
+        folder.mkdir()
+        os.mkfifo(folder / "iteration1.jsonl")
+    assert iteration_files(tmp_path / "run") == {}
 
 
 def test_the_report_leads_to_the_page_and_hostile_text_is_inert(tmp_path: Path) -> None:
