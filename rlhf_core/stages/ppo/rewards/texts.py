@@ -14,6 +14,7 @@ from rlhf_core.stages.ppo.rollout_records import Rollout
 Lengths = Callable[[Sequence[int]], list[int]]
 # arguments: tokens of each text, and whether to leave out special tokens
 Decode = Callable[[Sequence[Sequence[int]], bool], list[str]]
+WAITING = 16  # tokens in a row, at most, that wait for their character; each one decodes all of them again
 
 
 def decoder(tokenizer: Any) -> Decode:
@@ -53,7 +54,7 @@ class TokenTexts(NamedTuple):
 
 def token_texts_of(tokenizer: Any) -> Callable[[Sequence[int]], TokenTexts]:
     """Returns a function that splits a text into those of its tokens, special ones included. Joined, they are
-    the whole text, except for bytes at its end that make no character."""
+    the whole text, except for bytes that make no character, at its end or in `WAITING` tokens in a row."""
     fast: Any = getattr(tokenizer, "backend_tokenizer", None)
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, about in added.items() if about.special}
@@ -63,10 +64,19 @@ def token_texts_of(tokenizer: Any) -> Callable[[Sequence[int]], TokenTexts]:
         if fast is None:
             return [str(tokenizer.decode([token])) for token in tokens]
         stream = DecodeStream(skip_special_tokens=False)
+        waiting = 0
+        texts = []
         try:
-            return [stream.step(fast, token) or "" for token in tokens]
+            for token in tokens:
+                text = stream.step(fast, token) or ""
+                texts.append(text)
+                waiting = 0 if text else waiting + 1
+                if waiting == WAITING:
+                    stream = DecodeStream(skip_special_tokens=False)
+                    waiting = 0
         except Exception:  # of Rust: a token whose text changes the text before it
             return [fast.decode([token], skip_special_tokens=False) for token in tokens]
+        return texts
 
     def of_text(tokens: Sequence[int]) -> TokenTexts:
         return TokenTexts(split(tokens), [at for at, token in enumerate(tokens) if token in special])

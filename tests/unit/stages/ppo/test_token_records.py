@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers.decoders import DecodeStream
 
 from rlhf_core.config import PPO
 from rlhf_core.data.chat import load_tokenizer
@@ -21,6 +22,7 @@ from rlhf_core.stages.ppo import token_records as records_module
 from rlhf_core.stages.ppo.iteration import Carried, Iteration, ppo_iteration
 from rlhf_core.stages.ppo.iteration_loop import IterationLoop
 from rlhf_core.stages.ppo.ppo_setup import schedule_of, setup_of
+from rlhf_core.stages.ppo.rewards import texts as texts_module
 from rlhf_core.stages.ppo.rewards.credit import Credited, credit
 from rlhf_core.stages.ppo.rewards.texts import TokenTexts, token_texts_of
 from rlhf_core.stages.ppo.roles.role_passes import on_tokens
@@ -271,6 +273,33 @@ def test_texts_of_tokens_are_the_text(slow: bool, material: Path) -> None:
     if not slow:
         assert "".join(found.texts[:-1]) == text and "" in found.texts, "parts of characters have no text"
     assert token_texts_of(given)([]) == TokenTexts([], [])
+
+
+def test_bytes_that_make_no_character_are_not_decoded_again_and_again(
+    material: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(str(material / "base"))
+    character = tokenizer("中", add_special_tokens=False).input_ids
+    assert len(character) > 1
+    waits: list[int] = []  # of each stream, the tokens that waited last
+
+    class Counted:
+        def __init__(self, skip_special_tokens: bool):
+            self.stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+            waits.append(0)
+
+        def step(self, fast: Any, token: int) -> str | None:
+            found = self.stream.step(fast, token)
+            waits[-1] = 0 if found else waits[-1] + 1
+            return found
+
+    monkeypatch.setattr(texts_module, "DecodeStream", Counted)
+    count = 250 * texts_module.WAITING
+    found = token_texts_of(tokenizer)([*character, *[character[0]] * count, *character])
+    assert len(found.texts) == count + 2 * len(character)
+    assert waits == [texts_module.WAITING] * 250 + [0]
+    assert "".join(found.texts[: len(character)]) == "".join(found.texts[-len(character) :]) == "中"
+    assert not any(found.texts[len(character) : -len(character)])
 
 
 def test_a_resumed_run_shows_no_answers_of_an_earlier_attempt(tmp_path: Path) -> None:
