@@ -15,10 +15,7 @@ class DebuggingFields(Config):
 
     keep_rollouts: Annotated[bool, NotInDigest] = Field(
         False,
-        description=(
-            "keep all answers of each iteration with their rewards in kept_rollouts/, and record all of those"
-            " of logged iterations for readers"
-        ),
+        description="keep all answers of each iteration with their rewards in kept_rollouts/",
     )
     rollouts_only: Annotated[bool, InDigestIfSet] = Field(
         False, description="sample and score, keep the rollouts, train nothing; without validations"

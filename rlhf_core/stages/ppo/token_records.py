@@ -47,12 +47,12 @@ class TokenRecord(NamedTuple):
 
 
 def chosen_answers(rollouts: Sequence[Rollout], config: PPO) -> list[int]:
-    """Returns the indices of the answers to show: all with `keep_rollouts`, else about `ANSWERS`.
+    """Returns the indices of the answers to show, about `ANSWERS`.
 
     The prompts are those whose rows have the lowest digests. So a prompt that an iteration shows is likely
     shown in other episodes, too, and its answers can be compared.
     """
-    if config.keeps_rollouts or len(rollouts) <= ANSWERS:
+    if len(rollouts) <= ANSWERS:
         return list(range(len(rollouts)))
     n = config.n_samples_per_prompt
     prompts = min(len(rollouts) // n, -(-ANSWERS // min(n, OF_A_PROMPT)))
