@@ -1,5 +1,6 @@
 """DeepSpeed in float16: the loss scale changes by DeepSpeed's rule, a step that overflows is skipped and
-counted, gradients and norms are free of the scale, and a resumed engine goes on bit by bit."""
+counted, one whose loss is not finite changes nothing, gradients and norms are free of the scale, and a
+resumed engine goes on bit by bit."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.support.gloo_ranks import on_gloo_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RANK = """
-import json, logging, sys, tempfile
+import json, logging, math, sys, tempfile
 logging.disable(logging.WARNING)
 from pathlib import Path
 import torch
@@ -54,9 +55,14 @@ def step(engine, number, factor=1.0, dtype=torch.float16):
     return engine.step(1e-3)
 
 BAD = (2, 3, 4)  # these overflow
+TAINTED = (2, 5, 9)  # before these, a step whose loss on rank 0 is not finite changes nothing
 engine = opened()
 found = []
 for number in range(1, 15):
+    if number in TAINTED:
+        before = state(engine), engine.scaling
+        assert step(engine, number, math.nan if engine.rank == 0 else 1.0) is None
+        assert (state(engine), engine.scaling) == before
     before = state(engine) if number in BAD else None
     norm = step(engine, number, 1e9 if number in BAD else 1.0)
     assert (norm is None) == (number in BAD)

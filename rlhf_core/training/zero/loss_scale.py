@@ -2,7 +2,8 @@
 
 Small gradients would be 0 in float16, so the loss is multiplied by a scale, and fp32 gradients are divided by
 it. After `loss_scale_window` steps without overflow the scale doubles. A step with an overflow is skipped,
-and from the second one on (`hysteresis`) halves the scale.
+and from the second one on (`hysteresis`) halves the scale. A gradient that is not finite because its loss is
+not is no overflow.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ class LossScale:
     def scaling(self) -> Scaling:
         return Scaling(float(self._scaler.cur_scale), self.overflows)
 
-    def step(self, step: Callable[[], object]) -> bool:
-        """Runs an optimiser's step, and returns whether a gradient overflowed, so that it was skipped.
+    def step(self, step: Callable[[], object], tainted: Callable[[], bool] = lambda: False) -> bool:
+        """Runs an optimiser's step, and returns whether it was skipped because its gradient is not finite.
+        `tainted`: returns whether its loss is not finite either; then scale and count stay. It is called only
+        for a skipped step, on all ranks.
 
         The scale changes after the step: DeepSpeed changes it before gradients are divided by it, and would
         halve the gradient of the step in which the scale doubles. Raises FloatingPointError when a gradient
@@ -55,6 +58,8 @@ class LossScale:
         finally:
             del self._scaler.update_scale
         skipped = overflow == [True]
+        if skipped and tainted():
+            return True
         lowest = self._scaler.cur_scale <= self._scaler.min_scale
         self._scaler.update_scale(skipped)
         self.overflows += skipped

@@ -133,6 +133,7 @@ class ZeroEngine:
 
     def backward(self, loss: Tensor, last: bool) -> None:
         # DeepSpeed averages over ranks; our losses have global denominators and need the sum.
+        self._last_loss = loss.detach()
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
 
@@ -148,7 +149,7 @@ class ZeroEngine:
         if self._loss_scale is None:
             self._engine.step()
         else:
-            overflow = self._loss_scale.step(self._engine.step)
+            overflow = self._loss_scale.step(self._engine.step, self._tainted)
         norm = float(self._engine.get_global_grad_norm())
         if not math.isfinite(norm):  # DeepSpeed has skipped the step
             drop_gradients(self._engine.optimizer, self.zero_stage)
@@ -158,6 +159,10 @@ class ZeroEngine:
         if self._average is not None:
             self._average.update()
         return norm
+
+    def _tainted(self) -> bool:
+        """Returns whether the step's last loss is not finite on any rank (`accumulate`); a collective."""
+        return bool(self.all_reduce((~self._last_loss.isfinite()).float()))
 
     def all_reduce(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)

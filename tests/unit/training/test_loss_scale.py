@@ -73,6 +73,15 @@ def test_an_overflow_with_the_lowest_scale_ends_training() -> None:
     assert "update_scale" not in vars(scaler)
 
 
+def test_a_gradient_of_a_loss_that_is_not_finite_changes_nothing() -> None:
+    scaler = Scaler(1.0)
+    scale = LossScale(scaler)
+    assert scale.step(lambda: scaler.update_scale(True), tainted=lambda: True)
+    assert scale.scaling == Scaling(1.0, 0) and scaler.cur_iter == 0
+    assert not scale.step(lambda: scaler.update_scale(False), tainted=lambda: pytest.fail("not skipped"))
+    assert scale.scaling == Scaling(2.0, 0)
+
+
 def test_states_keep_it(tmp_path: Path) -> None:
     scaler = Scaler()
     scale = LossScale(scaler)
