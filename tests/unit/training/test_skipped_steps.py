@@ -58,8 +58,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, material: Path) -> None:
     seen: list[torch.Tensor] = []
     collate = rlhf_core.stages.sft.collate
 
-    def collated(*given: Any) -> Any:
-        batch = collate(*given)
+    def collated(*given: Any, **named: Any) -> Any:
+        batch = collate(*given, **named)
         seen[:] = [batch.tokens]
         return batch
 
