@@ -52,7 +52,7 @@ SIZES = {
     "questions": 420,
     "sft_heldout": 140,
     "preferences_heldout": 300,
-    "sft": 40000,
+    "sft": 46400,
     "preferences": 8000,
     "prompts": 6000,
 }
@@ -235,7 +235,7 @@ def write_base(folder: Path, seed: int) -> None:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        intermediate_size=448,
+        intermediate_size=320,
         num_hidden_layers=4,
         num_attention_heads=4,  # head size 32: the smallest that vLLM's CPU attention supports
         num_key_value_heads=4,
