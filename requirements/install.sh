@@ -123,6 +123,7 @@ install_cpu() {
     say "importing the engines once"
     .venv/bin/python -m tasks.fresh_database &
     local database=$!
+    .venv/bin/python -m compileall -qq flows tasks evaluation rlhf_core || true
     DS_ACCELERATOR=cpu .venv/bin/python -W ignore -c 'import datasets, deepspeed, prefect, ray, torch, transformers, vllm' >/dev/null ||
         fail "the engines do not import in .venv: see the message above. If torchvision, torchaudio or torchcodec is installed there, uninstall it."
     wait "$database" || say "no empty database was made for Prefect: the first run will make one, in seconds"
