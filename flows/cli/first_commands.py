@@ -82,14 +82,17 @@ def demo(*, folder: Path = Path("."), plain: bool = False) -> int:
         orphan_watcher.start()
         prepared.plan(KINDS["sft"].package, "sft")
         prepared.start()
-    with working("making the demo's model and data", plain):
-        made = _make_material(shipped / "demo" / "make_material.py")
-    print(made, end="", flush=True)  # not beside the spinner, on its line
-    recipe = Path("demo/tiny-cpu.yaml")  # next to the material: paths in a recipe are relative to its file
-    write_text(
-        recipe, (shipped / "recipes" / "tiny-cpu.yaml").read_text().replace("../../demo/material", "material")
-    )
-    return run(str(recipe), plain=plain)
+    try:
+        with working("making the demo's model and data", plain):
+            made = _make_material(shipped / "demo" / "make_material.py")
+        print(made, end="", flush=True)  # not beside the spinner, on its line
+        # next to the material: paths in a recipe are relative to its file
+        recipe = Path("demo/tiny-cpu.yaml")
+        text = (shipped / "recipes" / "tiny-cpu.yaml").read_text()
+        write_text(recipe, text.replace("../../demo/material", "material"))
+        return run(str(recipe), plain=plain)
+    finally:
+        prepared.end()
 
 
 def _shipped() -> Path:

@@ -157,9 +157,11 @@ def vocabulary_problems(
 def judge_problems(node: Node, start_of: Callable[[str], str | None], trust_remote_code: bool) -> list[str]:
     """Returns a sentence for each judge on engines of the stage whose chat template cannot write its
     requests. `start_of`: as in `vocabulary_problems`."""
-    if not isinstance(node.config, Rewarded) or importlib.util.find_spec("transformers") is None:
+    if not isinstance(node.config, Rewarded) or not node.config.own_judges:
         return []
-    from rlhf_core.rollout.chat_models import judge_renderer
+    if importlib.util.find_spec("transformers") is None:
+        return []
+    from rlhf_core.rollout.chat_models import judge_renderer  # takes seconds
 
     problems = []
     for judge in node.config.own_judges:
