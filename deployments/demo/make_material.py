@@ -1,7 +1,7 @@
 """Creates all training material of the demo:
 `python deployments/demo/make_material.py --out DIR [--seed 0] [--scale 1.0]`.
 
-    base/                                           a random decoder of about a million parameters, its
+    base/                                           a random decoder of about 800,000 parameters, its
                                                     tokenizer and chat template
     sft.jsonl, sft_heldout.jsonl                    messages (one or two turns)
     preferences.jsonl, preferences_heldout.jsonl    prompt, chosen, rejected

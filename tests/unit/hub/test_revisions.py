@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from datasets import Dataset, IterableDataset
 from huggingface_hub import HfApi, constants, snapshot_download
 
 import flows.cli
@@ -169,11 +170,12 @@ def test_rows_are_read_at_the_commit(monkeypatch: pytest.MonkeyPatch, planned: P
         def __init__(self, path: str, revision: str):
             asked.update(path=path, revision=revision)
 
-        def as_streaming_dataset(self, split: str) -> list[dict[str, str]]:
+        def as_dataset(self, split: str) -> Dataset:
             asked.update(split=split)
-            return [{"prompt": "one", "response": "two"}]
+            return Dataset.from_list([{"prompt": "one", "response": "two"}])
 
-        as_dataset = as_streaming_dataset
+        def as_streaming_dataset(self, split: str) -> IterableDataset:
+            return self.as_dataset(split).to_iterable_dataset()
 
         def download_and_prepare(self) -> None:
             """Downloads nothing."""

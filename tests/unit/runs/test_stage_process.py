@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -144,7 +145,8 @@ def test_a_process_that_waits_runs_the_stage_it_is_told(
     monkeypatch.setattr(sys, "argv", ["x"])
     reads, writes = os.pipe()
     with os.fdopen(writes, "wb") as pipe:
-        pipe.write(run_dir.encode() + b"\n" if told else b"")
+        if told:
+            pipe.write(json.dumps({"run_dir": run_dir, "environment": {}}).encode() + b"\n")
     assert stage_process.main(["--wait", "sft", str(reads)]) == 0
     assert (RunDir(run_dir).result() is not None) == told
     assert sys.argv == (["x", run_dir] if told else ["x"])
