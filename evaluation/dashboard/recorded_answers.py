@@ -3,7 +3,7 @@ two iterations to one prompt. Reads only the files that it shows, and an index o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,8 @@ from evaluation.report.rollouts.rollout_page import spread
 from evaluation.report.rollouts.token_turns import advantage_range
 from rlhf_core.runs.run_dir import ROLLOUTS, VALIDATION
 
-MAX_ANSWERS = 16  # on a page
+MAX_ANSWERS = 16  # on a page, in each of two columns
+MAX_TOKENS = 40_000  # likewise; an answer with more is alone
 MAX_LINKS = 40  # to iterations
 MAX_OTHERS = 12  # iterations beside which a prompt's answers can be shown
 INDEX_BYTES = 1 << 30  # of the files in which other iterations of a prompt are looked for
@@ -33,14 +34,15 @@ class PromptAnswers(NamedTuple):
 
 
 class RecordedPage(NamedTuple):
-    """What the page shows. `iteration` of `iterations`; `first`: the number of the first answer shown, of
-    `answers`; `most`: the end of the range of advantages; `unsearched`: iterations in which no prompt is
+    """What the page shows. `iteration` of `iterations`; from the answer `first` on, `shown` of `answers`, at
+    most `step`; `most`: the end of the range of advantages; `unsearched`: iterations in which no prompt is
     looked for."""
 
     iteration: int
     iterations: list[int]
     first: int
     answers: int
+    shown: int
     step: int
     most: float
     prompts: list[PromptAnswers]
@@ -59,10 +61,10 @@ def recorded_page(folder: Folder, run_dir: Path, query: Mapping[str, str]) -> Re
     keys = {query["prompt"]} if query.get("prompt") else set()
     count = sum(not keys or key in keys for key in folder.keys(files[iteration]))
     first = min(max(0, number_of(query.get("from", ""), 1) - 1), max(0, count - 1))
-    shown = list(islice(read_answers(iteration, files[iteration], keys), first, first + MAX_ANSWERS))
+    shown = fitting(islice(read_answers(iteration, files[iteration], keys), first, None))
     compared: list[RecordedAnswer] = []
     if keys and beside != iteration:
-        compared = list(islice(read_answers(beside, files[beside], keys), MAX_ANSWERS))
+        compared = fitting(read_answers(beside, files[beside], keys))
     most = advantage_range([*shown, *compared])
     prompts = []
     for of_key, group in groupby(shown, key=lambda answer: answer.key):
@@ -74,7 +76,19 @@ def recorded_page(folder: Folder, run_dir: Path, query: Mapping[str, str]) -> Re
         others = [at for at in places.get(of_key, ()) if at != iteration]
         prompts.append(PromptAnswers(of_key, own[0].prompt, columns, spread(others, MAX_OTHERS)))
     listed = sorted({*spread(list(files), MAX_LINKS), *neighbours(list(files), iteration)})
-    return RecordedPage(iteration, listed, first, count, MAX_ANSWERS, most, prompts, unsearched)
+    return RecordedPage(iteration, listed, first, count, len(shown), MAX_ANSWERS, most, prompts, unsearched)
+
+
+def fitting(answers: Iterable[RecordedAnswer]) -> list[RecordedAnswer]:
+    """Returns the first answers, as many as a page shows."""
+    shown: list[RecordedAnswer] = []
+    left = MAX_TOKENS
+    for answer in islice(answers, MAX_ANSWERS):
+        left -= len(answer.tokens.ids) if answer.tokens else 0
+        if shown and left < 0:
+            break
+        shown.append(answer)
+    return shown
 
 
 def folder_of(query: Mapping[str, str]) -> str:

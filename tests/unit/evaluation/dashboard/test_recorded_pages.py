@@ -98,6 +98,17 @@ def test_many_answers_are_shown_in_parts(
     assert f"/rollouts/{NAME}?iteration=4&from=1" in links(rest)
 
 
+def test_long_answers_are_shown_in_parts(
+    client: TestClient, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(artifacts.stage("ppo"))
+    monkeypatch.setattr(recorded_answers, "MAX_TOKENS", 1)
+    first = client.get(f"/rollouts/{NAME}?iteration=4").text
+    assert first.count("<article") == 1 and "Answers 1 to 1 of 3" in first
+    later = next(link for link in links(first) if "from=" in link)
+    assert "Answers 2 to 2 of 3" in client.get(html.unescape(later)).text
+
+
 def test_large_files_are_not_searched_for_other_iterations(
     client: TestClient, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
