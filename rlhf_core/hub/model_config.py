@@ -206,6 +206,8 @@ def wraps_text_by_config(config: Mapping[str, Any]) -> bool:
 
 # Families whose experts vLLM loads only at its start: it drops later weights.
 FIXED_EXPERTS = {"gpt_oss"}
+# Families whose activations overflow float16; vLLM refuses it for them.
+NO_FLOAT16 = {"gemma2", "gemma3", "gemma3_text", "glm4"}
 
 
 LOADED_WHOLE = ("mxfp4", "fp8")  # formats of quantised weights that training turns into its own dtype

@@ -14,6 +14,7 @@ from rlhf_core.config.kinds import named
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import (
     FIXED_EXPERTS,
+    NO_FLOAT16,
     ONLY_TRAINED,
     cannot_train_quantised,
     keeps_experts,
@@ -232,9 +233,17 @@ def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list
             f"stages.{node.name}.actor: {direct} has weights quantised as {method}, and vLLM would take no"
             " new ones: name its checkpoint in bfloat16, or the result of a stage sft that starts from it"
         ]
-    if place is None or is_remote(place) or _config(place).get("model_type") not in FIXED_EXPERTS:
+    if place is None or is_remote(place):
         return []
-    return [f"stages.{node.name}.actor: {keeps_experts(place)}"]
+    family = _config(place).get("model_type")
+    if family in FIXED_EXPERTS:
+        return [f"stages.{node.name}.actor: {keeps_experts(place)}"]
+    if node.config.dtype == "float16" and family in NO_FLOAT16:
+        return [
+            f"stages.{node.name}.dtype: vLLM does not sample models of the family {family} in float16, which"
+            " their activations overflow: set bfloat16"
+        ]
+    return []
 
 
 def unlike_vocabulary(own: str, other: str, trust_remote_code: bool = False) -> str | None:

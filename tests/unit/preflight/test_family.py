@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING
 
+from rlhf_core.hub.model_config import NO_FLOAT16
 from rlhf_core.preflight.families import family
 from rlhf_core.preflight.families.family import family_problems, option_problems
 from rlhf_core.preflight.model_checks import sampling_problems, unfit_models
@@ -139,6 +140,27 @@ def test_ppo_does_not_start_from_quantised_weights(tmp_path: Path, monkeypatch: 
     assert "has weights quantised as mxfp4, and vLLM would take no new ones" in found
     *_, ppo = nodes(tmp_path)
     assert sampling_problems(ppo, lambda name: base) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "told"), [("gemma2", "float16", 1), ("gemma2", "bfloat16", 0), ("qwen2", "float16", 0)]
+)
+def test_float16_is_refused_where_activations_overflow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str, told: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": kind}))
+    *_, ppo = nodes(tmp_path, f"ppo.dtype={dtype}", "ppo.zero_stage=2")
+    found = sampling_problems(ppo, lambda name: str(tmp_path / "base"))
+    assert len(found) == told
+    assert all(problem.startswith("stages.ppo.dtype: ") and kind in problem for problem in found)
+
+
+def test_no_float16_is_what_vllm_refuses() -> None:
+    from vllm.config import model
+
+    assert set(model._FLOAT16_NOT_SUPPORTED_MODELS) == NO_FLOAT16
 
 
 def test_options_that_deepspeed_does_not_have_are_told_before_a_run(
