@@ -1,5 +1,5 @@
-"""Chooses what the page of a stage's recorded answers shows: one iteration's answers by prompt, or those of
-two iterations to one prompt. Reads only the files that it shows, and an index of prompts."""
+"""Selects what the page of a stage's recorded answers shows: one iteration's answers by prompt, or the
+answers of two iterations to one prompt. Reads only the files it shows, and an index of prompts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from evaluation.report.rollouts.rollout_page import spread
 from evaluation.report.rollouts.token_turns import advantage_range
 from rlhf_core.runs.run_dir import ROLLOUTS, VALIDATION
 
-MAX_ANSWERS = 16  # on a page, in each of two columns
-MAX_TOKENS = 40_000  # likewise; an answer with more is alone
-MAX_LINKS = 40  # to iterations
+MAX_ANSWERS = 16  # in each of a page's two columns
+MAX_TOKENS = 40_000  # likewise; an answer with more is shown alone
+MAX_LINKS = 40  # to other iterations
 MAX_OTHERS = 12  # iterations beside which a prompt's answers can be shown
-INDEX_BYTES = 1 << 30  # of the files in which other iterations of a prompt are looked for
+INDEX_BYTES = 1 << 30  # of files searched for other iterations of a prompt
 
 
 class PromptAnswers(NamedTuple):
-    """A prompt and its answers as HTML by iteration. `others`: iterations that answered it, too."""
+    """A prompt and its answers as HTML by iteration. `others`: other iterations that answered it."""
 
     key: str
     prompt: str
@@ -34,9 +34,9 @@ class PromptAnswers(NamedTuple):
 
 
 class RecordedPage(NamedTuple):
-    """What the page shows. `iteration` of `iterations`; from the answer `first` on, `shown` of `answers`, at
-    most `step`; `most`: the end of the range of advantages; `unsearched`: iterations in which no prompt is
-    looked for."""
+    """What the page shows: `iteration` of `iterations`, and `shown` of its `answers`, at most `step`, from
+    index `first` on. `most`: the largest absolute advantage. `unsearched`: how many iterations were not
+    searched for other answers to a prompt."""
 
     iteration: int
     iterations: list[int]
@@ -50,9 +50,9 @@ class RecordedPage(NamedTuple):
 
 
 def recorded_page(folder: Folder, run_dir: Path, query: Mapping[str, str]) -> RecordedPage | None:
-    """Returns the page for a query: `of` (`folder_of`), `iteration` (default: the last), `from` (an
-    answer), or `prompt` and `beside` (another iteration). Returns None if no answers are recorded. Raises
-    Missing for an iteration that is not recorded."""
+    """Returns the page for a query: `of` (`folder_of`), `iteration` (default: the last), `from` (the first
+    answer, from 1), or `prompt` and `beside` (another iteration). Returns None if no answers are recorded.
+    Raises Missing for an iteration that is not recorded."""
     files = iteration_files(run_dir, folder_of(query))
     if not files:
         return None
@@ -80,7 +80,7 @@ def recorded_page(folder: Folder, run_dir: Path, query: Mapping[str, str]) -> Re
 
 
 def fitting(answers: Iterable[RecordedAnswer]) -> list[RecordedAnswer]:
-    """Returns the first answers, as many as a page shows."""
+    """Returns as many of the first answers as fit on a page."""
     shown: list[RecordedAnswer] = []
     left = MAX_TOKENS
     for answer in islice(answers, MAX_ANSWERS):
@@ -92,13 +92,13 @@ def fitting(answers: Iterable[RecordedAnswer]) -> list[RecordedAnswer]:
 
 
 def folder_of(query: Mapping[str, str]) -> str:
-    """Returns the folder that a query asks for: that of validations with `of=validation`."""
+    """Returns the folder that a query asks for: the validations with `of=validation`, else the rollouts."""
     return VALIDATION if query.get("of") == VALIDATION else ROLLOUTS
 
 
 def chosen_iterations(run_dir: Path, query: Mapping[str, str]) -> tuple[int, int]:
-    """Returns the iteration that a query asks for, and the one beside it, which may be the same; 0 if none is
-    recorded. Raises Missing for one that is not recorded."""
+    """Returns the iteration that a query asks for, and the one to show beside it, which may be the same; 0 if
+    none is recorded. Raises Missing if either is not recorded."""
     files = iteration_files(run_dir, folder_of(query))
     iteration = number_of(query.get("iteration", ""), max(files, default=0))
     beside = number_of(query.get("beside", ""), iteration)
@@ -108,8 +108,8 @@ def chosen_iterations(run_dir: Path, query: Mapping[str, str]) -> tuple[int, int
 
 
 def index(folder: Folder, files: Mapping[int, Path]) -> tuple[dict[str, list[int]], int]:
-    """Returns the iterations that answered each prompt, by key, and how many iterations were not looked at,
-    because their files are too large together."""
+    """Returns the iterations that answered each prompt, by key, and how many iterations were not searched
+    because the files exceed INDEX_BYTES together."""
     found: dict[str, list[int]] = {}
     left = INDEX_BYTES
     unsearched = 0
@@ -130,7 +130,7 @@ def neighbours(numbers: list[int], number: int) -> list[int]:
 
 
 def number_of(text: str, default: int) -> int:
-    """Returns a number of an address; `default` for other texts."""
+    """Parses a number of a query string. Returns `default` for any other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else default
 
 

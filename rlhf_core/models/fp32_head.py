@@ -1,7 +1,7 @@
 """Computes the logits of 16-bit hidden states and head weights in fp32 (MiniMax-M1, arXiv:2506.13585).
 
-In bf16 a logit of 20 has steps of 1/8, and two programs that round such logits differ in their log-probs by
-about as much. The product of two 16-bit numbers is exact in fp32, so here only the sums round.
+In bf16, logits around 20 are multiples of 1/8, so the log-probs of two programs that round them differ by
+about as much. The product of two 16-bit numbers is exact in fp32, so only the sums are rounded here.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ROWS = 8192  # of the head's weights, whose fp32 copies exist at once on a CPU
+ROWS = 8192  # of the head's weights converted to fp32 at once on a CPU
 
 
 def fp32_product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns `hidden` (N, H) times `weight` (V, H) plus `bias` (V,), (N, V), in fp32 for 16-bit factors. On
-    a GPU the matrix units add in fp32 anyway, and no weights are copied."""
+    """Returns (N, V): `hidden` (N, H) times `weight` (V, H) plus `bias` (V,), in fp32 for 16-bit factors. On
+    a GPU the matrix units accumulate in fp32 anyway, and no weights are copied."""
     if hidden.dtype.itemsize > 2:
         return F.linear(hidden, weight, bias)
     if hidden.is_cuda:
@@ -31,8 +31,8 @@ def fp32_product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def fp32_forward(head: nn.Module, hidden: Tensor) -> Tensor:
-    """Computes a linear head's logits (..., H) -> (..., V) in fp32; replaces its forward function. Gradients
-    are rounded to the dtype of `hidden` before they are multiplied."""
+    """Computes a linear head's logits (..., H) -> (..., V) in fp32, in place of its forward function. The
+    gradient of the logits is rounded to the dtype of `hidden` before it is multiplied."""
     logits = _Fp32Product.apply(hidden.flatten(0, -2), head.weight)
     if head.bias is not None:
         logits = logits + head.bias

@@ -1,4 +1,4 @@
-"""Causal language models of families whose language part transformers has only inside the whole."""
+"""Causal language models of families for which transformers has them only inside the multimodal model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedMode
 
 
 class Qwen3VLTextForCausalLM(Qwen3VLPreTrainedModel, GenerationMixin):
-    """The language part of Qwen3-VL with its head. Text has the same position on all three axes of its
+    """The language model of Qwen3-VL with its head. Text has the same position on all three axes of the
     rotary embedding (M-RoPE; Qwen2-VL, section 2.1)."""
 
     config: Qwen3VLTextConfig
@@ -41,7 +41,7 @@ PICTURE_LANGUAGE_MODELS = {Qwen3VLTextConfig: Qwen3VLTextForCausalLM}
 
 @cache
 def register_picture_language_models() -> None:
-    """Makes `AutoModelForCausalLM` load these classes by their configs."""
+    """Registers these classes with `AutoModelForCausalLM` by their configs."""
     for config, model in PICTURE_LANGUAGE_MODELS.items():
-        # transformers skips its own configs otherwise
+        # without exist_ok, transformers skips its own configs
         AutoModelForCausalLM.register(config, model, exist_ok=True)

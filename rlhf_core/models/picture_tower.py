@@ -1,8 +1,8 @@
-"""The image encoder of a multimodal checkpoint, frozen, beside its language model.
+"""Runs the frozen image encoder of a multimodal checkpoint beside its language model.
 
-It is no part of the trained module: each rank holds all of it, so a pass with images has the same collectives
-as one without. Features replace the embeddings of their document's image tokens. Not supported: training it,
-and rows that several ranks compute together.
+The encoder is not part of the trained module. Each rank holds all of it, so passes with and without images
+run the same collectives. Features replace the embeddings of their document's image tokens. Not supported:
+training the encoder, and rows that several ranks compute together.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from rlhf_core.hub.model_config import more_than_text
 from rlhf_core.models.kernels.attention import takes_varlen
 from rlhf_core.objectives.collate import BatchPictures
 
-# Tokens of an image attend to each other in both directions (Gemma 3, section 2): a mask that varlen kernels
-# do not compute.
+# Tokens of an image attend to each other in both directions (Gemma 3, section 2), which varlen kernels cannot
+# mask.
 BOTH_WAYS = ("gemma3",)
 # Tokens of an image have a position per axis: time, height, width (M-RoPE; Qwen2-VL, section 2.1).
 THREE_AXES = ("qwen3_vl",)
 
 
 class SeenPictures(NamedTuple):
-    """The images of a pass as the language model gets them. tokens: (B, T), image tokens replaced by a known
-    one. places: (B, T) bool. features: (images' tokens, H). deep: features that layers add to their outputs,
-    each like `features`. axes: positions per axis, (3, B, T), None without. both_ways: whether an image's
-    tokens attend to each other."""
+    """The images of a pass as the language model receives them. tokens: (B, T), image tokens replaced by a
+    token with an embedding. places: (B, T) bool, the image tokens. features: (image tokens, H). deep:
+    features that layers add to their outputs, each like `features`. axes: positions per axis, (3, B, T), or
+    None. both_ways: whether an image's tokens attend to each other in both directions."""
 
     tokens: Tensor
     places: Tensor
@@ -43,8 +43,8 @@ class SeenPictures(NamedTuple):
 
     @contextmanager
     def embedded(self, model: PreTrainedModel, shape: torch.Size) -> Iterator[None]:
-        """Puts the features in place of the image tokens' embeddings, for tokens of the pass's `shape`:
-        (B, T) or (1, B * T)."""
+        """Replaces the embeddings of image tokens by the features. `shape` of the pass's tokens: (B, T) or
+        (1, B * T)."""
         places = self.places.view(shape)[..., None]
 
         def put(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ class SeenPictures(NamedTuple):
             hook.remove()
 
     def positions_of(self, positions: Tensor) -> Tensor:
-        """Returns the positions that the model gets for those of the rows, (B, T) or (1, B * T): these, or
-        with axes (4, ...), these first."""
+        """Returns the positions to pass to the model for the rows' positions, (B, T) or (1, B * T): the same,
+        or with axes (4, ...), the rows' positions first."""
         if self.axes is None:
             return positions
         return torch.cat([positions[None], self.axes.view(3, *positions.shape).to(positions.device)])
 
     def options(self, model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> dict[str, Any]:
-        """Returns the model's further arguments."""
+        """Returns the additional arguments of the model's forward function."""
         if self.deep:
             return {
                 "visual_pos_masks": self.places.view(tokens.shape),
@@ -84,7 +84,7 @@ class SeenPictures(NamedTuple):
 
 
 def _blocks(places: Tensor) -> Tensor:
-    """Returns the number in its row of the image that each token belongs to, -1 for text."""
+    """Returns for each token the index in its row of the image it belongs to; -1 for text."""
     before = torch.nn.functional.pad(places, (1, 0))[:, :-1]
     return torch.where(places, (places & ~before).cumsum(1) - 1, -1)
 
@@ -97,8 +97,8 @@ class PictureTower:
         self._family = family
 
     def seen(self, tokens: Tensor, positions: Tensor, pictures: BatchPictures) -> SeenPictures:
-        """Returns the images of a pass. Raises ValueError if their features are more or fewer than their
-        tokens."""
+        """Returns the images of a pass. Raises ValueError if the number of features differs from that of
+        image tokens."""
         device = tokens.device
         if next(self._whole.parameters()).device != device:
             self._whole.to(device)
@@ -111,7 +111,7 @@ class PictureTower:
         if len(features) != count:
             raise ValueError(
                 f"images have {len(features)} features for {count} tokens: a file has changed since the data"
-                " was read, or the processor is another model's"
+                " was read, or the processor is from another model"
             )
         known = tokens.masked_fill(pictures.places, 0)
         axes = self._axes(tokens, positions, pictures) if self._family in THREE_AXES else None
@@ -136,17 +136,17 @@ class PictureTower:
 
 
 def load_tower(model: PreTrainedModel, path: str, dtype: str) -> PictureTower:
-    """Loads the image encoder of the checkpoint at `path` for its language model, `model`, and sets attention
-    that computes masks if images need one. Raises ValueError for another family."""
+    """Loads the image encoder of the checkpoint at `path` for its language model, `model`, and switches the
+    attention to one that takes masks if images need them. Raises ValueError for other families."""
     config = AutoConfig.from_pretrained(path)
     family = str(config.model_type)
     if family not in (*BOTH_WAYS, *THREE_AXES):
         raise ValueError(more_than_text(path, family))
     text = config.get_text_config()
-    text.num_hidden_layers = 1  # the language model is loaded already
+    text.num_hidden_layers = 1  # the language model is already loaded
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]
-    with _no_reports():  # of the layers left out
+    with _no_reports():  # about the missing layers
         whole = AutoModelForImageTextToText.from_pretrained(
             path, config=config, dtype=getattr(torch, dtype), use_safetensors=True
         ).base_model

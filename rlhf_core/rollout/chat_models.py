@@ -1,4 +1,4 @@
-"""Checks chat models that this run starts itself, judges above all: their longest sequence and their chat
+"""Checks chat models that this run starts itself, mainly judges: their longest sequence and their chat
 template."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REQUEST = ({"role": "system", "content": "Rate."}, {"role": "user", "content": "
 
 
 def longest_of(where: str, config: PretrainedConfig, max_model_len: int | None) -> int:
-    """Returns the longest prompt and answer together, in tokens: `max_model_len`, by default the model's
+    """Returns the most tokens of a prompt with its answer: `max_model_len`, by default the model's
     positions. Raises ValueError, starting with `where`, when the number of positions is unknown and
     `max_model_len` is not set, or when it is smaller than `max_model_len`."""
     positions = positions_of(config.to_dict())
@@ -26,13 +26,13 @@ def longest_of(where: str, config: PretrainedConfig, max_model_len: int | None) 
         raise ValueError(f"{where}: the model's config has no max_position_embeddings: set max_model_len")
     if positions is not None and length > positions:
         raise ValueError(
-            f"{where}: max_model_len is {length}, and the model has {positions} positions: lower it"
+            f"{where}: max_model_len is {length}, but the model has {positions} positions: lower it"
         )
     return length
 
 
 def require_room(where: str, max_tokens: int, max_model_len: int) -> None:
-    """Raises ValueError, starting with `where`, when replies leave a judge no tokens for a prompt."""
+    """Raises ValueError, starting with `where`, when replies leave no tokens for a judge's prompt."""
     if max_tokens >= max_model_len:
         left = f"max_tokens={max_tokens} leaves none of its {max_model_len} tokens for a prompt"
         raise ValueError(f"{where}: {left}: lower it")
@@ -42,13 +42,13 @@ def require_template(where: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError, starting with `where`, when a judge's tokenizer has no chat template."""
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{where}: its tokenizer has no chat template, and judging uses chat requests: name a chat model"
+            f"{where}: its tokenizer has no chat template, but judging uses chat requests: name a chat model"
         )
 
 
 def judge_renderer(where: str, path: str, trust_remote_code: bool) -> Renderer:
-    """Returns what writes the requests to a judge. Raises ValueError, starting with `where`, when its chat
-    template cannot."""
+    """Returns the renderer of requests to a judge. Raises ValueError, starting with `where`, when its chat
+    template cannot render them."""
     tokenizer = load_tokenizer(path, trust_remote_code)
     require_template(where, tokenizer)
     renderer = Renderer(tokenizer, "chat")
@@ -60,7 +60,7 @@ def judge_renderer(where: str, path: str, trust_remote_code: bool) -> Renderer:
 
 
 class JudgeSetup(NamedTuple):
-    """A judge on engines: what writes its requests, and the options of its engines (`SamplerRole`)."""
+    """A judge on engines: the renderer of its requests, and the options of its engines (`SamplerRole`)."""
 
     judge: EngineJudge
     renderer: Renderer
@@ -68,7 +68,7 @@ class JudgeSetup(NamedTuple):
 
 
 def judge_setup(where: str, path: str, judge: EngineJudge, seed: int, trust_remote_code: bool) -> JudgeSetup:
-    """Returns with what a judge at `path` starts. Raises ValueError like `longest_of`, `require_room` and
+    """Returns what a judge at `path` is started with. Raises ValueError like `longest_of`, `require_room` and
     `judge_renderer`."""
     config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
     longest = longest_of(where, config, judge.max_model_len)

@@ -1,8 +1,8 @@
 """Sends chat requests to engines of this run, for judges (`Chat`).
 
-Requests and replies are tokens in this process and calls of Ray actors: no port is opened. Control tokens in
-a text that is judged stay text. All requests are given to the engines at once, which batch them. An engine
-that dies or makes no progress fails the stage, as any other role's process does.
+Requests and replies travel as tokens in calls of Ray actors: no port is opened. Control tokens typed in a
+judged text stay text. All requests go to the engines at once, which batch them. An engine that dies or makes
+no progress fails the stage, as any other role's process does.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Found = TypeVar("Found")
 
 
 class EngineChat:
-    """Asks the model of a group of engines, greedily.
+    """Asks the model of a group of engines, with greedy sampling.
 
-    `start` returns the group once its engines have loaded, and is called when there is something to send.
-    `timeout`: seconds that an engine may make no progress. Engines that share GPUs (`sleep`) sleep while
-    nothing is asked.
+    `start` returns the group once its engines have loaded; it is called when there is something to send.
+    `timeout`: seconds that an engine may make no progress. Engines that share GPUs (`sleep`) sleep outside
+    of `each`.
     """
 
     def __init__(self, setup: JudgeSetup, start: Callable[[], WorkerGroup], timeout: float):
@@ -47,7 +47,7 @@ class EngineChat:
         self._stopped = False
 
     def started(self) -> WorkerGroup:
-        """Returns the group once its engines have loaded; those that share GPUs sleep then."""
+        """Returns the group once its engines have loaded; if they share GPUs, they are put to sleep."""
         if self._group is None:
             self._group = self._start()
             self._engines = Engines(self._group, self._timeout, revives=False)
@@ -62,7 +62,7 @@ class EngineChat:
         done: Callable[[str, Found], None],
     ) -> None:
         """Calls `work` for every item, and `done` with each key and result as it completes. An exception in
-        either stops everything. Raises CancelledError after `stop`, RoleFailed when an engine fails."""
+        either cancels all. Raises CancelledError after `stop`, and RoleFailed when an engine fails."""
         if not items:
             return
         if self._stopped:
@@ -72,7 +72,7 @@ class EngineChat:
             group.call("wake", SamplerRole.wake).wait(self._timeout)
         try:
             self._background.run(_each(items, work, done))
-        except (CancelledError, RuntimeError):  # the latter also: the loop is closed
+        except (CancelledError, RuntimeError):  # RuntimeError: the loop may be closed
             if self._stopped:
                 raise asyncio.CancelledError from None
             raise
@@ -80,8 +80,8 @@ class EngineChat:
             group.call("sleep", SamplerRole.sleep, True).wait(self._timeout)
 
     async def ask(self, messages: Sequence[Mapping[str, str]]) -> ChatReply:
-        """Sends messages and returns the reply. Call it only from inside `each`. Raises Unanswerable for
-        messages that the model cannot read."""
+        """Sends messages and returns the reply. Call it only inside `each`. Raises Unanswerable for messages
+        that the model cannot read."""
         engines = self._engines
         assert engines is not None, "each has started them"
         try:
@@ -92,7 +92,7 @@ class EngineChat:
         if len(tokens) + most > self._longest:
             raise Unanswerable(
                 f"the request has {len(tokens)} tokens, and with max_tokens={most} that is more than the"
-                f" {self._longest} of the judge"
+                f" {self._longest} that the judge can take"
             )
         self.requests += 1
         engine = engines.reserve()
@@ -112,7 +112,7 @@ class EngineChat:
         return f"(no reply: {error})"
 
     def stop(self) -> None:
-        """Ends open requests and prevents new ones. May be called from any thread."""
+        """Cancels open requests and refuses new ones. May be called from any thread."""
         self._stopped = True
         self._background.close()
 

@@ -1,1 +1,1 @@
-"""The answers of PPO that a stage recorded, token by token, as HTML."""
+"""Shows the answers that a PPO stage recorded, token by token, as HTML."""

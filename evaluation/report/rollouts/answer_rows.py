@@ -1,5 +1,5 @@
-"""Reads the answers that PPO's iterations recorded for readers (`rollouts/iterationN.jsonl`). Those of
-validations and of earlier versions have texts and rewards but no tokens. Damaged rows are left out."""
+"""Reads the answers that PPO's iterations recorded for readers (`rollouts/iterationN.jsonl`). Answers of
+validations and of earlier versions have texts and rewards but no tokens. Damaged rows are skipped."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rlhf_core.data.rows.columns import written
 from rlhf_core.runs.run_dir import ROLLOUTS
 
 NUMBERS = ("advantages", "engine", "trainer", "reference")
-MAX_LINE = 16 << 20  # bytes of an answer to show
-KEY = re.compile(rb'\{"row": "([0-9a-f]+)"')  # how the row of an answer with a key begins
+MAX_LINE = 16 << 20  # bytes; longer rows are not shown
+KEY = re.compile(rb'\{"row": "([0-9a-f]+)"')  # the start of a row that has a key
 
 
 class AnswerTokens(NamedTuple):
-    """Holds the tokens of an answer or episode: T recorded ones, N of which are sampled, by the borders
-    `answers`. `advantages`, `engine`, `trainer` and `reference` (N,): empty if they are unknown; None where a
-    value is not finite. `left_out`: of the N, those out of the loss. `total`, `sampled`: before the record
-    was cut."""
+    """The tokens of an answer or episode: T recorded ones, N of them sampled, within the borders in
+    `answers`. `advantages`, `engine`, `trainer` and `reference` (N,): empty if unknown; None where a value
+    is not finite. `left_out`: which of the N are left out of the loss. `total`, `sampled`: numbers of tokens
+    before the record was cut."""
 
     ids: list[int]
     texts: list[str]
@@ -41,10 +41,10 @@ class AnswerTokens(NamedTuple):
 
 
 class RecordedAnswer(NamedTuple):
-    """A sampled answer or episode. `key` is the same for all answers to a row of the data; `number`: which of
-    the answers to it, 0 if unknown. `messages`: (role, text). `rewards` by source, None: failed; `reward`:
-    the numbers between their sum and what advantages are computed from. `trained`, `ages`, `tokens`: None if
-    unknown."""
+    """A sampled answer or episode. `key` is the same for all answers to a row of the data; `number` counts
+    these answers, 0 if unknown. `messages`: (role, text). `rewards`: by source, None if failed. `reward`: the
+    numbers from their sum to the value that advantages are computed from. `trained`, `ages`, `tokens`: None
+    if unknown."""
 
     iteration: int
     key: str
@@ -65,8 +65,8 @@ class RecordedAnswer(NamedTuple):
 
 
 def iteration_files(run_dir: Path, folder: str = ROLLOUTS) -> dict[int, Path]:
-    """Returns the files of recorded answers by iteration, in order; links and what is no regular file are
-    left out. `folder`: ROLLOUTS, or VALIDATION for the answers of validations."""
+    """Returns the files of recorded answers by iteration, in order; links and other irregular files are
+    skipped. `folder`: ROLLOUTS, or VALIDATION for the answers of validations."""
     if (run_dir / folder).is_symlink():
         return {}
     named = {
@@ -79,7 +79,7 @@ def iteration_files(run_dir: Path, folder: str = ROLLOUTS) -> dict[int, Path]:
 
 
 def read_answers(iteration: int, file: Path, keys: Container[str] = ()) -> Iterator[RecordedAnswer]:
-    """Yields the answers of an iteration; with `keys`, only those that have one of them."""
+    """Yields the answers of an iteration; with `keys`, only those with one of these keys."""
     for line in lines_of(file):
         if keys and key_of(line) not in keys:
             continue
@@ -95,7 +95,7 @@ def keys_of(file: Path) -> list[str]:
 
 
 def lines_of(file: Path) -> Iterator[bytes]:
-    """Yields the lines of a file; a line over MAX_LINE bytes is cut, and is no JSON then."""
+    """Yields the lines of a file. A line over MAX_LINE bytes is cut, so it is not valid JSON."""
     try:
         with file.open("rb") as opened:
             while line := opened.readline(MAX_LINE):
@@ -107,7 +107,7 @@ def lines_of(file: Path) -> Iterator[bytes]:
 
 
 def key_of(line: bytes) -> str:
-    """Returns the key of an answer's row; of an earlier version's the digest of its prompt."""
+    """Returns the key of an answer's row; for rows of earlier versions, the digest of the prompt."""
     found = KEY.match(line)
     if found:
         return found[1].decode()
@@ -123,8 +123,8 @@ def key_of_messages(messages: list[Any]) -> str:
 
 
 def prompt_of(row: Mapping[str, Any]) -> list[Any]:
-    """Returns the messages of a row's prompt; of an episode without their number, those before the first
-    answer."""
+    """Returns the messages of a row's prompt; for an episode that does not record how many they are, those
+    before the first answer."""
     if "messages" not in row:
         return list(row["prompt"])
     messages = list(row["messages"])
@@ -133,7 +133,7 @@ def prompt_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def answer_of(iteration: int, row: Mapping[str, Any]) -> RecordedAnswer:
-    """Returns an answer from its row. Raises an error of Python's for a damaged one."""
+    """Builds an answer from its row. Raises a built-in exception such as KeyError for a damaged row."""
     prompt = prompt_of(row)
     messages = row.get("messages") or [*prompt, {"role": "assistant", "content": row["response"]}]
     ages = row.get("ages")
@@ -159,7 +159,7 @@ def answer_of(iteration: int, row: Mapping[str, Any]) -> RecordedAnswer:
 
 
 def roles_between(messages: list[Any]) -> list[list[str]]:
-    """Returns the roles of the messages between two answers, for each such pair in order."""
+    """Returns the roles of the messages that follow each answer, up to the next one, in order."""
     found: list[list[str]] = [[]]
     for message in messages:
         if message["role"] == "assistant":
@@ -174,7 +174,7 @@ def numbers_of(values: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def tokens_of(row: Mapping[str, Any]) -> AnswerTokens:
-    """Returns the tokens of a row. Raises ValueError if their lists do not fit together."""
+    """Returns the tokens of a row. Raises ValueError if the lists have inconsistent lengths."""
     ids = [int(token) for token in row["ids"]]
     texts = [str(text) for text in row["texts"]]
     answers = [int(border) for border in row["answers"]]
@@ -191,7 +191,7 @@ def tokens_of(row: Mapping[str, Any]) -> AnswerTokens:
         or not all(0 <= start < len(ids) for start in starts)
         or (numbers["trainer"] and not numbers["engine"])
     ):
-        raise ValueError("lists of tokens do not fit together")
+        raise ValueError("the lists of tokens have inconsistent lengths")
     return AnswerTokens(
         ids,
         texts,

@@ -1,5 +1,5 @@
-"""Renders recorded answers as HTML: what is known of each, and its tokens by turn. The page around them has
-the switch between the two kinds of colours; it needs no script."""
+"""Renders recorded answers as HTML: facts about each, and its tokens by turn. The page around them switches
+between the two colourings without a script."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from evaluation.report.template import fill, number
 TEMPLATES = Path(__file__).parents[1] / "templates"
 PARTS = {
     "sum": "weighted sum",
-    "clipped": "after the clip",
-    "overlong": "penalty for length",
-    "truncated": "penalty for the cut",
+    "clipped": "after clipping",
+    "overlong": "length penalty",
+    "truncated": "truncation penalty",
     "shaped": "used for the advantage",
 }
 
 
 class AnswerView(NamedTuple):
-    """An answer on the page: what is known of it as (name, text), its turns if its tokens are recorded, else
-    its messages."""
+    """An answer on the page: facts about it as (name, text), and its turns; empty if its tokens are not
+    recorded, so that its messages are shown instead."""
 
     answer: RecordedAnswer
     facts: list[tuple[str, str]]
@@ -34,13 +34,13 @@ class AnswerView(NamedTuple):
 
 
 def answers_html(answers: Sequence[RecordedAnswer], most: float) -> Markup:
-    """Returns answers as HTML, one below the other. `most`: the end of the range of advantages."""
+    """Returns answers as HTML, one below the other. `most`: the largest absolute advantage."""
     views = [view_of(answer, most) for answer in answers]
     return Markup(fill("answers.html.j2", views=views))
 
 
 def legend_html() -> Markup:
-    """Returns the style of tokens, the switch between colours, and what colours mean."""
+    """Returns the style of tokens, the switch between colourings, and what the colours mean."""
     levels = range(1, LEVELS + 1)
     return Markup(fill("token_legend.html.j2", style=style_of_tokens(), gaps=GAPS, levels=levels))
 
@@ -54,24 +54,24 @@ def view_of(answer: RecordedAnswer, most: float) -> AnswerView:
 
 
 def facts_of(answer: RecordedAnswer) -> list[tuple[str, str]]:
-    """Returns what is known of an answer as (name, text)."""
+    """Returns the facts about an answer as (name, text)."""
     sources = ", ".join(f"{source} {number(value)}" for source, value in answer.rewards.items())
     facts = [("reward", sources or "–")]
     if answer.reward:
-        facts.append(("its parts", parts_text(answer)))
+        facts.append(("reward parts", parts_text(answer)))
     if "kl" in answer.reward:
         coef = answer.reward.get("kl_coef")
         how = f", times {number(coef)} in the reward" if coef else ", not in the reward"
-        facts.append(("KL to the reference", f"{number(answer.reward['kl'])} nats in all{how}"))
+        facts.append(("KL to the reference", f"{number(answer.reward['kl'])} nats in total{how}"))
     facts.append(("ended", ended_text(answer)))
     if answer.tokens:
         facts.append(("length", length_text(answer)))
     if answer.prompt_cut:
         facts.append(("prompt", "cut to prompt_max_len"))
     if answer.ages is not None:
-        facts.append(("age of its weights", age_text(*answer.ages)))
+        facts.append(("age of the weights", age_text(*answer.ages)))
     if answer.trained is not None:
-        facts.append(("trained on", "yes" if answer.trained else "no: it lacks a reward, or a comparison"))
+        facts.append(("trained on", "yes" if answer.trained else "no: no reward, no comparison, or masked"))
     if answer.tools:
         counted = {name: answer.tools.count(name) for name in dict.fromkeys(answer.tools)}
         facts.append(("tools called", ", ".join(f"{name} {times}" for name, times in counted.items())))
@@ -79,8 +79,7 @@ def facts_of(answer: RecordedAnswer) -> list[tuple[str, str]]:
 
 
 def parts_text(answer: RecordedAnswer) -> str:
-    """Returns the numbers between the sum of the sources and the advantage; those that change nothing are
-    left out."""
+    """Returns the numbers from the sum of the sources to the advantage, without steps that change nothing."""
     known = {name: value for name, value in answer.reward.items() if name not in ("kl", "kl_coef")}
     parts = dict(known)
     for name in ("clipped", "shaped"):
@@ -99,7 +98,7 @@ def ended_text(answer: RecordedAnswer) -> str:
 
 
 def length_text(answer: RecordedAnswer) -> str:
-    """Returns how many tokens were sampled, and how many of all are recorded."""
+    """Returns how many tokens were sampled, and how many are not recorded."""
     tokens = answer.tokens
     assert tokens is not None, "its tokens are recorded"
     told = f"{tokens.sampled:,} tokens sampled of {tokens.total:,}"
@@ -111,13 +110,13 @@ def length_text(answer: RecordedAnswer) -> str:
 
 
 def age_text(least: int, most: int) -> str:
-    """Returns how many updates the weights that sampled an answer were behind."""
+    """Returns by how many updates the weights that sampled an answer were behind."""
     span = f"{least}" if least == most else f"{least} to {most}"
     return f"{span} update{'' if span == '1' else 's'} behind"
 
 
 def token_facts(answer: RecordedAnswer) -> list[tuple[str, str]]:
-    """Returns the spread of advantages and gaps over the sampled tokens."""
+    """Returns facts about the advantages and gaps of the sampled tokens."""
     tokens = answer.tokens
     if tokens is None:
         return []
@@ -134,7 +133,7 @@ def token_facts(answer: RecordedAnswer) -> list[tuple[str, str]]:
     gaps = [abs(gap) for gap in gaps_of(tokens) if gap is not None]
     if gaps:
         facts.append(
-            ("gap, trainer − engine", f"mean size {number(fmean(gaps))}, largest {number(max(gaps))} nats")
+            ("gap, trainer − engine", f"mean |gap| {number(fmean(gaps))}, largest {number(max(gaps))} nats")
         )
     if tokens.left_out:
         facts.append(("left out of the loss", f"{len(tokens.left_out)} tokens"))

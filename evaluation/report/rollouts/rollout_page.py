@@ -1,8 +1,8 @@
 """Writes the page of a stage's recorded answers, `rollouts/STAGE-DIGEST.html` beside the report: answers by
-prompt, and the iterations of a prompt beside each other.
+prompt, with the iterations of a prompt side by side.
 
-The page has no script, loads nothing, and a policy in it forbids both. It shows answers up to a number of
-tokens and says how many it leaves out; the dashboard shows all.
+The page has no script and loads nothing; its content security policy forbids both. It shows answers up to a
+limit of tokens and says how many it leaves out; the dashboard shows all of them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FOLDER = "rollouts"  # beside the report
 TITLES = {ROLLOUTS: "Answers", VALIDATION: "Validation answers"}
 MAX_TOKENS = 40_000  # on a page, about 5 MB
 MAX_ANSWERS = 400
-MAX_ITERATIONS = 40  # files that are read
-OF_ITERATION = 24  # answers that are read of each, those with the lowest keys
-MAX_COLUMNS = 8  # iterations of a prompt that one can choose
+MAX_ITERATIONS = 40  # whose files are read
+OF_ITERATION = 24  # answers read of each iteration, those with the lowest keys
+MAX_COLUMNS = 8  # iterations of a prompt to choose from
 
 
 class PromptColumns(NamedTuple):
@@ -39,8 +39,8 @@ class PromptColumns(NamedTuple):
 
 
 class RolloutPage(NamedTuple):
-    """A page's title; where it is, relative to the report; how many answers it shows, of how many
-    iterations."""
+    """A page's title, its address relative to the report, and the numbers of answers and iterations that it
+    shows."""
 
     title: str
     address: str
@@ -51,8 +51,8 @@ class RolloutPage(NamedTuple):
 def write_rollout_page(
     out_dir: Path, stage: str, run_dir: Path, folder: str = ROLLOUTS
 ) -> RolloutPage | None:
-    """Writes the page of a stage's run directory: of the answers in `folder`, as in `iteration_files`.
-    Returns where it is; None for a stage without recorded answers."""
+    """Writes the page of the answers in a stage's run directory. `folder`: as in `iteration_files`. Returns
+    None for a stage without recorded answers."""
     files = iteration_files(run_dir, folder)
     numbers = spread(list(files), MAX_ITERATIONS)
     keys = {number: keys_of(files[number]) for number in numbers}
@@ -88,7 +88,7 @@ def write_rollout_page(
 
 
 def spread(numbers: Sequence[int], most: int) -> list[int]:
-    """Returns at most `most` of the numbers, evenly, with the first and the last."""
+    """Returns at most `most` of the numbers, evenly spaced, including the first and the last."""
     if len(numbers) <= most:
         return list(numbers)
     step = (len(numbers) - 1) / (most - 1)
@@ -96,8 +96,8 @@ def spread(numbers: Sequence[int], most: int) -> list[int]:
 
 
 def within(answers: Sequence[RecordedAnswer]) -> list[RecordedAnswer]:
-    """Returns the answers that fit on the page, in order: those of the first and the last iteration first,
-    then those to prompts of several iterations, then the others."""
+    """Returns the answers that fit on the page, in order. Those of the first and the last iteration take
+    precedence, then those to prompts that most iterations answered."""
     ends = {answers[0].iteration, answers[-1].iteration}
     of_key: dict[str, set[int]] = {}
     for answer in answers:

@@ -1,8 +1,8 @@
-"""Divides the tokens of a recorded answer into turns, and describes each token: its text, the classes of its
-colours, and its numbers as words.
+"""Splits the tokens of a recorded answer into turns, and describes each token: its text, the CSS classes of
+its colours, and its numbers as text.
 
-Colours have four levels on each side of 0. Those of advantages are quarters of a range; those of gaps have
-fixed borders, so that they mean the same on all pages.
+Colours have four levels on each side of 0. Levels of advantages are quarters of the range; levels of gaps
+have fixed thresholds, so that they mean the same on all pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEVELS = 4
 
 
 class TokenView(NamedTuple):
-    """A token on the page: its text, its classes, and its numbers as words."""
+    """A token on the page: its text, its CSS classes, and its numbers as a tooltip."""
 
     text: str
     style: str
@@ -37,8 +37,8 @@ class Turn(NamedTuple):
 
 
 def gaps_of(tokens: AnswerTokens) -> list[float | None]:
-    """Returns the log-prob of the trainer minus that of the engine for each sampled token, in nats; None
-    where one is unknown; empty without the trainer's."""
+    """Returns the trainer's log-prob minus the engine's for each sampled token, in nats; None where either is
+    unknown. Empty if the trainer's are not recorded."""
     if not tokens.trainer:
         return []
     pairs = zip(tokens.trainer, tokens.engine, strict=True)
@@ -46,7 +46,7 @@ def gaps_of(tokens: AnswerTokens) -> list[float | None]:
 
 
 def advantage_range(answers: Iterable[RecordedAnswer]) -> float:
-    """Returns the largest distance of an advantage to 0; 0 if there is none."""
+    """Returns the largest absolute advantage; 0 if there is none."""
     known = (
         abs(value) for one in answers if one.tokens for value in one.tokens.advantages if value is not None
     )
@@ -54,8 +54,8 @@ def advantage_range(answers: Iterable[RecordedAnswer]) -> float:
 
 
 def advantage_level(value: float | None, most: float) -> str:
-    """Returns the class of an advantage's colour: its sign, n or p, and quarter of the range, 1 to 4; "" for
-    0 or an unknown one."""
+    """Returns the class of an advantage's colour: its sign, n or p, and its quarter of the range, 1 to 4; ""
+    if it is 0 or unknown."""
     if not value or not most:
         return ""
     level = min(LEVELS, int(abs(value) / most * LEVELS) + 1)
@@ -63,23 +63,22 @@ def advantage_level(value: float | None, most: float) -> str:
 
 
 def gap_level(gap: float | None) -> str:
-    """Returns the class of a gap's colour, "" below the first border."""
+    """Returns the class of a gap's colour, "" below the first threshold."""
     level = 0 if gap is None else bisect_right(GAPS, abs(gap))
     return f"g{'n' if gap is not None and gap < 0 else 'p'}{level}" if level else ""
 
 
 def turns_of(answer: RecordedAnswer, most: float) -> list[Turn]:
-    """Returns the turns of an answer whose tokens are recorded; advantages have the range -`most` to
-    `most`."""
+    """Returns the turns of an answer whose tokens are recorded. Advantages range from -`most` to `most`."""
     tokens = answer.tokens
     assert tokens is not None, "its tokens are recorded"
     borders = sorted({0, *tokens.answers, *tokens.starts, len(tokens.ids)})
     sampled_at = dict(zip(tokens.answers[::2], tokens.answers[1::2], strict=True))
     gaps = gaps_of(tokens)
     turns: list[Turn] = []
-    inside = 0  # end of the sampled tokens that were reached
+    inside = 0  # end of the current sampled tokens
     number = 0
-    place = 0  # among the sampled tokens
+    place = 0  # index among the sampled tokens
     for start, end in pairwise(borders):
         if start in sampled_at:
             inside = sampled_at[start]
@@ -103,11 +102,11 @@ def sampled_label(answer: RecordedAnswer, number: int) -> str:
 
 
 def given_label(answer: RecordedAnswer, start: int, number: int) -> tuple[str, str]:
-    """Returns kind and heading of a turn that was not sampled and begins at a token, after `number` sampled
-    turns."""
+    """Returns the kind and heading of a turn that was not sampled. It starts at token `start`, after `number`
+    sampled turns."""
     assert answer.tokens is not None
     if start in answer.tokens.starts:
-        return "prompt", "start of a further conversation, not trained on"
+        return "prompt", "start of another conversation, not trained on"
     if not number:
         return "prompt", "prompt, not trained on"
     plain_talk = not answer.tokens.starts and number <= len(answer.roles)
@@ -119,7 +118,7 @@ def given_label(answer: RecordedAnswer, start: int, number: int) -> tuple[str, s
 def sampled_token(
     tokens: AnswerTokens, gaps: Sequence[float | None], at: int, place: int, most: float
 ) -> TokenView:
-    """Returns a sampled token, the `place`-th one."""
+    """Returns the view of the token at index `at`, the `place`-th sampled one."""
     advantage = tokens.advantages[place] if tokens.advantages else None
     gap = gaps[place] if gaps else None
     text, style = text_of(tokens, at)
@@ -139,8 +138,8 @@ def sampled_token(
 
 
 def text_of(tokens: AnswerTokens, at: int) -> tuple[str, str]:
-    """Returns the visible text of a token, and its class: `special`; `part`, of a character that a later
-    token completes. Line ends and tabs are drawn."""
+    """Returns the visible text of a token and its class: `special`; `part` if a later token completes its
+    character. Line ends and tabs are made visible."""
     if at in tokens.special:
         return plain(tokens.texts[at]) or "◇", "special"
     if not tokens.texts[at]:
@@ -149,7 +148,7 @@ def text_of(tokens: AnswerTokens, at: int) -> tuple[str, str]:
 
 
 def signed(value: float | None) -> str:
-    """Formats a number with its sign and three digits; unknown if there is none."""
+    """Formats a number with its sign and three digits; "unknown" for None."""
     if value is None:
         return "unknown"
     return f"{value:+.3g}" if value else "0"

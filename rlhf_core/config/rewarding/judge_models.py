@@ -1,4 +1,4 @@
-"""The chat models that judge answers for a reward: behind an endpoint, or on engines of the stage."""
+"""The chat models that judge answers for a reward: behind an endpoint, or on the stage's own engines."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class ReplyLimit(Config):
     """How long a judge's reply may be."""
 
     max_tokens: Positive = Field(
-        4096, description="longest reply, the judge's reasons and hidden thoughts included"
+        4096, description="longest reply, including the judge's reasons and hidden thoughts"
     )
 
 
 class RatingModel(Remote, ReplyLimit):
-    """The chat model that rates. Its name affects the rewards; its address does not, so a server may
-    move."""
+    """The chat model that rates, behind an endpoint. Its name affects the rewards; its address does not, so a
+    server may move."""
 
     kind: Annotated[Literal["openai"], InDigestIfSet] = Field(
-        "openai", description="behind an endpoint, the default; another kind: EngineJudge"
+        "openai", description="behind an endpoint, the default; for the other kinds see EngineJudge"
     )
     base_url: Annotated[str, NotInDigest] = Field(
-        "https://api.openai.com/v1", description="endpoint, which may move: it does not affect a result"
+        "https://api.openai.com/v1", description="the endpoint, which may move: no result depends on it"
     )
 
 
 class EngineJudge(OnEngine, ReplyLimit):
-    """A chat model of this run that judges, on engines that the stage starts."""
+    """A chat model that judges on engines that the stage starts."""
 
     kind: Literal["vllm", "transformers"] = Field(
-        "vllm", description="its engine's kind; transformers for models that vLLM cannot sample"
+        "vllm", description="kind of its engine; transformers for models that vLLM cannot sample"
     )
     model: str = Field(description="the judge: a stage, a folder or a Hub id of a model with a chat template")
 
@@ -55,7 +55,8 @@ class EngineJudge(OnEngine, ReplyLimit):
     def _check_engine(self) -> Iterator[str]:
         if self.engine.kind != self.kind:
             yield (
-                f"the judge's kind is {self.kind}, and engine.kind {self.engine.kind}: leave engine.kind out"
+                f"the judge's kind is {self.kind}, but engine.kind is {self.engine.kind}:"
+                " leave engine.kind out"
             )
         if self.max_model_len is not None and self.max_tokens >= self.max_model_len:
             yield (
@@ -66,7 +67,7 @@ class EngineJudge(OnEngine, ReplyLimit):
 
 
 class OwnJudge(NamedTuple):
-    """A judge on engines of the stage: its place in the config, its title in metrics, and its model."""
+    """A judge on the stage's own engines: its place in the config, its title in metrics, and its model."""
 
     place: str
     title: str
@@ -74,7 +75,7 @@ class OwnJudge(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The name of the group of its engines' processes."""
+        """The name of its engines' worker group."""
         return f"judge:{self.title}"
 
 
@@ -84,20 +85,20 @@ OF_ENGINE = EngineJudge.model_fields.keys() - RatingModel.model_fields.keys()
 
 
 def with_kind(judge: Any) -> Any:
-    """Returns a judge's fields with their kind, by default that of an endpoint. Raises ValueError when a
-    field is for the other kind of judge."""
+    """Returns a judge's fields with the kind filled in, by default that of an endpoint. Raises ValueError
+    when a field belongs to the other kind of judge."""
     if not isinstance(judge, dict):
         return judge
     kind = judge.get("kind", "openai")
     for field in judge:
         if kind == "openai" and field in OF_ENGINE:
             raise ValueError(
-                f"{field} is for a judge on engines of the stage, and this one is behind an endpoint: set"
-                f" kind to vllm, or leave {field} out"
+                f"{field} is for a judge on the stage's own engines, but this one is behind an endpoint:"
+                f" set kind to vllm, or leave {field} out"
             )
         if kind != "openai" and field in OF_ENDPOINT:
             raise ValueError(
-                f"kind {kind} runs the judge in this stage, and {field} is for one behind an endpoint: leave"
+                f"kind {kind} runs the judge in this stage, but {field} is for one behind an endpoint: leave"
                 " one of them out"
             )
     return judge | {"kind": kind}

@@ -1,9 +1,10 @@
 """Expands the placeholders of images in a rendered text with the model's own processor, and turns images into
 the tensors of its image encoder.
 
-The text is expanded before it is encoded, as the processor itself does, so that text around an image gets the
-same tokens. How many tokens an image has depends only on its size. The processor resizes with Pillow on every
-machine, with or without torchvision; processors of videos, which need torchvision, are not loaded.
+The text is expanded before it is encoded, as the processor itself does, so that the text around an image
+gets the same tokens. The number of tokens of an image depends only on its size. The processor resizes with
+Pillow on every machine, with or without torchvision. Video processors, which need torchvision, are not
+loaded.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from rlhf_core.hub.model_config import PICTURE_FAMILIES
 from rlhf_core.hub.snapshots import cached
 from rlhf_core.system.files import read_json
 
-SIZES = 4096  # of images whose expansion is remembered
-OWN_ARGUMENTS = ("image_seq_length",)  # of processors, beside their parts
+SIZES = 4096  # image sizes whose expansion is cached
+OWN_ARGUMENTS = ("image_seq_length",)  # arguments of processors, besides their parts
 
 
 class PictureRenderer:
-    """The processor of images in the folder of a tokenizer. `token_id`: the token that a feature replaces.
+    """The image processor in a tokenizer's folder. `token_id`: the token that a feature replaces.
 
-    Raises ValueError for a model that is not trained with images, or whose folder has no processor.
+    Raises ValueError for a model that cannot be trained on images, or whose folder has no processor.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -53,8 +54,8 @@ class PictureRenderer:
         self, text: str, spans: Sequence[Span], sources: Sequence[PictureSource]
     ) -> tuple[str, list[Span], list[int]]:
         """Returns the text with each placeholder expanded, its spans moved accordingly, and the number of
-        image tokens of each image. Raises ValueError if the template wrote another number of placeholders,
-        and PictureFault for an image that cannot be used."""
+        image tokens of each image. Raises ValueError if the template wrote more or fewer placeholders, and
+        PictureFault for an image that cannot be used."""
         placeholder = str(self._processor.image_token)
         places = [match.start() for match in re.finditer(re.escape(placeholder), text)]
         if len(places) != len(sources):
@@ -79,13 +80,13 @@ class PictureRenderer:
     def located(
         self, tokens: Sequence[int], sources: Sequence[PictureSource], counts: Sequence[int]
     ) -> tuple[EncodedPicture, ...]:
-        """Returns the images with the tokens that each takes. Raises ValueError if the tokens have another
-        number of image tokens than the images."""
+        """Returns the images with the range of tokens of each. Raises ValueError if there are more or fewer
+        image tokens than the images need."""
         places = np.flatnonzero(np.asarray(tokens) == self.token_id)
         if len(places) != sum(counts):
             raise ValueError(
-                f"a text has {len(places)} tokens {self._token}, and its images need {sum(counts)}: mark it"
-                " as a special token in the model's tokenizer, and leave it out of texts"
+                f"a text has {len(places)} tokens {self._token}, but its images need {sum(counts)}: mark it"
+                " as a special token in the model's tokenizer, and do not write it in texts"
             )
         ends = np.cumsum(counts)
         return tuple(
@@ -94,13 +95,13 @@ class PictureRenderer:
         )
 
     def tensors(self, source: PictureSource) -> dict[str, np.ndarray]:
-        """Returns the inputs of the model's image encoder for one image, by name; the first dimension counts
+        """Returns the inputs of the model's image encoder for one image, by name; the first dimension is
         images or patches. Raises PictureFault for an image that cannot be used."""
         features = self._processed(decoded(source))
         return {name: np.asarray(features[name]) for name in self._inputs}
 
     def _expansion_of(self, size: tuple[int, int]) -> str:
-        """Returns the text that stands for an image of a size, (width, height)."""
+        """Returns the text that stands for an image of size (width, height)."""
         from PIL import Image
 
         features = self._processed(Image.new("RGB", size))
@@ -117,7 +118,7 @@ class PictureRenderer:
 
 
 class _OfImages:
-    """Makes a processor accept that it has no processor of videos."""
+    """Lets a processor be built without its video processor."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
         if argument is None:
@@ -130,16 +131,16 @@ def _load(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
     family = getattr(config, "model_type", "")
     if config is None or family not in PICTURE_FAMILIES:
         raise ValueError(
-            f"the row has images, and {folder} ({family or 'no config.json'}) is not trained with any: name a"
-            f" model of the families {', '.join(PICTURE_FAMILIES)}, or drop the images"
+            f"the row has images, but {folder} ({family or 'no config.json'}) cannot be trained on any: name"
+            f" a model of the families {', '.join(PICTURE_FAMILIES)}, or drop the images"
         )
     whole = PROCESSOR_MAPPING[type(config)]
     try:
         images = AutoImageProcessor.from_pretrained(folder, backend="pil")
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{folder}: no processor of images can be loaded from here ({str(error).splitlines()[0]}): copy"
-            " preprocessor_config.json of the model's release into the folder"
+            f"{folder}: no image processor can be loaded from it ({str(error).splitlines()[0]}): copy"
+            " preprocessor_config.json of the model's release into it"
         ) from error
     known = {"image_processor": images, "tokenizer": tokenizer}
     kind = type(whole.__name__, (_OfImages, whole), {})

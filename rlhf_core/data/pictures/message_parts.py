@@ -1,9 +1,9 @@
 """Reads the parts of a message's content, and the columns with images. Opens no file. Torch-free.
 
-A content that is a list has parts: `{"type": "text", "text": ...}` and `{"type": "image", ...}` or
+Content that is a list has parts: `{"type": "text", "text": ...}` and `{"type": "image", ...}` or
 `{"type": "image_url", ...}`. A part without an image takes the next one of the row's column `images` or
-`image`, and so does `<image>` in a text. If a row has such a column and names no place, its images stand
-before the first message of the user.
+`image`, and so does `<image>` in a text. If a row has such a column but marks no place, its images go
+before the text of the first user message.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from rlhf_core.data.pictures.picture_source import KNOWN_SUFFIXES, PictureSource
 
 COLUMNS = ("images", "image")
 MARKER = "<image>"  # the place of an image in a text
-MAX_PICTURES = 256  # of a row: each is decoded before the row's length is known
+MAX_PICTURES = 256  # in a row: all are decoded before its length is known
 IMAGE_KINDS = ("image", "image_url", "input_image")
-GIVEN = ("image", "image_url", "url", "path", "bytes")  # keys of a part that may hold the image
+GIVEN = ("image", "image_url", "url", "path", "bytes")  # keys of a part under which the image may be
 OTHER_MEDIA = re.compile("video|audio")
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
 Content = str | list[dict[str, Any]]
 
 
 def parts_of(value: Sequence[Any], place: str, folder: str | None) -> Content:
-    """Returns the parts of a content: a text if all are texts, else texts and images,
+    """Returns content in parts: one text if all parts are texts, else texts and images,
     `{"type": "image", "picture": PictureSource | None}`. `place`: the message, for errors.
 
-    Raises ValueError for parts of other kinds, such as videos and sounds, and for URLs.
+    Raises ValueError for parts of other kinds, such as video and audio, and for URLs.
     """
     parts: list[dict[str, Any]] = []
     for part in value:
         if not isinstance(part, Mapping):
-            raise ValueError(f"{place} has a part that is no object: write {{type, text}} or {{type, image}}")
+            raise ValueError(
+                f"{place} has a part that is not an object: use {{type, text}} or {{type, image}}"
+            )
         given = {key: inner for key, inner in part.items() if inner is not None}
         kind = str(given.get("type", "text" if "text" in given else ""))
         if OTHER_MEDIA.search(kind) or {"video", "audio", "input_audio"} & given.keys():
@@ -58,8 +60,8 @@ def parts_of(value: Sequence[Any], place: str, folder: str | None) -> Content:
 
 
 def source_of(cell: Any, place: str, folder: str | None) -> PictureSource:
-    """Returns where an image is: a path, bytes, a base64 URL, or an object with some of these (as `datasets`
-    and OpenAI's messages have them). Raises ValueError for other values, and for URLs."""
+    """Returns where an image is. `cell`: a path, bytes, a base64 URL, or an object with some of these, as in
+    `datasets` and in OpenAI's messages. Raises ValueError for other values, and for other URLs."""
     if isinstance(cell, Mapping):
         inner = {key: value for key, value in cell.items() if value is not None}
         name = inner.get("path") if isinstance(inner.get("path"), str) else ""
@@ -76,7 +78,7 @@ def source_of(cell: Any, place: str, folder: str | None) -> PictureSource:
         return PictureSource("", folder, _from_base64(cell.partition(",")[2]))
     if SCHEME.match(cell):
         raise ValueError(
-            f"{place} names an image by the URL {cell[:60]!r}, and none is opened: store the image beside the"
+            f"{place} names an image by the URL {cell[:60]!r}, but none is opened: store the image beside the"
             " data file and name it by its path"
         )
     return PictureSource(cell, folder)
@@ -85,20 +87,20 @@ def source_of(cell: Any, place: str, folder: str | None) -> PictureSource:
 def with_pictures(
     messages: Sequence[dict[str, Any]], row: Mapping[str, Any], where: str, folder: str | None
 ) -> list[dict[str, Any]]:
-    """Returns the messages with the images of the row's columns in their places. Raises ValueError when there
-    are more or fewer images than places, or an answer has one."""
+    """Returns the messages with the images of the row's columns put in their places. Raises ValueError when
+    there are more or fewer images than places, or an answer has an image."""
     cells = _cells(row)
     if not cells and all(isinstance(message["content"], str) for message in messages):
         return list(messages)
     if len(cells) > MAX_PICTURES:
         raise ValueError(
-            f"{where}: has {len(cells)} images, and {MAX_PICTURES} at most are read: drop the row"
+            f"{where}: has {len(cells)} images, and at most {MAX_PICTURES} are read: drop the row"
         )
     placed = [dict(message) for message in messages]
     parts = list(_image_parts(placed))
     if len(parts) > MAX_PICTURES:
         raise ValueError(
-            f"{where}: has {len(parts)} images, and {MAX_PICTURES} at most are read: drop the row"
+            f"{where}: has {len(parts)} images, and at most {MAX_PICTURES} are read: drop the row"
         )
     if cells and not parts:
         marked = [message for message in placed if _is_marked(message)]
@@ -115,13 +117,13 @@ def with_pictures(
     if places:
         _fill(placed, iter([source_of(cell, where, folder) for cell in cells]))
     if any(message["role"] == "assistant" and not isinstance(message["content"], str) for message in placed):
-        raise ValueError(f"{where}: has an image in an answer, and only texts are learned: drop the row")
+        raise ValueError(f"{where}: has an image in an answer, but only text is trained on: drop the row")
     return placed
 
 
 def _cells(row: Mapping[str, Any]) -> list[Any]:
-    """Returns the values of a row's column with images, {} for one that is missing among others; empty if
-    the row has none, or a column of other values."""
+    """Returns the values of the row's image column, with {} for a missing image among others. Empty if the
+    row has no such column, or if it holds something else."""
     column = next((name for name in COLUMNS if row.get(name) not in (None, [], "")), None)
     value = [] if column is None else row[column]
     cells = [{} if cell is None else cell for cell in value] if isinstance(value, list | tuple) else [value]
@@ -132,7 +134,7 @@ def _cells(row: Mapping[str, Any]) -> list[Any]:
 def _put_first(messages: Sequence[dict[str, Any]], count: int, where: str) -> None:
     first = next((message for message in messages if message["role"] == "user"), None)
     if first is None:
-        raise ValueError(f"{where}: has images and no message of the user to put them before: give it one")
+        raise ValueError(f"{where}: has images but no user message to put them in: add one")
     first["content"] = [{"type": "image", "picture": None}] * count + [
         {"type": "text", "text": first["content"]}
     ]
@@ -188,16 +190,16 @@ def _from_base64(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        return b"\0"  # no image: a finding, as for other bytes that are none
+        return b"\0"  # a finding, like any other bytes that are not an image
 
 
 def sources_in(messages: Sequence[Mapping[str, Any]]) -> list[PictureSource]:
-    """Returns the images of messages in their order."""
+    """Returns the images of messages, in order."""
     return [part["picture"] for part in _image_parts(messages)]
 
 
 def without_sources(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages as chat templates get them: an image is only `{"type": "image"}`."""
+    """Returns the messages as chat templates read them, with just `{"type": "image"}` for an image."""
     return [
         dict(message)
         if isinstance(message["content"], str)
@@ -211,7 +213,7 @@ def _shown(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def content_text(content: Content) -> str:
-    """Returns a content as text, in which each image is named by its identity."""
+    """Returns content as text, with each image replaced by its identity."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else _named(part["picture"]) for part in content)

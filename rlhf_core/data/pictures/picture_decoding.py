@@ -1,4 +1,4 @@
-"""Decodes images with Pillow: only from an allow-list of formats, upright, in RGB. Torch-free."""
+"""Decodes images with Pillow into upright RGB, from an allow-list of formats. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-SEVERAL_VIEWS = "MPO"  # a phone's JPEG with a preview or a second view: the first is the photograph
-SCAN = b"\xff\xda"  # begins a scan of a JPEG; not in its compressed data, where 0xff is followed by 0
+SEVERAL_VIEWS = "MPO"  # a phone's JPEG with a preview or a second view; the first image is the photo
+SCAN = b"\xff\xda"  # starts a scan of a JPEG; never in its compressed data, where 0 follows 0xff
 MAX_SCANS = 100  # a progressive JPEG has about 10, and each costs a pass over all pixels
 
 
 def decoded(source: PictureSource) -> PilImage:
-    """Returns the image in RGB, rotated as its EXIF orientation says; transparent parts are white, as in
-    vLLM. Raises PictureFault for one that is missing, too large, animated, damaged or in another format."""
+    """Returns the image in RGB, rotated by its EXIF orientation, with transparent areas in white as in vLLM.
+    Raises PictureFault for an image that is missing, too large, animated, damaged or in another format."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     data = source.encoded()
@@ -41,22 +41,22 @@ def decoded(source: PictureSource) -> PilImage:
                 width, height = image.size
                 if width * height > MAX_PIXELS:
                     raise PictureFault(
-                        TOO_LARGE, f"{named} has {width} x {height} pixels: {MAX_PIXELS:,} at most are read"
+                        TOO_LARGE, f"{named} has {width} x {height} pixels: at most {MAX_PIXELS:,} are read"
                     )
                 if image.format in ("JPEG", SEVERAL_VIEWS) and data.count(SCAN) > MAX_SCANS:
-                    raise PictureFault(DAMAGED, f"{named} has more than {MAX_SCANS} scans: save it anew")
+                    raise PictureFault(DAMAGED, f"{named} has more than {MAX_SCANS} scans: save it again")
                 # not n_frames, which reads all frames
                 if image.format != SEVERAL_VIEWS and getattr(image, "is_animated", False):
-                    raise PictureFault(ANIMATED, f"{named} has several frames: store one of them")
+                    raise PictureFault(ANIMATED, f"{named} is animated: store one of its frames")
                 image.load()
                 return _in_rgb(ImageOps.exif_transpose(image))
     except PictureFault:
         raise
     except UnidentifiedImageError:
-        raise PictureFault(OTHER_FORMAT, f"{named} is no JPEG, PNG, WebP, GIF or BMP: convert it") from None
+        raise PictureFault(OTHER_FORMAT, f"{named} is not JPEG, PNG, WebP, GIF or BMP: convert it") from None
     except Image.DecompressionBombError:
-        raise PictureFault(TOO_LARGE, f"{named} has more than {MAX_PIXELS:,} pixels") from None
-    except Exception as error:  # decoders raise many kinds for bytes that are not what they should be
+        raise PictureFault(TOO_LARGE, f"{named} has more than {MAX_PIXELS:,} pixels: shrink it") from None
+    except Exception as error:  # decoders raise many kinds of errors for damaged data
         raise PictureFault(DAMAGED, f"{named} is damaged ({type(error).__name__}: {error})") from error
 
 

@@ -1,7 +1,7 @@
 """Says where the encoded bytes of an image are, and reads them within limits. Torch-free.
 
-Images come from strangers. Only files in the folder of the data file are read: a path is compared as it is
-written, so a link that stands in this folder may lead elsewhere. Nothing is downloaded.
+Images may come from strangers, so only files in the data file's folder are read. A path is checked as it is
+written: a link inside this folder may lead elsewhere. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ OTHER_FORMAT = "image in another format"
 DAMAGED = "image damaged"
 ANIMATED = "image animated"
 TOO_THIN = "image refused by the model's processor"
-MISNAMED = "image with another suffix"  # is used
+MISNAMED = "image with another suffix"  # but used
 CUT_AWAY = "images cut away"
-# Why an image leaves its row out, as a sentence.
+# Why a row is dropped for an image, as text for the data report.
 PICTURE_FAULTS = {
-    MISSING: "images that are not there (no such file, or an empty cell)",
-    OUTSIDE: "images named by a path that leads out of the data file's folder",
+    MISSING: "missing images (no such file, or an empty cell)",
+    OUTSIDE: "images whose path leads out of the data file's folder",
     TOO_LARGE: f"images of more than {MAX_BYTES >> 20} MiB or {MAX_PIXELS // 1_000_000} million pixels",
-    OTHER_FORMAT: "images that are no JPEG, PNG, WebP, GIF or BMP",
-    DAMAGED: "images that end early or are damaged",
-    ANIMATED: "images with several frames",
+    OTHER_FORMAT: "images that are not JPEG, PNG, WebP, GIF or BMP",
+    DAMAGED: "images that are truncated or damaged",
+    ANIMATED: "animated images, with several frames",
     TOO_THIN: "images whose shape the model's processor refuses",
 }
-# Facts of the data report about images: the share of rows above which each is a finding, and its sentence.
+# Facts of the data report about images: the share of rows above which each is a finding, and its text.
 PICTURE_FACTS = {
     **{fact: (0.0, sentence) for fact, sentence in PICTURE_FAULTS.items()},
-    MISNAMED: (0.0, "images whose suffix is another format's (they are read by their content)"),
-    CUT_AWAY: (0.01, "images that do not fit into the token limit, left out with what follows"),
+    MISNAMED: (0.0, "images with another format's suffix (they are read by their content)"),
+    CUT_AWAY: (0.01, "images beyond the token limit, left out with everything after them"),
 }
 # The first bytes of each format, and the suffixes of its files.
 SUFFIXES = {
@@ -60,7 +60,7 @@ class PictureFault(ValueError):
 class PictureSource(NamedTuple):
     """An image of the data: encoded bytes (`data`), or the file `name` in the data file's `folder`.
 
-    `name` is as the data gives it, and may be known for bytes too. `folder` is None for data without one.
+    `name` is as written in the data, and may be set for bytes too. `folder` is None for data without one.
     """
 
     name: str = ""
@@ -69,16 +69,16 @@ class PictureSource(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """Returns a text that is equal for equal images."""
+        """Returns a string that is equal for equal images."""
         if len(self.data):
             return hashlib.blake2b(self.data, digest_size=16).hexdigest()
         return os.path.join(self.folder or "", self.name)
 
     @property
     def file(self) -> str:
-        """Returns the path of the image's file. Raises PictureFault if it is not in the data's folder."""
+        """Returns the path of the image's file. Raises PictureFault if it is outside the data's folder."""
         if not self.name:
-            raise PictureFault(MISSING, "an image is empty: give a path or bytes")
+            raise PictureFault(MISSING, "an image has neither a path nor bytes: give one of them")
         root = None if self.folder is None else os.path.abspath(self.folder)
         path = None if root is None else os.path.normpath(os.path.join(root, self.name))
         if root is None or path is None or not path.startswith(root.rstrip(os.sep) + os.sep):
@@ -88,8 +88,8 @@ class PictureSource(NamedTuple):
         return path
 
     def encoded(self) -> bytes:
-        """Returns the encoded image. Raises PictureFault if it is missing, too large, or no plain file in the
-        data's folder."""
+        """Returns the encoded image. Raises PictureFault if it is missing, too large, or not a regular file
+        in the data's folder."""
         if len(self.data):
             _check_bytes(len(self.data), self.name)
             return bytes(self.data)
@@ -97,7 +97,7 @@ class PictureSource(NamedTuple):
         try:
             about = os.stat(path)
             if not stat.S_ISREG(about.st_mode):
-                raise PictureFault(MISSING, f"{path} is no file: give an image")
+                raise PictureFault(MISSING, f"{path} is not a file: give an image")
             _check_bytes(about.st_size, self.name)
             with open(path, "rb") as file:
                 return file.read(MAX_BYTES)
@@ -108,7 +108,7 @@ class PictureSource(NamedTuple):
 
     @property
     def is_misnamed(self) -> bool:
-        """Returns whether the suffix of the name is that of another format than the first bytes'."""
+        """Returns whether the name's suffix does not match the format that the first bytes show."""
         suffix = os.path.splitext(self.name)[1].lower()
         if suffix not in KNOWN_SUFFIXES:
             return False
@@ -123,15 +123,15 @@ class PictureSource(NamedTuple):
 def _check_bytes(count: int, name: str) -> None:
     if count > MAX_BYTES:
         raise PictureFault(
-            TOO_LARGE, f"the image {name!r:.100} has {count:,} bytes: make it smaller, {MAX_BYTES:,} at most"
+            TOO_LARGE, f"the image {name!r:.100} has {count:,} bytes: make it smaller, at most {MAX_BYTES:,}"
         )
     if not count:
         raise PictureFault(DAMAGED, f"the image {name!r:.100} is an empty file: replace it")
 
 
 class EncodedPicture(NamedTuple):
-    """An image of a document: `tokens[start:stop]` are those that it needs, the first and the last of them
-    its own. The model's features replace the image tokens among them."""
+    """An image of a document. Its tokens are `tokens[start:stop]`, the first and the last of which are image
+    tokens; the model's features replace the image tokens among them."""
 
     start: int
     stop: int

@@ -1,5 +1,4 @@
-"""Stores the images of documents beside the documents' files: encoded bytes, or the paths of their files.
-Torch-free."""
+"""Stores the images of documents beside the documents' files, as encoded bytes or as paths. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from rlhf_core.data.pictures.picture_source import EncodedPicture, PictureSource
 RECORDS = "pictures.i64"
 CONTENT = "pictures.bin"
 # columns of the records: index of the document, `EncodedPicture.start` and `stop`, whether the content is a
-# path, and where in `CONTENT` it starts and ends
+# path, and its start and end in `CONTENT`
 WIDTH = 6
 
 

@@ -1,8 +1,8 @@
-"""Records, for readers, what an iteration computed for some of its answers: for each token its advantage and
-the log-probs of engine, trainer and reference; for each answer the parts of its reward, the age of its
-weights, and whether it was trained on.
+"""Records for readers what an iteration computed for some of its answers: for each token, its advantage and
+the log-probs of engine, trainer and reference; for each answer, the parts of its reward, the age of the
+weights that sampled it, and whether it was trained on.
 
-The numbers are those that training used, not computed again. Training reads none of these records.
+The numbers are those that training used; nothing is recomputed. Training does not read these records.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from rlhf_core.stages.ppo.roles.role_passes import Scored, on_tokens
 from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, shown_one
 from rlhf_core.stages.ppo.sampling.stored import digest_of_row
 
-ANSWERS = 8  # about as many of each logged iteration are shown
-OF_A_PROMPT = 4  # at most so many answers of a prompt, if there are other prompts
-MAX_TOKENS = 16_384  # of an answer or episode are recorded, its first
+ANSWERS = 8  # approximate number recorded of each logged iteration
+OF_A_PROMPT = 4  # most answers to one prompt, if there are other prompts
+MAX_TOKENS = 16_384  # recorded of an answer or episode, from its start
 
 
 class TokenRecord(NamedTuple):
-    """Holds what an iteration computed for one answer. Arrays (N,) are of the tokens under the document's
-    mask; None: nothing computed them.
+    """What an iteration computed for one answer. Arrays (N,) are over the tokens in the document's mask; None
+    if they were not computed.
 
     `trainer`: the actor's log-probs before the iteration's first optimiser step, or of that step's passes.
-    `left_out`: tokens that `sampler_is: mask` leaves out of the loss. `trained`: the answer is in the loss.
-    `reward`: its parts by name. `ages`: least and most updates that the weights of its tokens were behind.
+    `left_out`: tokens that `sampler_is: mask` leaves out of the loss. `trained`: whether the answer is in the
+    loss. `reward`: its parts by name. `ages`: least and most updates by which the weights that sampled its
+    tokens were behind.
     """
 
     advantages: np.ndarray
@@ -47,10 +48,10 @@ class TokenRecord(NamedTuple):
 
 
 def chosen_answers(rollouts: Sequence[Rollout], config: PPO) -> list[int]:
-    """Returns the indices of the answers to show, about `ANSWERS`.
+    """Returns the indices of the answers to record, about `ANSWERS`.
 
-    The prompts are those whose rows have the lowest digests. So a prompt that an iteration shows is likely
-    shown in other episodes, too, and its answers can be compared.
+    Prompts whose rows have the lowest digests are chosen. So a prompt recorded in one iteration is likely
+    recorded in other passes over the prompts, too, and its answers can be compared.
     """
     if len(rollouts) <= ANSWERS:
         return list(range(len(rollouts)))
@@ -72,8 +73,8 @@ def token_records(
     version: int | None,
 ) -> dict[int, TokenRecord]:
     """Returns the records of `chosen_answers` by index. `of_training`: log-probs of the first training pass,
-    by index. `age` of all answers; `version` of the actor's weights if the engines sample without pause; None
-    if unknown."""
+    by index. `age`: of all answers. `version`: of the actor's weights if the engines sample without pause.
+    Both are None if unknown."""
     read = dict(of_training)
     scored_before = scores.logprobs is not None and config.sampler_is != "in_ratio"
     used = set(credited.usable)
@@ -104,8 +105,9 @@ def token_records(
 
 
 def reward_parts(parts: RewardParts, i: int) -> dict[str, float]:
-    """Returns the numbers between the sources' rewards of an answer and its advantage, in order: the weighted
-    `sum`, `clipped`, each penalty, `shaped`: what estimators read. Empty for an answer without a reward."""
+    """Returns the steps from the sources' rewards of an answer to its advantage, in order: the weighted
+    `sum`, `clipped`, each penalty, and `shaped`, which estimators read. Empty for an answer without a
+    reward."""
     if not parts.scored[i]:
         return {}
     shaped = parts.shaped
@@ -115,13 +117,13 @@ def reward_parts(parts: RewardParts, i: int) -> dict[str, float]:
 
 
 def summed_kl(old: np.ndarray, reference: np.ndarray, config: PPO) -> float:
-    """Returns the estimated KL to the reference of an answer, in nats, summed over its tokens (N,)."""
+    """Returns an answer's estimated KL to the reference, in nats, summed over its tokens (N,)."""
     estimates = kl_estimate(torch.tensor(old), torch.tensor(reference), config.kl_estimator)
     return float(estimates.sum(dtype=torch.float64))
 
 
 def ages_of(rollout: Rollout, age: int | None, version: int | None) -> tuple[int, int] | None:
-    """Returns `TokenRecord.ages`; None if they are unknown or no token was sampled."""
+    """Returns `TokenRecord.ages`; None if unknown or if no token was sampled."""
     if version is None or not rollout.versions:
         return None if age is None else (age, age)
     ages = rollout.ages(version)
@@ -136,7 +138,7 @@ def readable(
     texts_of: Callable[[Sequence[int]], TokenTexts] | None,
 ) -> Iterator[dict[str, Any]]:
     """Yields the recorded rollouts as JSON: the rows of `shown_one` with the numbers of their tokens.
-    `answer`: which of the answers to its prompt; `row`: a digest of the prompt's row."""
+    `answer` counts the answers to a prompt; `row` is a digest of the prompt's row."""
     same: dict[int, int] = {}  # answers so far, by the identity of the prompt's row
     for i, rollout in enumerate(rollouts):
         number = same[id(rollout.prompt.row)] = same.get(id(rollout.prompt.row), 0) + 1
@@ -166,8 +168,8 @@ def tokens_of(
     rollout: Rollout, record: TokenRecord, texts_of: Callable[[Sequence[int]], TokenTexts]
 ) -> dict[str, Any]:
     """Returns the first `MAX_TOKENS` tokens of a rollout as JSON: ids, texts, which are special, the borders
-    of sampled tokens, where further conversations start; and, for the sampled ones in order, the numbers of
-    the record. `total`: of all tokens."""
+    of sampled tokens, where further conversations start, and the numbers of the record for the sampled tokens
+    in order. `total` and `sampled` count the tokens of the whole rollout."""
     document = rollout.document
     mask = document.mask_array[:MAX_TOKENS]
     ids = [int(token) for token in document.tokens[:MAX_TOKENS]]
@@ -194,13 +196,13 @@ def tokens_of(
 
 
 def shortest(values: np.ndarray) -> list[float | None]:
-    """Returns float32 numbers as the shortest decimal numbers that are read as the same float32; None for
-    those that are not finite."""
+    """Returns float32 numbers as the shortest decimals that read back as the same float32; None for those
+    that are not finite."""
     known = np.isfinite(values).tolist()
     narrow = values.astype(np.float32)
     return [float(str(value)) if finite else None for value, finite in zip(narrow, known, strict=True)]
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Returns numbers for JSON; None for those that are not finite."""
+    """Returns the numbers for JSON, with None for those that are not finite."""
     return {name: value if np.isfinite(value) else None for name, value in values.items()}

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from rlhf_core.cluster.worker_group import WorkerGroup
     from rlhf_core.judging.chat_client import Chat
 
-SILENT_SECONDS = 3600.0  # longer than a part of a reply takes
+SILENT_SECONDS = 3600.0  # longer than any part of a reply takes
 
 
 @contextmanager
 def round_judge(config: Preferences, request: StageRequest, source: JudgeReward) -> Iterator[Chat]:
-    """Yields what asks a judge. Its engines start with the first request, so that a judge whose verdicts are
-    all known starts none, and end with the block. Raises ValueError for a model that cannot judge."""
-    # the imports of Ray and of a library take seconds
+    """Yields the chat with a judge. Its engines start with the first request, so a judge whose verdicts are
+    all cached starts none; they stop with the block. Raises ValueError for a model that cannot judge."""
+    # these import Ray and another library, which takes seconds
     from rlhf_core.cluster.temporary_group import temporary_group
     from rlhf_core.rollout.chat_models import judge_setup
     from rlhf_core.rollout.engine_chat import EngineChat

@@ -1,9 +1,9 @@
-"""Follows the loss scale with which DeepSpeed trains in float16 (Micikevicius et al. 2018, section 3.2).
+"""Manages the loss scale with which DeepSpeed trains in float16 (Micikevicius et al. 2018, section 3.2).
 
-Small gradients would be 0 in float16, so the loss is multiplied by a scale, and fp32 gradients are divided by
-it. After `loss_scale_window` steps without overflow the scale doubles. A step with an overflow is skipped,
-and from the second one on (`hysteresis`) halves the scale. A gradient that is not finite because its loss is
-not is no overflow.
+Small gradients would be 0 in float16, so the loss is multiplied by a scale, and the fp32 gradients are
+divided by it. After `loss_scale_window` steps without overflow the scale doubles. A step that overflows is
+skipped; from the second one on (`hysteresis`) it also halves the scale. If the loss itself is not finite, its
+gradient does not count as an overflow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE = "loss_scale.json"
 # DeepSpeed's own defaults
 FP16 = {
     "enabled": True,
-    "loss_scale": 0,  # a dynamic one
+    "loss_scale": 0,  # dynamic
     "initial_scale_power": 16,
     "loss_scale_window": 1000,
     "hysteresis": 2,
@@ -31,7 +31,7 @@ KEPT = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class LossScale:
-    """The scale of one engine. `scaler`: that of DeepSpeed's optimiser. It is equal on all ranks."""
+    """The loss scale of one engine, equal on all ranks. `scaler`: that of DeepSpeed's optimiser."""
 
     def __init__(self, scaler: Any):
         self._scaler = scaler
@@ -43,13 +43,13 @@ class LossScale:
         return Scaling(float(self._scaler.cur_scale), self.overflows)
 
     def step(self, step: Callable[[], object], tainted: Callable[[], bool] = lambda: False) -> bool:
-        """Runs an optimiser's step, and returns whether it was skipped because its gradient is not finite.
-        `tainted`: returns whether its loss is not finite either; then scale and count stay. It is called only
-        for a skipped step, on all ranks.
+        """Runs an optimiser step. Returns whether it was skipped because its gradient is not finite.
+        `tainted` returns whether its loss is not finite either; then scale and count stay as they are. It is
+        called only for a skipped step, on all ranks.
 
-        The scale changes after the step: DeepSpeed changes it before gradients are divided by it, and would
+        The scale changes after the step: DeepSpeed changes it before dividing the gradients by it, and would
         halve the gradient of the step in which the scale doubles. Raises FloatingPointError when a gradient
-        overflows although the scale is the lowest.
+        overflows at the lowest scale.
         """
         overflow: list[bool] = []
         self._scaler.update_scale = overflow.append
@@ -70,12 +70,12 @@ class LossScale:
         return skipped
 
     def save(self, folder: Path) -> None:
-        """Writes the scale, and what its next change depends on."""
+        """Writes the scale, and the counters that its next change depends on."""
         state = {name: getattr(self._scaler, name) for name in KEPT}
         write_text(folder / FILE, json.dumps(state | {"overflows": self.overflows}))
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote; a state of another dtype has none."""
+        """Reads what `save` wrote; the state of a run in another dtype has no such file."""
         if not (folder / FILE).is_file():
             return
         state = json.loads((folder / FILE).read_text())

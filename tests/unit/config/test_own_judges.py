@@ -46,10 +46,10 @@ def test_the_kind_is_that_of_the_engine() -> None:
 @pytest.mark.parametrize(
     ("judge", "told"),
     rows_of_text(r"""
-    {kind: vllm, model: grm, base_url: "http://localhost:8000/v1"} | kind vllm runs the judge in this stage, and base_url is for one behind an endpoint: leave one of them out
-    {kind: transformers, model: grm, concurrency: 3} | kind transformers runs the judge in this stage, and concurrency is for one behind
-    {model: grm, engine: {gpus: 1}} | engine is for a judge on engines of the stage, and this one is behind an endpoint: set kind to vllm, or leave engine out
-    {kind: vllm, model: grm, engine: {kind: transformers}} | the judge's kind is vllm, and engine.kind transformers: leave engine.kind out
+    {kind: vllm, model: grm, base_url: "http://localhost:8000/v1"} | kind vllm runs the judge in this stage, but base_url is for one behind an endpoint: leave one of them out
+    {kind: transformers, model: grm, concurrency: 3} | kind transformers runs the judge in this stage, but concurrency is for one behind
+    {model: grm, engine: {gpus: 1}} | engine is for a judge on the stage's own engines, but this one is behind an endpoint: set kind to vllm, or leave engine out
+    {kind: vllm, model: grm, engine: {kind: transformers}} | the judge's kind is vllm, but engine.kind is transformers: leave engine.kind out
     {kind: vllm, model: grm, max_model_len: 4096} | max_tokens=4096 leaves none of max_model_len=4096 for a request: lower it
     {kind: vllm, model: grm, engine: {adapters: alone}} | engine.adapters is of ppo
     """),

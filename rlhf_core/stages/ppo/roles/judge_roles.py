@@ -1,5 +1,5 @@
-"""Starts the engines of judges in PPO: each judge has a group of engines, like the sampler's, whose weights
-do not change."""
+"""Starts the engines of judges in PPO. Each judge has a group of engines like the sampler's, but with
+constant weights."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def start_judges(
     trust_remote_code: bool,
     wait: Wait,
 ) -> dict[str, EngineChat]:
-    """Starts to load the judges' models. Returns what asks each judge, by its title; it waits for the engines
-    with `wait` once there is something to ask, or in `EngineChat.started`. Raises ValueError for a model that
+    """Starts loading the judges' models. Returns the chat with each judge, by its title, which waits for its
+    engines with `wait` at its first request or in `EngineChat.started`. Raises ValueError for a model that
     cannot judge."""
     judges = {}
     for judge in config.own_judges:

@@ -102,7 +102,7 @@ def test_limits_on_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         PictureSource("large.png", str(tmp_path)),
         PictureSource("x", None, encoded(NOISE, "PNG")),
     ):
-        with pytest.raises(PictureFault, match="make it smaller, 100 at most") as told:
+        with pytest.raises(PictureFault, match="make it smaller, at most 100") as told:
             decoded(source)
         assert told.value.fact == TOO_LARGE
 

@@ -96,7 +96,7 @@ def test_texts_in_parts_are_a_text() -> None:
         (asked([{"type": "image", "image": "file:///etc/passwd"}, TEXT]), "none is opened: store the image"),
         ({**asked("a <image> b <image>"), "images": ["a.png"]}, "has 1 images in its columns and 2 places"),
         (asked([{"type": "image"}, TEXT]), "has 0 images in its columns and 1 places"),
-        (asked([7]), "a part that is no object"),
+        (asked([7]), "a part that is not an object"),
         (asked([{"type": "image", "image": 7}]), "an image that is int: give a path or bytes"),
         (asked("What?", [{"type": "image", "image": "a.png"}]), "an image in an answer"),  # type: ignore[arg-type]
     ],
@@ -136,10 +136,10 @@ def test_an_image_that_is_missing_among_others_keeps_its_place() -> None:
 
 
 def test_the_number_of_images_in_a_row_is_limited() -> None:
-    with pytest.raises(ValueError, match="has 257 images, and 256 at most"):
+    with pytest.raises(ValueError, match="has 257 images, and at most 256"):
         conversation_of(located({**asked("What?"), "images": ["a.png"] * 257}))
     parts = [{"type": "image", "image": "a.png"}] * 257
-    with pytest.raises(ValueError, match="has 257 images, and 256 at most"):
+    with pytest.raises(ValueError, match="has 257 images, and at most 256"):
         conversation_of(located(asked([*parts, TEXT])))
 
 
@@ -155,7 +155,7 @@ def test_an_image_in_the_prompt_of_a_comparison_is_refused() -> None:
 
 def test_a_text_model_refuses_images(material: Path, tmp_path: Path) -> None:
     renderer = Renderer(load_tokenizer(str(material / "base")), "chat")
-    told = r"rows.jsonl, row 1: the row has images, and .*base \(.*\) is not trained with any: name a model"
+    told = r"rows.jsonl, row 1: the row has images, but .*base \(.*\) cannot be trained on any: name a model"
     with pytest.raises(ValueError, match=told):
         load([{**asked("What?"), "image": "a.png"}], tmp_path, renderer)
 

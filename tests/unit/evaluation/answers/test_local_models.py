@@ -78,7 +78,7 @@ def test_dtype_and_length_are_the_models_own_unless_said(tmp_path: Path) -> None
     assert local_model("here", path, VllmJudge(model="m", dtype="float32", max_model_len=64), run, False)[
         1:3
     ] == ("float32", 64)
-    with pytest.raises(ValueError, match=r"^here: max_model_len is 300, and .* has 256 positions: lower it$"):
+    with pytest.raises(ValueError, match=r"^here: max_model_len is 300, but .* has 256 positions: lower it$"):
         local_model("here", path, VllmJudge(model="m", max_model_len=300), run, False)
 
 

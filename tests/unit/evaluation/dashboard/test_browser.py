@@ -233,7 +233,7 @@ def test_recorded_answers_are_read_while_iterations_follow(
     page.goto(shown.address)
     page.goto(f"http://127.0.0.1:{shown.port}/stage/{ppo.run_dir.name}")
     page.click("text=All recorded answers, token by token")
-    wait_for(page, "answers", "Question 1?", "the first", "recorded ones")
+    wait_for(page, "answers", "Question 1?", "the first", "1 recorded")
     page.check("#by-gap")
     write(ppo.run_dir, 7, words, [answered(words, 1, "the second one")], [1.0])
     wait_for(page, "answers", "iteration 7", "the second one")

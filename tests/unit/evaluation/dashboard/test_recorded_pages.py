@@ -47,7 +47,7 @@ def test_from_the_stage_to_each_iteration_and_two_beside_each_other(
     record(artifacts.stage("ppo"))
     assert f"/rollouts/{NAME}" in links(client.get(f"/stage/{NAME}").text)
     last = client.get(f"/rollouts/{NAME}").text
-    assert last.count("<article") == 3 and "Answers 1 to 3 of 3 recorded ones" in last
+    assert last.count("<article") == 3 and "Answers 1 to 3 of 3 recorded" in last
     assert "−2 to +2" in last and "0 to 8 updates behind" in last and "tool, not trained on" in last
     assert "cannot be shown" not in last
     found = links(last)
@@ -58,7 +58,7 @@ def test_from_the_stage_to_each_iteration_and_two_beside_each_other(
     one = client.get(beside[0]).text
     assert one.count("<section") - one.count('id="part-') == 2 and one.count("<article") == 2
     assert one.index("<small>iteration 4") < one.index("<small>iteration 9"), "the earlier one at the left"
-    assert "Answers 1 to 1 of 1 recorded ones to this prompt" in one
+    assert "Answers 1 to 1 of 1 recorded for this prompt" in one
     assert "all of iteration 9</a> Range of advantages" in " ".join(one.split())
     first = client.get(f"/rollouts/{NAME}?iteration=1").text
     assert "0 updates behind" in first and "so " in first

@@ -46,14 +46,14 @@ def test_an_answer_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     assert answer.rewards == {"judge": 0.8, "length": None} and answer.ages == (0, 2)
     assert dict(facts_of(answer)) == {
         "reward": "judge 0.8, length –",
-        "its parts": "weighted sum 0.8",
-        "KL to the reference": "0.25 nats in all, times 0.1 in the reward",
+        "reward parts": "weighted sum 0.8",
+        "KL to the reference": "0.25 nats in total, times 0.1 in the reward",
         "ended": "complete",
         "length": "4 tokens sampled of 6",
-        "age of its weights": "0 to 2 updates behind",
+        "age of the weights": "0 to 2 updates behind",
         "trained on": "yes",
         "advantage": "+0.2 to +0.8, mean +0.5",
-        "gap, trainer − engine": "mean size 0.075, largest 0.15 nats",
+        "gap, trainer − engine": "mean |gap| 0.075, largest 0.15 nats",
     }
 
 
@@ -99,7 +99,7 @@ def test_an_answer_without_signal_has_numbers_and_no_colour(tmp_path: Path) -> N
     assert sampled.tokens[0].title.startswith("advantage 0, gap 0")
     facts = dict(facts_of(answer))
     assert facts["ended"] == "cut by the limit of tokens" and facts["advantage"] == "0"
-    assert facts["length"] == "1 tokens sampled of 3" and facts["age of its weights"] == "0 updates behind"
+    assert facts["length"] == "1 tokens sampled of 3" and facts["age of the weights"] == "0 updates behind"
 
 
 def test_earlier_versions_rows_are_shown_without_tokens(tmp_path: Path) -> None:
