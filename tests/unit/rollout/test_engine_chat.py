@@ -177,13 +177,17 @@ def test_engines_that_share_gpus_are_awake_only_while_they_judge(folder: Path) -
 
 
 def test_nothing_starts_while_there_is_nothing_to_ask(folder: Path) -> None:
+    started: list[str] = []
+    asked: list[str] = []
+
     def start() -> Any:
-        raise AssertionError("it was started")
+        started.append("engines")
 
     setup = judge_setup("m", str(folder), EngineJudge(kind="vllm", model="m", max_tokens=20), 0, False)
     chat = EngineChat(setup, start, 10.0)
-    chat.each({}, lambda _: asyncio.sleep(0), lambda *_: None)
+    chat.each({}, lambda _: asyncio.sleep(0), lambda key, _: asked.append(key))
     chat.stop()
+    assert not started and not asked
 
 
 def test_a_reply_has_its_tokens_and_says_whether_it_was_cut(folder: Path) -> None:
@@ -204,7 +208,7 @@ def test_a_model_that_cannot_judge_is_refused(folder: Path, tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="the judge m: max_tokens=4096 leaves none of its 4096 tokens"):
         setup(folder)
-    with pytest.raises(ValueError, match="the judge m: max_model_len is 9000, and the model has 4096"):
+    with pytest.raises(ValueError, match="the judge m: max_model_len is 9000, but the model has 4096 positions"):
         setup(folder, max_model_len=9000)
     plain = save_judge(tmp_path / "plain", "z", 1000, template=None)
     with pytest.raises(ValueError, match="the judge m: its tokenizer has no chat template"):
