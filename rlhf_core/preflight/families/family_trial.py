@@ -19,6 +19,7 @@ from rlhf_core.hub.model_files import stored_tensors
 from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load_model import trained_policy, trained_scorer
+from rlhf_core.models.picture_language_models import register_picture_language_models
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.objectives.collate import Batch, collate
 from rlhf_core.preflight.families.small_copy import WORDS, small_copies
@@ -42,6 +43,7 @@ class Trial(NamedTuple):
 def try_family(config: PretrainedConfig, name: str, use: Use, trust_remote_code: bool = False) -> Trial:
     """Tries the class of `config`, or of its language model if multimodal, for one use. Sentences call the
     model `name`."""
+    register_picture_language_models()
     config = config.get_text_config()
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
         return Trial(True, f"{name}: transformers has no causal language model for {type(config).__name__}")

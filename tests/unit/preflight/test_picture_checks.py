@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from rlhf_core.config import Data
 from rlhf_core.hub.model_config import ONLY_TRAINED, PICTURE_FAMILIES
+from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.preflight.rows.template_length import RowsToRender, measure, measured, pair_of
+from rlhf_core.recipe.load_recipe import load_recipe
+from rlhf_core.recipe.plan import plan
 from tests.support.pictured_models import asked, make_pictured, square, write_rows
 
 
@@ -34,6 +41,20 @@ def test_a_text_model_is_refused_with_the_row(material: Path, tmp_path: Path) ->
     asked_rows = RowsToRender(data.model_dump_json(), "sft", "max_len", 100)
     rendered = measure(pair_of(str(material / "base"), data), [asked_rows], False).rendered[asked_rows]
     assert "rows.jsonl, row 1: the row has images" in rendered.refused
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_a_recipe_with_images_has_no_problem(family: str, tmp_path: Path, monkeypatch: Any) -> None:
+    make_pictured(family, tmp_path / "base")
+    (tmp_path / "a.png").write_bytes(square("red"))
+    write_rows(tmp_path / "rows.jsonl", [asked([{"type": "image", "image": "a.png"}])] * 4)
+    stages = {"sft": {"data": {"sources": "rows.jsonl"}, "max_len": 100}}
+    Path(tmp_path / "recipe.yaml").write_text(
+        json.dumps({"name": "reads-images", "base_model": "base", "stages": stages})
+    )
+    monkeypatch.chdir(tmp_path)
+    planned = plan(load_recipe("recipe.yaml"))
+    assert check_inputs(planned, planned.nodes) == []
 
 
 def test_families_are_named_once() -> None:
