@@ -33,7 +33,7 @@ class Scaler:
 
 
 class Engine:
-    """Overflows as it is told."""
+    """In place of an engine: `overflows` says of each step whether its gradient overflows."""
 
     def __init__(self, *overflows: bool):
         self.left = list(overflows)
