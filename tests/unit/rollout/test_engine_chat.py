@@ -208,7 +208,9 @@ def test_a_model_that_cannot_judge_is_refused(folder: Path, tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="the judge m: max_tokens=4096 leaves none of its 4096 tokens"):
         setup(folder)
-    with pytest.raises(ValueError, match="the judge m: max_model_len is 9000, but the model has 4096 positions"):
+    with pytest.raises(
+        ValueError, match="the judge m: max_model_len is 9000, but the model has 4096 positions"
+    ):
         setup(folder, max_model_len=9000)
     plain = save_judge(tmp_path / "plain", "z", 1000, template=None)
     with pytest.raises(ValueError, match="the judge m: its tokenizer has no chat template"):
