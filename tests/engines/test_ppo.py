@@ -208,6 +208,10 @@ def finish_and_keep(folder: Path, cut_off: Path) -> None:
 def kill_past_checkpoint(folder: Path) -> None:
     process = start(folder)
     wait_for_checkpoint(folder, process)
+    kill_with_workers(folder, process)
+
+
+def kill_with_workers(folder: Path, process: subprocess.Popen[bytes]) -> None:
     workers = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

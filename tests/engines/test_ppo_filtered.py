@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,18 @@ import pytest
 from rlhf_core.config import PPO, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.stages.ppo.sampling.stored import read_collected
-from tests.engines.test_ppo import ODD, SHARE, common, finish, kill_past_checkpoint, write_request
+from tests.engines.test_ppo import (
+    ODD,
+    SHARE,
+    common,
+    finish,
+    kill_past_checkpoint,
+    kill_with_workers,
+    start,
+    write_request,
+)
 from tests.engines.test_ppo_asynchronous import order_of
+from tests.support.micro import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ITERATIONS = 6
@@ -86,6 +96,36 @@ def test_asynchronous_filtering_fills_each_iteration_and_resumes(material: Path,
     assert all(line["filter/reward_mean"] == 0.5 for line in lines)
     assert all(line["sync/probe_gap"] < 1e-3 for line in lines)
     assert max(line["rollout/age"] for line in lines) > 0
+    assert_every_prompt_once(run, tmp_path / "state")
+
+
+def kill_at(run: Path, what: str, reached: Callable[[Path], bool]) -> None:
+    """Starts the run and kills its process with SIGKILL when `reached`."""
+    process = start(run)
+    wait_until(lambda: reached(run) or process.poll() is not None, what, 600)
+    kill_with_workers(run, process)
+
+
+@pytest.mark.long
+def test_asynchronous_filtering_is_killed_at_five_points(material: Path, tmp_path: Path) -> None:
+    run = prepare(tmp_path / "run", material, max_staleness=1)
+    log = run / "log.txt"
+
+    def writes_a_state(folder: Path) -> bool:
+        return any((folder / "state").glob(".step-*")) or (folder / "state" / f"step-{SAVED}").is_dir()
+
+    kill_at(run, "the first answers", lambda _: log.is_file() and "iteration 1 of" in log.read_text())
+    kill_at(run, "the first iteration's end", lambda folder: len(read_metrics(folder)) == 1)
+    assert not list((run / "state").glob("step-*")), "there was nothing to resume from"
+    kill_at(run, "the first resume state", writes_a_state)
+    kill_at(run, "an iteration past a state", lambda folder: len(read_metrics(folder)) == SAVED + 1)
+    kill_at(run, "the last iteration", lambda folder: len(read_metrics(folder)) == ITERATIONS)
+    shutil.copytree(run / "state", tmp_path / "state", ignore=shutil.ignore_patterns(".*"))
+    finish(run)
+    lines = read_metrics(run)
+    assert "resumed after iteration 4" in log.read_text()
+    assert [line["step"] for line in lines] == list(range(1, ITERATIONS + 1))
+    assert all(line["filter/groups"] == BATCH and line["rollout/age_max"] <= 1 for line in lines)
     assert_every_prompt_once(run, tmp_path / "state")
 
 
