@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from rlhf_core.models.kernels.attention import (
 from rlhf_core.models.kernels.sequence_ranks import ALONE, SequenceRanks
 from rlhf_core.models.kernels.state_layers import document_numbers
 from rlhf_core.models.picture_tower import PictureTower
+from rlhf_core.models.teacher_kl import TopTokens
 from rlhf_core.models.token_logprobs import (
     WHOLE,
     Entropy,
@@ -43,6 +45,7 @@ from rlhf_core.models.token_logprobs import (
     replaced_forward,
     token_logprobs,
 )
+from rlhf_core.models.top_logprobs import top_logprobs
 from rlhf_core.objectives.collate import Batch, BatchPictures, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
 
@@ -52,12 +55,15 @@ class TokenLogprobs(NamedTuple):
     t = 0 and off the mask.
 
     `entropy` is 0 everywhere unless requested. `balance` is the experts' balance loss summed over documents,
-    if `Policy.balanced`.
+    if `Policy.balanced`. `teacher_kl` (B, T): the KL to a teacher (`teacher_kl.py`), nats, if one was given.
+    `top` (2 k + 1, B, T): the most probable tokens and their log-probs (`top_logprobs.py`), if requested.
     """
 
     logprobs: Tensor
     entropy: Tensor
     balance: Tensor | None = None
+    teacher_kl: Tensor | None = None
+    top: Tensor | None = None
 
 
 class Policy(nn.Module):
@@ -112,13 +118,17 @@ class Policy(nn.Module):
         experts: Tensor | None = None,
         top: Truncation = WHOLE,
         pictures: BatchPictures | None = None,
+        teacher: TopTokens | None = None,
+        top_k: int = 0,
     ) -> TokenLogprobs:
         """Computes log-probs of all tokens, or only of those in `mask` (B, T) and 0 elsewhere, which saves
         the head's work on prompts.
 
         `positions` and `mask` may be in host memory (`Batch.host`), so that the host does not wait for the
         GPU. After `replay_routing`, `experts` (B, T, layers, k) are the experts of each token. `top`
-        truncates the distributions (`token_logprobs`). `pictures`: read by `tower`.
+        truncates the distributions (`token_logprobs`). `pictures`: read by `tower`. `teacher`: a row for each
+        token in `mask`, in the order of the batch. `top_k`: how many of the most probable tokens to return,
+        in place of an entropy and without a gradient.
         """
         ranks = self.sequence
         # kept until the next pass: layers may be recomputed for the backward pass
@@ -127,34 +137,52 @@ class Policy(nn.Module):
         hidden, router_logits = _hidden(self, tokens, positions, self.balanced, pictures)
         wanted = ranks.own_pairs(next_token_pairs(positions, mask), tokens.numel())
         count = wanted.shape[1]
-        sources, places = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
+        padded = F.pad(wanted, (0, rounded(count) - count))
+        sources, places = sent(padded, tokens.device)
         flat = hidden[sources]
         targets = tokens.flatten()[places]
         keep = self.training and not self.model.is_gradient_checkpointing
         head = self.model.get_output_embeddings()
-        values = torch.stack(
-            token_logprobs(
-                head,
-                flat,
-                targets,
-                temperature / self.scale,
-                entropy,
-                keep,
-                self.cap,
-                top,
-                self.known,
-                self.fp32_head,
+        scaled = temperature / self.scale
+        if top_k:
+            values = top_logprobs(head, flat, targets, scaled, top_k, self.cap, self.known, self.fp32_head)
+        else:
+            assert teacher is None or mask is not None, "its rows are the tokens in the mask"
+            near = None if teacher is None or mask is None else teacher.at(masked_rows(mask, padded[1]))
+            values = torch.stack(
+                token_logprobs(
+                    head,
+                    flat,
+                    targets,
+                    scaled,
+                    entropy,
+                    keep,
+                    self.cap,
+                    top,
+                    self.known,
+                    self.fp32_head,
+                    near,
+                )
             )
-        )
-        values = values.new_zeros(2, tokens.numel()).index_copy(1, places[:count], values[:, :count])
-        logprobs, entropies = ranks.summed(values).view(2, *tokens.shape)
+        table = values.new_zeros(len(values), tokens.numel())
+        table = table.index_copy(1, places[:count], values[:, :count])
+        table = ranks.summed(table).view(-1, *tokens.shape)
         router_logits = tuple(ranks.whole(logits, tokens.numel()) for logits in router_logits)
         balance = (
             balance_loss(router_logits, documents, self.model.config.num_experts_per_tok)
             if self.balanced
             else None
         )
-        return TokenLogprobs(logprobs, entropies, balance)
+        if top_k:
+            return TokenLogprobs(table[0], torch.zeros_like(table[0]), balance, top=table[1:])
+        return TokenLogprobs(table[0], table[1], balance, None if teacher is None else table[2])
+
+
+def masked_rows(mask: Tensor, places: Tensor) -> Tensor:
+    """Returns how many tokens in `mask` (B, T) are before each of the flat `places` (N,) in it, (N,). Both
+    are in host memory; for a place before the first such token it is 0."""
+    before = np.cumsum(mask.numpy().ravel()) - 1
+    return torch.from_numpy(before[places.numpy()].clip(0))
 
 
 def masked_logprobs(
@@ -163,10 +191,12 @@ def masked_logprobs(
     temperature: float = 1.0,
     entropy: Entropy = "no",
     top: Truncation = WHOLE,
+    teacher: TopTokens | None = None,
+    top_k: int = 0,
 ) -> TokenLogprobs:
     """Runs `Policy.forward`, or an engine around it, for the tokens of the batch's loss mask. The host does
     not wait for the GPU."""
-    return policy(
+    inputs: list[Any] = [
         batch.tokens,
         batch.host.positions,
         batch.documents,
@@ -175,8 +205,12 @@ def masked_logprobs(
         batch.host.mask,
         batch.experts,
         top,
-        *([] if batch.pictures is None else [batch.pictures]),
-    )
+    ]
+    if teacher is not None or top_k:
+        inputs += [batch.pictures, teacher, top_k]
+    elif batch.pictures is not None:
+        inputs.append(batch.pictures)
+    return policy(*inputs)
 
 
 class Scorer(nn.Module):

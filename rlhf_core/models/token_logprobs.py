@@ -19,6 +19,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from rlhf_core.models.fp32_head import fp32_forward, fp32_product
+from rlhf_core.models.teacher_kl import (
+    CellGradients,
+    TopTokens,
+    cell_logprobs,
+    cells_kl,
+    chunks_of,
+    differentiable_cells,
+)
 from rlhf_core.models.weights.whole_weights import is_cut
 
 Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
@@ -48,9 +56,10 @@ def token_logprobs(
     top: Truncation = WHOLE,
     known: int | None = None,
     fp32: bool = False,
-) -> tuple[Tensor, Tensor]:
+    teacher: TopTokens | None = None,
+) -> tuple[Tensor, ...]:
     """Returns the log-probs of tokens and the entropies of their distributions, (N,) fp32. hidden: (N, H).
-    targets: (N,).
+    targets: (N,). With a `teacher` also the KL to it over its most probable tokens (`teacher_kl.py`), (N,).
 
     `top` truncates the distributions, but always keeps the target tokens; which tokens are kept has no
     gradient. `known`: the distributions are over the first `known` rows of the head only; None: over all.
@@ -62,7 +71,9 @@ def token_logprobs(
     """
     scale = 1 / temperature if temperature else 1.0
     if type(head) is not nn.Linear:  # a head with adapters, for example
-        logprobs, entropies = _through(head, hidden, targets, scale, entropy != "no", cap, top, known, fp32)
+        logprobs, entropies, *kl = _through(
+            head, hidden, targets, scale, entropy != "no", cap, top, known, fp32, teacher
+        )
     else:
         # On a CPU PyTorch allocates several tensors of a chunk's size.
         keep = (
@@ -72,10 +83,10 @@ def token_logprobs(
             and torch.is_grad_enabled()
             and (hidden.is_cuda or len(hidden) <= LOGITS_CHUNK)
         )
-        options = (targets, scale, entropy != "no", keep, cap, top, known, fp32)
+        options = (targets, scale, entropy != "no", keep, cap, top, known, fp32, teacher)
         with replaced_forward(head, lambda rows: _HeadLogprobs.apply(rows, head.weight, head.bias, *options)):
-            logprobs, entropies = head(hidden)
-    return logprobs, entropies if entropy == "gradient" else entropies.detach()
+            logprobs, entropies, *kl = head(hidden)
+    return logprobs, entropies if entropy == "gradient" else entropies.detach(), *kl
 
 
 def _through(
@@ -88,32 +99,36 @@ def _through(
     top: Truncation,
     known: int | None,
     fp32: bool,
-) -> tuple[Tensor, Tensor]:
+    teacher: TopTokens | None,
+) -> list[Tensor]:
     """Runs any head in chunks, each with checkpointing in training. A head that ZeRO-3 has sharded runs in
     one call, because ZeRO-3 counts calls."""
 
-    def read(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def read(rows: Tensor, wanted: Tensor, teachers: TopTokens | None) -> tuple[Tensor, ...]:
         # here, because `checkpoint` runs this again in the backward pass
         with replaced_forward(plain, partial(fp32_forward, plain)) if fp32 else nullcontext():
-            logits = _capped(head(rows)[:, :known].contiguous(), cap)
+            logits = capped(head(rows)[:, :known].contiguous(), cap)
         logprobs, _, entropies = _read_with_torch(
             logits, wanted, scale, entropy, _floors(logits.detach(), wanted, scale, top)
         )
-        return logprobs, entropies
+        if teachers is None:
+            return logprobs, entropies
+        own = differentiable_cells(logits, teachers.ids, scale)
+        return logprobs, entropies, cells_kl(own, teachers.logprobs)
 
     plain: Any = getattr(head, "base_layer", head)
     cut = any(map(is_cut, head.parameters()))
     size = max(1, len(hidden)) if cut else LOGITS_CHUNK
-    pairs = list(zip(hidden.split(size), targets.split(size), strict=True))
-    if torch.is_grad_enabled() and len(pairs) > 1:
-        parts = [checkpoint(read, rows, wanted, use_reentrant=False) for rows, wanted in pairs]
+    of_chunks = chunks_of(teacher, len(hidden), size)
+    inputs = list(zip(hidden.split(size), targets.split(size), of_chunks, strict=True))
+    if torch.is_grad_enabled() and len(inputs) > 1:
+        parts = [checkpoint(read, *of_chunk, use_reentrant=False) for of_chunk in inputs]
     else:
-        parts = [read(rows, wanted) for rows, wanted in pairs]
-    logprobs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
-    return logprobs, entropies
+        parts = [read(*of_chunk) for of_chunk in inputs]
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
-def _capped(logits: Tensor, cap: float | None) -> Tensor:
+def capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
@@ -147,17 +162,23 @@ class _HeadLogprobs(torch.autograd.Function):
         top: Truncation,
         known: int | None,
         fp32: bool,
-    ) -> tuple[Tensor, Tensor]:
+        teacher: TopTokens | None,
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         size = max(1, len(hidden)) if keep else LOGITS_CHUNK
         product = fp32_product if fp32 else F.linear
         parts = []
         floors = []
+        cells = []
         logits = hidden.new_empty(0)
-        for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
-            logits = _capped(product(rows, weight[:known], None if bias is None else bias[:known]), cap)
+        of_chunks = chunks_of(teacher, len(hidden), size)
+        for rows, wanted, teachers in zip(hidden.split(size), targets.split(size), of_chunks, strict=True):
+            logits = capped(product(rows, weight[:known], None if bias is None else bias[:known]), cap)
             floors.append(_floors(logits, wanted, scale, top))
-            parts.append(_functions(logits)[1](logits, wanted, scale, entropy, floors[-1]))
+            read = logit_functions(logits)[1]
+            parts.append(read(logits, wanted, scale, entropy, floors[-1]))
+            if teachers is not None:
+                cells.append(cell_logprobs(logits, teachers.ids, parts[-1][1], scale, read))
         logprobs, sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
         given = [part for part in floors if part is not None]
         ctx.save_for_backward(
@@ -169,6 +190,9 @@ class _HeadLogprobs(torch.autograd.Function):
             entropies,
             logits if keep else None,
             torch.cat(given) if given else None,
+            logprobs if cells else None,
+            torch.cat(cells) if cells else None,
+            *([None, None] if teacher is None else [teacher.ids, teacher.logprobs]),
         )
         ctx.scale = scale
         ctx.size = size
@@ -176,11 +200,14 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.cap = cap
         ctx.known = known
         ctx.product = product
-        return logprobs, entropies
+        kl = [] if teacher is None else [cells_kl(torch.cat(cells), teacher.logprobs)]
+        return logprobs, entropies, *kl
 
     @staticmethod
-    def backward(ctx: Any, grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, whole, whole_bias, targets, sums, entropies, kept, floors = ctx.saved_tensors
+    def backward(
+        ctx: Any, grads: Tensor | None, entropy_grads: Tensor | None, kl_grads: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, whole, whole_bias, targets, sums, entropies, kept, floors, *of_kl = ctx.saved_tensors
         weight = whole[: ctx.known]
         bias = None if whole_bias is None else whole_bias[: ctx.known]
         if ctx.overwritten:
@@ -190,19 +217,27 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.overwritten = kept is not None
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grads = torch.zeros_like(entropies) if grads is None else grads
+        at_cells = None
+        if kl_grads is not None:
+            logprobs, own, ids, masses = of_kl
+            top = TopTokens(ids, masses)
+            at_cells = CellGradients(grads, entropy_grads, kl_grads, own, top, logprobs, entropies)
+            grads = at_cells.of_rest()
         hidden_grad = torch.empty_like(hidden) if for_hidden else None
         weight_grad: Tensor | None = None
         bias_grad: Tensor | None = None
         for start in range(0, max(1, len(hidden)), ctx.size):
             part = slice(start, start + ctx.size)
-            logits = _capped(ctx.product(hidden[part], weight, bias), ctx.cap) if kept is None else kept
+            logits = capped(ctx.product(hidden[part], weight, bias), ctx.cap) if kept is None else kept
             # the cap's derivative; computed before `logits` is overwritten
             slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()
             more = None if entropy_grads is None else entropy_grads[part]
             least = None if floors is None else floors[part]
-            logits = _functions(logits)[2](
+            logits = logit_functions(logits)[2](
                 logits, targets[part], sums[part], entropies[part], grads[part], more, ctx.scale, least
             )
+            if at_cells is not None:
+                logits = at_cells.part(part).write(logits, targets[part], ctx.scale)
             if slope is not None:
                 logits = logits.mul_(slope)
             logits = logits.to(hidden.dtype)  # of fp32 logits, the gradient alone is rounded
@@ -219,7 +254,7 @@ class _HeadLogprobs(torch.autograd.Function):
         )
         if bias_grad is not None and whole_bias is not None:
             bias_grad = _with_unknown_rows(bias_grad.to(whole_bias.dtype), len(whole_bias))
-        return hidden_grad, weight_grad, bias_grad, *[None] * 8
+        return hidden_grad, weight_grad, bias_grad, *[None] * 9
 
 
 def _with_unknown_rows(grad: Tensor, rows: int) -> Tensor:
@@ -241,7 +276,7 @@ def _with_product(total: Tensor | None, logits_grad: Tensor, hidden: Tensor, alo
     return product if alone else _at_least_fp32(product)
 
 
-def _functions(logits: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+def logit_functions(logits: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Returns the functions that find floors, read and differentiate logits on their device: kernels on a
     GPU, otherwise PyTorch."""
     if logits.is_cuda:
@@ -254,7 +289,7 @@ def _functions(logits: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], 
 def _floors(logits: Tensor, targets: Tensor, scale: float, top: Truncation) -> Tensor | None:
     """Returns the lowest scaled logit of each row's truncated distribution (N,) fp32, at most that of its
     target; None if it is not truncated."""
-    return None if top == WHOLE else _functions(logits)[0](logits, targets, scale, *top)
+    return None if top == WHOLE else logit_functions(logits)[0](logits, targets, scale, *top)
 
 
 def _floors_with_torch(logits: Tensor, targets: Tensor, scale: float, top_p: float, top_k: int) -> Tensor:
@@ -355,7 +390,7 @@ def logit_scale(model: PreTrainedModel) -> float:
         logits = model(
             input_ids=torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), use_cache=False
         ).logits.float()
-    plain = _capped(head(hidden).float(), logit_cap(model))
+    plain = capped(head(hidden).float(), logit_cap(model))
     scale = float((logits * plain).sum() / (plain * plain).sum())
     if not (logits - scale * plain).abs().max() <= 0.02 * logits.abs().max():  # bf16 has three digits
         raise ValueError(

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config import PPO, Aggregation
-from rlhf_core.objectives.losses import Loss, entropy_loss, gspo_logprobs, kl_from_old, kl_loss, policy_loss
+from rlhf_core.objectives.losses import (
+    Loss,
+    entropy_loss,
+    gspo_logprobs,
+    kl_from_old,
+    kl_loss,
+    policy_loss,
+    teacher_loss,
+)
 from rlhf_core.objectives.masked import document_sum
 
 
@@ -24,7 +32,8 @@ class ResponseCounts(NamedTuple):
 
 class PerToken(NamedTuple):
     """A micro-batch, all (B, T): log-probs and entropy of the policy, log-probs before the update and under
-    the reference, advantages, importance weights, mask of the tokens to train on, document index."""
+    the reference, advantages, importance weights, mask of the tokens to train on, document index, KL to a
+    teacher."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -34,6 +43,7 @@ class PerToken(NamedTuple):
     is_weights: Tensor
     mask: Tensor
     documents: Tensor
+    teacher_kl: Tensor | None = None
 
 
 def count(masks: Sequence[np.ndarray]) -> ResponseCounts:
@@ -87,7 +97,11 @@ def actor_loss(x: PerToken, num_documents: int, counted: ResponseCounts, config:
     loss = surrogate.loss
     moved = kl_from_old(x.logprobs, x.old_logprobs, x.mask, divisor, weights)
     metrics = surrogate.metrics | entropy.metrics | {"policy/kl_old": moved}
-    if config.kl_in == "loss" and x.ref_logprobs is not None:
+    if x.teacher_kl is not None:
+        kl = teacher_loss(x.teacher_kl, x.mask, divisor, weights)
+        loss = loss + kl_coef * kl.loss
+        metrics = metrics | kl.metrics
+    elif config.kl_in == "loss" and x.ref_logprobs is not None:
         kl = kl_loss(
             x.logprobs,
             x.old_logprobs,

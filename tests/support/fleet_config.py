@@ -24,6 +24,7 @@ def fleet_config(**changed: Any) -> Any:
         "scores_actor": True,
         "weighs_tokens": False,
         "reference_in_actor": False,
+        "teacher_top_k": None,
         "bootstrap_truncated": False,
         "sampler_is": "off",
         "reward": (),

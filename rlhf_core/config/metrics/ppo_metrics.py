@@ -21,7 +21,11 @@ from rlhf_core.config.ppo.ppo_config import PPO
 OVERLONG = Condition("with `overlong_buffer`", lambda config: bool(config.overlong_buffer))
 PENALTY = Condition("with `truncated_penalty`", lambda config: bool(config.truncated_penalty))
 REFERENCE = Condition("with a reference", lambda config: config.has_reference)
-KL_LOSS = Condition("with `kl_in: loss`", lambda config: config.kl_in == "loss" and config.has_reference)
+KL_LOSS = Condition(
+    "with `kl_in: loss` and no `teacher_top_k`",
+    lambda config: config.kl_in == "loss" and config.has_reference and config.teacher_top_k is None,
+)
+TEACHER = Condition("with `teacher_top_k`", lambda config: config.teacher_top_k is not None)
 CRITIC = Condition("with a critic", lambda config: config.has_critic)
 LIMITED = Condition("with `stop_kl`", lambda config: config.stop_kl is not None)
 MERGED = Condition(
@@ -238,6 +242,14 @@ POLICY = (
         "KL to the reference in the loss, without its coefficient",
         "nats/token",
         when=KL_LOSS,
+    ),
+    Metric(
+        "policy/teacher_kl",
+        "reverse KL to the teacher over its `teacher_top_k` tokens and all others together, without its"
+        " coefficient: at most the KL of the whole distributions",
+        "nats/token",
+        when=TEACHER,
+        failed="The policy does not come nearer to its teacher: raise actor_learning_rate.",
     ),
     Metric(
         SURVIVES,

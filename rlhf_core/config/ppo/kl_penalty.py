@@ -55,6 +55,17 @@ class KLPenalty(Config):
         "k1", description="KL estimator (Schulman 2020); k1 suits kl_in reward, k2 suits kl_in loss"
     )
 
+    teacher_top_k: Annotated[int | None, InDigestIfSet] = Field(
+        None,
+        ge=1,
+        le=1024,
+        description=(
+            "with kl_in loss: the KL in the loss is the sum over the K most probable tokens of the teacher,"
+            " reference, and all others together, in place of an estimate from the sampled token (on-policy"
+            " distillation, Agarwal et al. 2024)"
+        ),
+    )
+
     @property
     def has_reference(self) -> bool:
         """Whether a reference is loaded: the recipe names one, or a KL to it is measured."""
@@ -79,8 +90,21 @@ class KLPenalty(Config):
                 "kl_target multiplies the coefficient, which stays 0 with init_kl_coef 0: set init_kl_coef"
                 " above 0, or leave out kl_target"
             )
-        if self.kl_in == "loss" and self.kl_estimator == "k1":
+        if self.teacher_top_k is not None:
+            yield from self._teacher_mistakes()
+        elif self.kl_in == "loss" and self.kl_estimator == "k1":
             yield (
                 "k1 as a loss has an expected gradient of zero: set kl_estimator to k2, whose gradient is"
                 " that of the KL, or kl_in to reward"
             )
+
+    def _teacher_mistakes(self) -> Iterator[str]:
+        if self.reference is None:
+            yield "teacher_top_k reads the distributions of a teacher: set reference to it"
+        if self.kl_in != "loss":
+            yield (
+                "teacher_top_k puts the KL of whole distributions into the loss: set kl_in to loss, or leave"
+                " teacher_top_k out"
+            )
+        if not self.init_kl_coef:
+            yield "teacher_top_k has no effect with init_kl_coef 0: set init_kl_coef above 0, usually to 1"

@@ -122,11 +122,13 @@ class PPO(
     @check
     def _check_reward(self) -> Iterator[str]:
         if any(isinstance(source, NoReward) for source in self.reward):
-            learns_from_kl = self.reference is not None and self.kl_in == "reward" and self.init_kl_coef
+            paid = self.kl_in == "reward" or self.teacher_top_k is not None
+            learns_from_kl = self.reference is not None and paid and self.init_kl_coef
             if not learns_from_kl or len(self.reward) > 1:
                 yield (
                     "reward none learns from the KL to a teacher alone: set reference to the teacher,"
-                    " init_kl_coef to 1, kl_in to reward, and name no other reward"
+                    " init_kl_coef to 1, kl_in to reward (with teacher_top_k to loss), and name no other"
+                    " reward"
                 )
             if self.eval_prompts is not None or self.dynamic_filtering:
                 yield "eval_prompts and dynamic_filtering compare rewards, and reward is none: leave them out"
@@ -139,6 +141,22 @@ class PPO(
             yield (
                 "gae needs a critic, and there is no reward model to start it from: set critic, or a"
                 " critic-free estimator"
+            )
+
+    @check
+    def _check_teacher(self) -> Iterator[str]:
+        """Rejects a teacher whose distributions are not those of another model, or not comparable."""
+        if self.teacher_top_k is None:
+            return
+        if self.reference_in_actor:
+            yield (
+                f"teacher_top_k needs a teacher, and with lora the reference {self.reference} is the actor"
+                " without its adapters: set reference to another model, or leave teacher_top_k out"
+            )
+        if self.top_p < 1 or self.top_k:
+            yield (
+                "teacher_top_k compares whole distributions, and top_p and top_k cut those that answers are"
+                " sampled from: leave out top_p and top_k"
             )
 
     @check

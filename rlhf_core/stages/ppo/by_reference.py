@@ -18,7 +18,7 @@ from rlhf_core.stages.ppo.rollout_records import Experience, StoredColumn
 
 EMPTY = Document([], [])
 READ = {  # fields of Experience, by the role that trains on them
-    "actor": ("document", "old_logprobs", "sampler_logprobs", "ref_logprobs"),
+    "actor": ("document", "old_logprobs", "sampler_logprobs", "ref_logprobs", "teacher"),
     "critic": ("document", "values"),
 }
 MOST = 20_000  # references in the calls of all ranks; the driver passes about 20,000 per second

@@ -106,6 +106,9 @@ class Fleet:
         def wait() -> Scores:
             scored = {name: in_order(work.wait(self.timeout)) for name, work in pending.items()}
             known = wait_rewards()
+            teacher = scored.get("teacher")
+            if teacher is not None:
+                scored["ref_logprobs"] = [found.own for found in teacher]
             for name, work in pending.items():
                 if name != "end_values":
                     stored.extend(StoredColumn(name, 0, True, reference) for reference in work.refs)
@@ -116,6 +119,7 @@ class Fleet:
                 known,
                 stored,
                 self._end_values(rollouts, scored.get("end_values", [])),
+                teacher,
             )
 
         return wait
@@ -126,7 +130,11 @@ class Fleet:
         pending: dict[str, Any] = {}
         if self.config.scores_actor:
             pending["old_logprobs"] = turns.start(self.actor, "score", Actor.logprobs, documents)
-        if self.reference is not None:
+        if self.reference is not None and self.config.teacher_top_k:
+            pending["teacher"] = turns.start(
+                self.reference, "score", ReferenceModel.top_tokens, documents, self.config.teacher_top_k
+            )
+        elif self.reference is not None:
             pending["ref_logprobs"] = turns.start(self.reference, "score", ReferenceModel.logprobs, documents)
         if self.config.reference_in_actor:
             pending["ref_logprobs"] = turns.start(self.actor, "score", Actor.reference_logprobs, documents)

@@ -165,6 +165,16 @@ class StoredColumn(NamedTuple):
     reference: Any
 
 
+class TeacherTokens(NamedTuple):
+    """Holds what a teacher says of a document: log-probs of its tokens (T,), as in `Scores.ref_logprobs`, and
+    for each of the n tokens of the answer the ids of the k most probable ones, int32 (n, k), and their
+    log-probs with that of all other tokens together, fp32 (n, k + 1)."""
+
+    own: np.ndarray
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
 @dataclass(frozen=True)
 class Scores:
     """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None
@@ -173,7 +183,7 @@ class Scores:
 
     `stored`: references to the nodes' data for the rollouts. `end_values` (N,): the critic's value of each
     whole document that a limit cut, 0 for the others; None unless the recipe asks for them
-    (`bootstrap_truncated`).
+    (`bootstrap_truncated`). `teacher`: with `teacher_top_k`.
     """
 
     logprobs: list[np.ndarray] | None
@@ -182,6 +192,7 @@ class Scores:
     rewards: Rewards
     stored: Sequence[StoredColumn] = ()
     end_values: np.ndarray | None = None
+    teacher: list[TeacherTokens] | None = None
 
 
 def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
@@ -189,9 +200,9 @@ def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
     `allowed_failures` answers without a reward."""
     rewards = join([part.rewards for part in parts])
     rewards.check(allowed_failures)
-    logprobs, references, values = (
+    logprobs, references, values, teacher = (
         [array for part in parts for array in getattr(part, name) or ()] or None
-        for name in ("logprobs", "ref_logprobs", "values")
+        for name in ("logprobs", "ref_logprobs", "values", "teacher")
     )
     ends = [part.end_values for part in parts if part.end_values is not None]
     starts = accumulate((len(part.rewards) for part in parts), initial=0)
@@ -200,7 +211,8 @@ def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
         for start, part in zip(starts, parts, strict=False)
         for column in part.stored
     ]
-    return Scores(logprobs, references, values, rewards, stored, np.concatenate(ends) if ends else None)
+    end_values = np.concatenate(ends) if ends else None
+    return Scores(logprobs, references, values, rewards, stored, end_values, teacher)
 
 
 @dataclass(frozen=True)
@@ -208,8 +220,8 @@ class Experience:
     """Holds one rollout to train on; arrays (T,), aligned with the document's tokens.
 
     `advantages` may be one number for all response tokens. Without `old_logprobs` the training pass computes
-    them. `values` and `returns` are None without a critic, `ref_logprobs` without a KL in the loss, and
-    `sampler_logprobs` without importance weights.
+    them. `values` and `returns` are None without a critic, `ref_logprobs` without a KL in the loss, or
+    with a `teacher` in its place, and `sampler_logprobs` without importance weights.
     """
 
     document: Document
@@ -219,3 +231,4 @@ class Experience:
     values: np.ndarray | None
     advantages: np.ndarray | float
     returns: np.ndarray | None
+    teacher: TeacherTokens | None = None

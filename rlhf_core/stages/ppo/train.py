@@ -125,6 +125,8 @@ def load_vocabularies(
     tokenizer = load_tokenizer(paths["actor"], trust_remote_code)
     others = [path for role, path in paths.items() if not role.startswith(("reward:", "judge:"))]
     require_same_vocabulary(paths["actor"], others, trust_remote_code)
+    if config.teacher_top_k:  # the teacher's most probable tokens go to the actor
+        require_same_vocabulary(paths["reference"], [paths["actor"]], trust_remote_code)
     models = {source.title: paths[f"reward:{source.title}"] for source in config.reward_models}
     return tokenizer, writers(paths["actor"], models, trust_remote_code)
 

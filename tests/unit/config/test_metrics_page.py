@@ -47,6 +47,7 @@ CONFIGS: list[Gated] = [
     PPO.model_validate(
         SAMPLED | {"kl_in": "loss", "kl_estimator": "k3", "max_staleness": 2, "sampler_is": "mask"}
     ),
+    PPO.model_validate(SAMPLED | {"kl_in": "loss", "reference": "org/teacher", "teacher_top_k": 20}),
     PPO.model_validate(
         SAMPLED
         | dict(

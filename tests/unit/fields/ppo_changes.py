@@ -43,6 +43,7 @@ PPO = [
     Change("init_kl_coef", 0.5, looped),
     Change("final_kl_coef", 0.0, looped),
     Change("kl_in", "loss", credited, {"kl_estimator": "k3"}),
+    Change("teacher_top_k", 5, credited, {"reference": "other", **IN_LOSS}),
     Change("reset_reference_every", 1, looped),
     Change("kl_target", 3.0, looped),
     Change("kl_horizon", 100, looped, {"kl_target": 3.0}),

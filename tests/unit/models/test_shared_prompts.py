@@ -255,7 +255,8 @@ def test_roles_say_and_learn_the_same_of_answers(
             "rlhf_core.stages.ppo.roles.role_passes.can_share", lambda model, device, share=share: share
         )
         place = lambda name: ModelSpec(str(models / name), "float32", 0, 8, False, tokens)  # noqa: E731
-        actor = Actor(place("sft"), ppo(entropy_coef=0.01), 0)
+        config = ppo(entropy_coef=0.01, kl_in="loss", reference="other", teacher_top_k=4)
+        actor = Actor(place("sft"), config, 0)
         critic = Critic(place("rm"), ppo(), 0)
         reference = ReferenceModel(place("other"), 1.0)
         reward = Reward(place("rm"))
@@ -267,11 +268,12 @@ def test_roles_say_and_learn_the_same_of_answers(
             "logprobs": dict(actor.logprobs(documents)), "values": dict(critic.values(documents)),
             "reference": dict(reference.logprobs(documents)), "reward": dict(reward.scores(documents)),
         }  # fmt: skip
+        teachers = dict(reference.top_tokens(documents, 4))
         old = [read["logprobs"][i] for i in range(9)]
         before = [old[i] + 0.1 * arrays[0][i] for i in range(9)]
         items = [
             Experience(
-                document, before[i], before[i], read["reference"][i], arrays[1][i], arrays[2][i], arrays[3][i]
+                document, before[i], before[i], None, arrays[1][i], arrays[2][i], arrays[3][i], teachers[i]
             )
             for i, document in enumerate(documents)
         ]
@@ -290,7 +292,7 @@ def test_roles_say_and_learn_the_same_of_answers(
             )
             assert len(together[name][i]) == len(by_document[i])
     assert metrics == pytest.approx(other, rel=2e-4, abs=1e-6)
-    assert metrics["policy/grad_norm"] > 0 < metrics["value/grad_norm"]
+    assert metrics["policy/grad_norm"] > 0 < metrics["value/grad_norm"] and metrics["policy/teacher_kl"] > 0
     assert few < 0.75 * many, "tokens of the rows"
     for changed, expected in zip(later, after, strict=True):
         for i, document in enumerate(documents):

@@ -180,10 +180,11 @@ def experience_of(
     """Returns what training reads of each rollout. Fields that no loss reads are None, and are not sent."""
     none = (None,) * len(rollouts)
     sampler = none if not config.weighs_tokens else [rollout.sampler_logprobs for rollout in rollouts]
-    references = scores.ref_logprobs if config.kl_in == "loss" else None
+    in_loss = config.kl_in == "loss" and not config.teacher_top_k
+    references = scores.ref_logprobs if in_loss else None
     return [
-        Experience(rollout.document, old, of_sampler, ref, v, a, value)
-        for rollout, old, ref, v, of_sampler, a, value in zip(
+        Experience(rollout.document, old, of_sampler, ref, v, a, value, teacher)
+        for rollout, old, ref, v, of_sampler, a, value, teacher in zip(
             rollouts,
             scores.logprobs or none,
             references or none,
@@ -191,6 +192,7 @@ def experience_of(
             sampler,
             advantages,
             returns or none,
+            scores.teacher or none,
             strict=True,
         )
     ]

@@ -34,6 +34,7 @@ from rlhf_core.stages.ppo.roles.role_passes import (
     collate_rows,
     parts_of,
     score_share,
+    teacher_rows,
     token_values,
 )
 from rlhf_core.stages.ppo.roles.trained import Trained, Update
@@ -70,6 +71,7 @@ class Actor(Trained):
             policy.replay_routing()
         super().__init__("actor", policy, model, config)
         self.top = Truncation(config.top_p, config.top_k)
+        self.vocabulary = policy.known or policy.model.config.vocab_size
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
         """Returns the log-probs of the distribution that answers are sampled from, or of the whole
@@ -116,7 +118,8 @@ class Actor(Trained):
         def loss(part: list[int]) -> Loss:
             here = [items[i] for i in part]
             batch, rows = collate_rows(here, self.passes, self.model.pad_token_id, self.engine)
-            new = masked_logprobs(self.engine, batch, self.config.temperature, entropy, self.top)
+            teacher = teacher_rows(here, self.vocabulary, self.engine.device)
+            new = masked_logprobs(self.engine, batch, self.config.temperature, entropy, self.top, teacher)
             old, sampler, ref, advantages = (
                 token_values(batch, rows, [getattr(e, name) for e in here])
                 for name in ("old_logprobs", "sampler_logprobs", "ref_logprobs", "advantages")
@@ -132,7 +135,15 @@ class Actor(Trained):
                 mask = mask & (weights > 0)
             entropies.append(entropy_counts(new.entropy, mask))
             per_token = PerToken(
-                new.logprobs, new.entropy, old, ref, advantages, weights, mask, batch.documents
+                new.logprobs,
+                new.entropy,
+                old,
+                ref,
+                advantages,
+                weights,
+                mask,
+                batch.documents,
+                new.teacher_kl,
             )
             result = actor_loss(per_token, len(part), counted, self.config, update.kl_coef)
             return with_balance(result, new.balance, self.config.router_aux_coef, float(len(items)))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from rlhf_core.objectives.collate import Batch
 from rlhf_core.rollout.weight_transfer import gpu_uuid
 from rlhf_core.stages.ppo.measured.roofline import ModelShape, shape_of
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, Scored, score_share
+from rlhf_core.stages.ppo.rollout_records import TeacherTokens
 from rlhf_core.system import progress
 from rlhf_core.system.gpu_allocator import move_to_pinned
 from rlhf_core.training.backends import zero_backend
@@ -142,6 +144,16 @@ class ReferenceModel(ReadOnlyModel):
             documents, lambda batch: masked_logprobs(self.run, batch, self.temperature).logprobs
         )
 
+    def top_tokens(self, documents: Sequence[Document], count: int) -> list[tuple[int, TeacherTokens]]:
+        """Returns the same log-probs, and the `count` most probable tokens at each token of the answers."""
+
+        def read(batch: Batch) -> Tensor:
+            found = masked_logprobs(self.run, batch, self.temperature, top_k=count)
+            assert found.top is not None, "they were requested"
+            return torch.cat([found.logprobs[None], found.top]).movedim(0, -1)
+
+        return [(i, teacher_tokens(documents[i], values)) for i, values in self.score(documents, read)]
+
 
 class Reward(ReadOnlyModel):
     """Scores with a reward model."""
@@ -162,6 +174,14 @@ class Reward(ReadOnlyModel):
         """Returns the score at each document's last token, as an array of one."""
         everywhere = self.score(documents, lambda b: self.run(b.tokens, b.host.positions))
         return [(index, values[-1:]) for index, values in everywhere]
+
+
+def teacher_tokens(document: Document, values: np.ndarray) -> TeacherTokens:
+    """Returns the record of `values` (T, 2 k + 2): log-probs of the document's tokens, ids, their log-probs
+    and that of all other tokens together."""
+    answer = values[document.mask_array, 1:]
+    ids, logprobs = np.split(answer, [answer.shape[1] // 2], axis=1)
+    return TeacherTokens(np.ascontiguousarray(values[:, 0]), ids.astype(np.int32), logprobs.copy())
 
 
 def _tensors(module: torch.nn.Module) -> list[Tensor]:

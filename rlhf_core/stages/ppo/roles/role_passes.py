@@ -14,6 +14,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.kernels.attention import can_share, row_width
 from rlhf_core.models.policy import Policy
+from rlhf_core.models.teacher_kl import TopTokens
 from rlhf_core.objectives.collate import Batch, collate, sent
 from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.system import progress
@@ -24,7 +25,7 @@ Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
 
 
 class Read(NamedTuple):
-    """Holds the values (B, T) of a pass, perhaps on a GPU, for the indices `part` and their documents in
+    """Holds the values (B, T, ...) of a pass, perhaps on a GPU, for the indices `part` and their documents in
     `rows`; `real` is False on padding."""
 
     part: list[int]
@@ -62,7 +63,7 @@ class ModelSpec(NamedTuple):
 def score_share(
     holder: ModelHolder, documents: Sequence[Document], model: ModelSpec, forward: Callable[[Batch], Tensor]
 ) -> Scored:
-    """Scores this rank's share of the documents, similar lengths together; `forward` returns (B, T)."""
+    """Scores this rank's share of the documents, similar lengths together; `forward` returns (B, T, ...)."""
     passes = passes_of(holder, model.micro_batch_size, model.micro_tokens)
     read: list[Read] = []
     parts = parts_of(documents, passes)
@@ -86,7 +87,7 @@ def arrays_of(read: Sequence[Read]) -> Scored:
         own = np.split(values.cpu().numpy()[real], ends[:-1])
         progress.made()
         scored += [
-            (i, np.pad(array, (document.shared, 0)))
+            (i, np.pad(array, [(document.shared, 0), *[(0, 0)] * (array.ndim - 1)]))
             for i, document, array in zip(part, packed, own, strict=True)
         ]
     return scored
@@ -143,6 +144,26 @@ def token_values(
     values = np.zeros(batch.tokens.shape, np.float32)
     values[batch.real] = np.concatenate(own)
     return sent(torch.from_numpy(values), batch.tokens.device)
+
+
+def teacher_rows(items: Sequence[Experience], vocabulary: int, device: torch.device) -> TopTokens | None:
+    """Returns the teacher's tokens of all answers, concatenated: a row for each token in the mask of the
+    batch. None without a teacher. Raises ValueError for an id beyond the actor's `vocabulary`: padding of a
+    teacher without a tokenizer."""
+    teachers = [item.teacher for item in items if item.teacher is not None]
+    if not teachers:
+        return None
+    lengths = [np.count_nonzero(item.document.mask_array) for item in items]
+    assert [len(teacher.ids) for teacher in teachers] == lengths, "teachers are of other documents"
+    ids = np.concatenate([teacher.ids for teacher in teachers]).astype(np.int64)
+    highest = int(ids.max(initial=-1))
+    if highest >= vocabulary:
+        raise ValueError(
+            f"token {highest} is among the teacher's most probable ones, and the actor has {vocabulary}"
+            " tokens: name a teacher with the same tokenizer"
+        )
+    logprobs = np.concatenate([teacher.logprobs for teacher in teachers])
+    return TopTokens(sent(torch.from_numpy(ids), device), sent(torch.from_numpy(logprobs), device))
 
 
 def on_tokens(values: np.ndarray | float, document: Document) -> np.ndarray:

@@ -29,6 +29,14 @@ from tests.support.tiny_roles import ppo
     {bootstrap_truncated: true, environment: guess, critic: rm} | needs the value of what comes next
     {bootstrap_truncated: true, dynamic_filtering: true} | dynamic_filtering compares rewards before the critic's values
     {ratio: sequence, sampler_is: mask} | set sampler_is_level to geometric or sequence
+    {teacher_top_k: 5, kl_in: loss} | teacher_top_k reads the distributions of a teacher: set reference to it
+    {teacher_top_k: 5, reference: other} | teacher_top_k puts the KL of whole distributions into the loss: set kl_in to loss
+    {teacher_top_k: 5, reference: other, kl_in: loss, init_kl_coef: 0} | teacher_top_k has no effect with init_kl_coef 0
+    {teacher_top_k: 5, reference: other, kl_in: loss, top_p: 0.9} | teacher_top_k compares whole distributions
+    {teacher_top_k: 5, reference: other, kl_in: loss, top_k: 9} | leave out top_p and top_k
+    {teacher_top_k: 5, reference: sft, kl_in: loss, lora: {rank: 4}} | set reference to another model, or leave teacher_top_k out
+    {teacher_top_k: 0, reference: other, kl_in: loss} | greater than or equal to 1
+    {teacher_top_k: 5000, reference: other, kl_in: loss} | less than or equal to 1024
     {kl_target: 0.1, init_kl_coef: 0} | set init_kl_coef above 0, or leave out kl_target
     {truncated_penalty: -1.0} | greater than or equal to 0
     {dual_clip: 1.0} | greater than 1
