@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_core.objectives.actor_loss import ResponseCounts
 from rlhf_core.objectives.losses import teacher_loss
+from rlhf_core.preflight.model_checks import vocabulary_problems
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.by_reference import by_reference, joined, read_by
@@ -218,3 +219,14 @@ def test_the_fleet_asks_the_reference_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert called == [(ReferenceModel.top_tokens, (7,))]
     assert scores.teacher == teachers and scores.ref_logprobs[0] is teachers[0].own
     assert [column.field for column in scores.stored] == ["document", "teacher"]
+
+
+@pytest.mark.parametrize("count", [None, 5])
+def test_a_teacher_with_further_tokens_is_refused_before_work(count: int | None) -> None:
+    """Log-probs of sampled tokens need no more than the actor's tokens."""
+    estimator = {"kl_estimator": "k3" if count is None else "k1"}
+    config = ppo(**{**FIELDS, **estimator, "teacher_top_k": count})
+    node: Any = SimpleNamespace(kind="ppo", name="ppo", config=config)
+    unlike = {("teacher", "sft"): "sft has no such token"}
+    told = vocabulary_problems(node, lambda name: name, lambda own, other: unlike.get((own, other)))
+    assert told == ([] if count is None else ["stages.ppo.reference: sft has no such token"])
