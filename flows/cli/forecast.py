@@ -117,10 +117,7 @@ def nodes_in(planned: Plan, count: int) -> int | None:
 
 def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
     """Returns the size of each role's model. Raises ValueError like `model_size`."""
-    names = {"actor": config.actor} | (
-        {"reference": config.reference or config.actor} if "reference" in config.groups else {}
-    )
-    names |= {f"reward:{source.title}": source.model for source in config.reward_models}
+    names = {"actor": config.actor} | config.read_names
     names |= {judge.group: judge.model.model for judge in config.own_judges}
     if config.has_critic:
         names["critic"] = config.critic or config.reward_models[0].model

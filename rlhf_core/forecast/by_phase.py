@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import KINDS, PPO, Trainable
+from rlhf_core.config.ppo.model_placement import gives_logprobs
 from rlhf_core.config.training.sharding import Training
 from rlhf_core.forecast.hardware import GIB, Gpu
 from rlhf_core.forecast.memory import (
@@ -163,7 +164,7 @@ def _hosts(config: PPO, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, _Host]
 def _host(config: PPO, name: str, sizes: Mapping[str, Size], gpu: Gpu) -> _Host:
     size = sizes[name]
     ranks = config.groups[name].world_size
-    head = name in ("actor", "reference")
+    head = gives_logprobs(name)
     if name in ("actor", "critic"):
         return _trained_on_host(size, training_of_role(config, name, gpu.memory), head, gpu)
     count = size.parameters - (0 if head else size.head)

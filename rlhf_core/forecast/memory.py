@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import KINDS, PPO, REFERENCE_FREE, EngineConfig, Lora, Optimised, Ranks, Trainable
+from rlhf_core.config.ppo.model_placement import gives_logprobs
 from rlhf_core.config.training.optimised import SHARDINGS
 from rlhf_core.config.training.sharding import Training
 from rlhf_core.forecast.fitting_passes import Pass, fields_of, on_rank, recipe_pass, sums_in_fp32
@@ -146,7 +147,7 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
     a_pass = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
     held: dict[str, ProcessBytes] = {}
     for name, ranks in config.groups.items():
-        head = name in ("actor", "reference")
+        head = gives_logprobs(name)
         scoring = on_rank(a_pass, config.sharing_of(name))
         if name in ("actor", "critic"):
             found = trained(sizes[name], training_of_role(config, name, gpu_bytes), head, scoring)

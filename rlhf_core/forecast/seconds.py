@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import PPO
+from rlhf_core.config.ppo.model_placement import gives_logprobs
 from rlhf_core.config.training.optimised import SHARDINGS
 from rlhf_core.forecast.fitting_passes import Pass, as_laid
 from rlhf_core.forecast.hardware import GIB, Gpu, gather_seconds, nodes_of
@@ -77,7 +78,7 @@ def phases(
     in_training = FP8_TRAINING if config.float8 else 1.0
     for name, group in config.groups.items():
         size = sizes[name]
-        head = name in ("actor", "reference")
+        head = gives_logprobs(name)
         ranks = group.world_size
         sent = sending(config, name, size, gpu)
         # within a node, the measured rates include it
@@ -171,7 +172,7 @@ def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
     the link to the host. Frozen models with `ref_reward_offload` are read whole, once; with
     `ref_reward_shard` they are gathered for each pass."""
     ranks = config.groups[role].world_size
-    weights = 2 * (size.parameters - (0 if role in ("actor", "reference") else size.head))
+    weights = 2 * (size.parameters - (0 if gives_logprobs(role) else size.head))
     whole = gather_seconds(weights, ranks, gpu)
     if role not in ("actor", "critic"):
         if config.ref_reward_shard:

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
+from rlhf_core.config.ppo.model_placement import gives_logprobs
 from rlhf_core.config.training.optimised import HALF, SHARDINGS
 from rlhf_core.config.training.sharding import TORCH
 from rlhf_core.forecast.fitting_passes import Pass
@@ -132,7 +133,7 @@ def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str
         weight = 0.0
     over = {role: ranks.world_size if config.ref_reward_shard else 1 for role, ranks in config.groups.items()}
     held |= {
-        role: loaded(sizes[role], role == "reference", weight, ranks)
+        role: loaded(sizes[role], gives_logprobs(role), weight, ranks)
         for role, ranks in over.items()
         if role in sizes and role not in held
     }

@@ -64,11 +64,10 @@ def _shared(config: Optimised, start: str) -> list[str]:
     """Returns the names of the models whose passes several ranks compute together."""
     names = [getattr(config, start), getattr(config, "critic", None)]
     if isinstance(config, PPO):
-        read = {"reference": config.reference} | {
-            f"reward:{source.title}": source.model for source in config.reward_models
-        }
         names += [
-            name for role, name in read.items() if role in config.groups and config.sharing_of(role) > 1
+            name
+            for role, name in config.read_names.items()
+            if role in config.groups and config.sharing_of(role) > 1
         ]
         names += [config.reward_models[0].model] if config.has_critic and config.critic is None else []
     else:

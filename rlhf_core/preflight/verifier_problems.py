@@ -15,13 +15,14 @@ from rlhf_core.environments.agents.openenv_session import openenv_problem
 from rlhf_core.environments.row_environments import environment_problem
 from rlhf_core.environments.verifiers.verifier_checks import lacks, row_problem, verifiers_of
 from rlhf_core.recipe.plan import Node
+from rlhf_core.rewards.row_teachers import teacher_problem
 
 FIRST = 2000  # rows of each data set; the stage checks them all before it starts an engine
 
 
 def verified_rows_problems(node: Node) -> list[str]:
     """Returns a sentence for each data set with a row that a verifier cannot read, or that names none of the
-    stage's environments, or whose pass rate for a curriculum is none."""
+    stage's environments, or a teacher that the stage lacks, or whose pass rate for a curriculum is none."""
     config = node.config
     if not isinstance(config, Rewarded):
         return []
@@ -31,10 +32,14 @@ def verified_rows_problems(node: Node) -> list[str]:
         sets["eval_prompts"] = config.eval_prompts
     curriculum = config.curriculum if isinstance(config, PPO) else None
     key = None if curriculum is None else curriculum.pass_rate_key
-    if not verifiers_of(config.reward) and not environments and key is None:
+    teachers = config.teachers if isinstance(config, PPO) else {}
+    if not verifiers_of(config.reward) and not environments and not teachers and key is None:
         return []
-    keys = {"prompts": key}
-    told = {field: _problem(config, environments, data, keys.get(field)) for field, data in sets.items()}
+    told = {
+        field: _problem(config, environments, data, key if field == "prompts" else None)
+        or _teacher_problem(teachers if field == "prompts" else {}, data)
+        for field, data in sets.items()
+    }
     return [f"stages.{node.name}.{field}: {problem}" for field, problem in told.items() if problem]
 
 
@@ -50,6 +55,18 @@ def _problem(config: Rewarded, environments: Collection[str], data: Data, pass_r
         or pass_rate_problem(pass_rate_key, rows)
         or _form_problem(config, data)
     )
+
+
+def _teacher_problem(teachers: Collection[str], data: Data) -> str:
+    """Returns a sentence for the first row that names none of the teachers; "" without teachers."""
+    if not teachers:
+        return ""
+    try:
+        return teacher_problem(
+            teachers, ((found.where, found.row) for found in islice(checked_rows(data, "prompt"), FIRST))
+        )
+    except ValueError:  # reported with the data
+        return ""
 
 
 def _form_problem(config: Rewarded, data: Data) -> str:

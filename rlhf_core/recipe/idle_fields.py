@@ -51,6 +51,11 @@ def _steps(config: PPO) -> int:
     )
 
 
+def _default_reference_ranks(config: PPO) -> bool:
+    """Returns whether the reference or a teacher has the ranks that the stage gives the reference."""
+    return "reference" in config.groups or any(each.ranks is None for each in config.teachers.values())
+
+
 def _default_reward_ranks(config: PPO) -> bool:
     return any(source.ranks is None for source in config.reward_models)
 
@@ -112,15 +117,15 @@ RULES = (
     Rule(
         PPO,
         "reference_ranks",
-        lambda c: "reference" in c.groups,
-        "where the reference has processes of its own",
+        _default_reference_ranks,
+        "where the reference, or a teacher that leaves ranks out, has processes of its own",
     ),
     Rule(PPO, "reward_ranks", _default_reward_ranks, "on reward models that leave ranks out"),
     Rule(
         PPO,
         "colocate_actor_ref",
-        lambda c: "reference" in c.groups,
-        "where the reference has processes of its own",
+        lambda c: "reference" in c.groups or bool(c.teachers),
+        "where the reference or a teacher has processes of its own",
     ),
     Rule(
         PPO, "ref_reward_offload", lambda c: bool(c.read_only), "where there is a reference or a reward model"

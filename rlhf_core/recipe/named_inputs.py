@@ -23,6 +23,7 @@ from rlhf_core.config import (
 from rlhf_core.config.generated_data import VerifiersPrompts
 from rlhf_core.config.judging.lm_eval_tasks import is_path
 from rlhf_core.config.kinds import KINDS, named
+from rlhf_core.config.ppo.kl_penalty import Teacher
 from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.config.rewarding.judge_models import EngineJudge
 from rlhf_core.config.rewards import FunctionReward, ModelReward
@@ -34,6 +35,7 @@ PLACES = {  # fields that name a model or a file, in addition to those in KINDS
     Environment: ("path", "agent", "checker", "python"),
     VerifiersPrompts: ("python",),
     ModelReward: ("model",),
+    Teacher: ("model",),
     AlignmentTax: ("tasks",),
     Evaluation: ("parents",),
     RewardEvaluation: ("models",),
@@ -68,6 +70,9 @@ def references(config: StageConfig) -> Iterator[ConfigReference]:
                 yield ConfigReference(field, item, kinds)
             elif isinstance(item, ModelReward):
                 yield ConfigReference(field if len(values) == 1 else f"{field}.{i}", item.model, kinds)
+        for key, item in value.items() if isinstance(value, Mapping) else ():
+            if isinstance(item, Teacher):
+                yield ConfigReference(f"{field}.{key}", item.model, kinds)
     for place, name, makes in config.nested_names:
         yield ConfigReference(place, name, named(makes))
 

@@ -75,6 +75,10 @@ def environments_of(config: PPO) -> list[tuple[str, ...]]:
     return each(config.environments)
 
 
+def teachers_of(config: PPO) -> list[tuple[str, ...]]:
+    return each(config.teachers)
+
+
 REWARDS = (
     *rewarded("the weighted sum, before standardisation", EXPLOITED),
     Metric(
@@ -130,6 +134,13 @@ REWARDS = (
         "KL to the reference of `kl/mean`, summed over an answer",
         "nats",
         REFERENCE,
+        failed=FAR_AWAY,
+    ),
+    Metric(
+        "kl/teacher/NAME",
+        "mean KL to one teacher on the answers of its own rows, by `kl_estimator`",
+        "nats/token",
+        of=teachers_of,
         failed=FAR_AWAY,
     ),
     Metric(

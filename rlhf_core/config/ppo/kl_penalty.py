@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rlhf_core.records import Config, InDigestIfSet, Positive, check
+from rlhf_core.records import Config, InDigestIfSet, NotInDigest, Positive, Ranks, check
+
+
+class Teacher(Config):
+    """A model that the KL of some rows is measured from, in place of the reference. Its name alone also
+    writes one."""
+
+    model: str = Field(description="the model, with the actor's tokenizer")
+    ranks: Annotated[Ranks | None, NotInDigest] = Field(
+        None, description="its processes; default: reference_ranks of the stage"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_name(cls, given: Any) -> Any:
+        return {"model": given} if isinstance(given, str) else given
 
 
 class KLPenalty(Config):
@@ -18,6 +33,13 @@ class KLPenalty(Config):
         description=(
             "KL anchor; default: the actor before training, or, with init_kl_coef 0 and no kl_target, none:"
             " no KL is measured"
+        ),
+    )
+    teachers: Annotated[dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], Teacher], InDigestIfSet] = Field(
+        {},
+        description=(
+            "models by name: the column `teacher` of a row names the one that the KL of its answers is"
+            " measured from; rows without a name use reference"
         ),
     )
     reset_reference_every: Annotated[Positive | None, InDigestIfSet] = Field(
@@ -78,6 +100,21 @@ class KLPenalty(Config):
             return self.init_kl_coef
         done = iteration / (iterations - 1)
         return (1 - done) * self.init_kl_coef + done * self.final_kl_coef
+
+    @check
+    def _check_teachers(self) -> Iterator[str]:
+        if not self.teachers:
+            return
+        if not self.init_kl_coef:
+            yield (
+                "teachers teach by the KL to them, and init_kl_coef is 0: set it above 0, or leave out"
+                " teachers"
+            )
+        if self.reset_reference_every is not None:
+            yield (
+                "reset_reference_every gives the reference the actor's weights, and teachers keep theirs:"
+                " leave one of them out"
+            )
 
     @check
     def _check_kl(self) -> Iterator[str]:

@@ -16,6 +16,12 @@ from rlhf_core.config.training.optimised import Optimised
 from rlhf_core.records import NotInDigest, Positive, Ranks, check
 
 
+def gives_logprobs(role: str) -> bool:
+    """Returns whether a group's model gives log-probs over the vocabulary: actor, reference and teachers. The
+    others give one value per token or answer."""
+    return role in ("actor", "reference") or role.startswith("teacher:")
+
+
 class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rewarded):
     """The ranks of each model, and the GPUs and memory that they share. None of it affects the result."""
 
@@ -37,7 +43,7 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
     )
     reward_ranks: Annotated[Ranks, NotInDigest] = Ranks()
     colocate_actor_ref: Annotated[bool, NotInDigest] = Field(
-        False, description="actor and reference share their GPUs, rank by rank"
+        False, description="actor, reference and teachers share their GPUs, rank by rank"
     )
     colocate_critic_reward: Annotated[bool, NotInDigest] = Field(
         False, description="critic and reward models share their GPUs, rank by rank"
@@ -50,13 +56,13 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
         ),
     )
     ref_reward_offload: Annotated[bool, NotInDigest] = Field(
-        False, description="reference and reward models are in host memory while they do not score"
+        False, description="reference, teachers and reward models are in host memory while they do not score"
     )
     ref_reward_shard: Annotated[bool, NotInDigest] = Field(
         False,
         description=(
-            "reference and reward models are cut over their ranks (ZeRO-3), which fetch a layer at a time"
-            " while they score"
+            "reference, teachers and reward models are cut over their ranks (ZeRO-3), which fetch a layer at"
+            " a time while they score"
         ),
     )
     adam_offload: Annotated[tuple[Literal["actor", "critic"], ...], NotInDigest] = Field(
@@ -97,12 +103,15 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
 
     @property
     def groups(self) -> dict[str, Ranks]:
-        """The processes of each model; reward models are called `reward:<title>`."""
+        """The processes of each model; reward models are called `reward:<title>`, teachers
+        `teacher:<name>`."""
         groups = {"actor": self.actor_ranks}
         if self.has_critic:
             groups["critic"] = self.critic_ranks
         if self.has_reference and not self.reference_in_actor:
             groups["reference"] = self.reference_ranks
+        for name, teacher in self.teachers.items():
+            groups[f"teacher:{name}"] = teacher.ranks or self.reference_ranks
         for source in self.reward_models if self.has_engines else ():
             groups[f"reward:{source.title}"] = source.ranks or self.reward_ranks
         return groups
@@ -113,6 +122,13 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
         if self.groups[role].world_size % self.sequence_parallel_size:
             return 1
         return self.sequence_parallel_size
+
+    @property
+    def read_names(self) -> dict[str, str]:
+        """The names of reference, teachers and reward models by their groups."""
+        names = {"reference": self.reference or self.actor} if "reference" in self.groups else {}
+        names |= {f"teacher:{name}": teacher.model for name, teacher in self.teachers.items()}
+        return names | {f"reward:{source.title}": source.model for source in self.reward_models}
 
     @property
     def placed(self) -> dict[str, Wanted]:
@@ -137,8 +153,9 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
             apart = {judge.group for judge in self.own_judges if not judge.model.engine.sleep}
             return [[name for name in self.placed if name not in apart]]
         sharing = []
-        if self.colocate_actor_ref and "reference" in self.groups:
-            sharing.append(["actor", "reference"])
+        beside_actor = [name for name in self.groups if gives_logprobs(name)]
+        if self.colocate_actor_ref and len(beside_actor) > 1:
+            sharing.append(beside_actor)
         if self.colocate_critic_reward:
             sharing.append([name for name in self.groups if name == "critic" or name.startswith("reward:")])
         return sharing
@@ -175,7 +192,9 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
         offloads: dict[str, Sequence[str]] = {
             "adam_offload": self.adam_offload,
             "param_offload": self.param_offload,
-            "ref_reward_offload": ["reference"] * self.ref_reward_offload,
+            "ref_reward_offload": [
+                name for name in self.read_only if self.ref_reward_offload and gives_logprobs(name)
+            ],
         }
         for field, roles in offloads.items():
             without = [role for role in roles if role in self.groups and not self.groups[role].gpus]

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rlhf_core.config.loop_kinds import Rewarded
 from rlhf_core.config.ppo.kl_penalty import KLPenalty
-from rlhf_core.config.ppo.model_placement import ModelPlacement
+from rlhf_core.config.ppo.model_placement import ModelPlacement, gives_logprobs
 from rlhf_core.config.ppo.policy_objective import PolicyObjective
 from rlhf_core.config.ppo.reward_shaping import RewardShaping
 from rlhf_core.config.ppo.rollout_batches import RolloutBatches
@@ -58,8 +58,7 @@ class PPO(
 
     def dtype_in(self, role: str) -> str:
         """float16 is for models whose log-probs are compared; the others need no loss scale in bfloat16."""
-        compared = role in ("actor", "reference")
-        return self.dtype if compared or self.dtype != "float16" else "bfloat16"
+        return self.dtype if gives_logprobs(role) or self.dtype != "float16" else "bfloat16"
 
     @property
     def scorings(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -31,6 +32,8 @@ from rlhf_core.stages.ppo.rewards.reward_sources import RewardSources
 from rlhf_core.stages.ppo.rewards.texts import Lengths, TokenTexts
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ModelRole, ReferenceModel
+from rlhf_core.stages.ppo.roles.role_passes import Scored
+from rlhf_core.stages.ppo.roles.teacher_scores import PendingShares, scorings_of, start_teachers
 from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores, StoredColumn
 from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
@@ -56,6 +59,7 @@ class Fleet:
     token_texts: Callable[[Sequence[int]], TokenTexts] | None = None
     machine: RooflineInputs | None = None  # set by `survey`
     judges: Sequence[WorkerGroup] = ()
+    teachers: Mapping[str, WorkerGroup] = field(default_factory=dict)
     rewarding: Lock = field(default_factory=Lock)
 
     @property
@@ -130,14 +134,14 @@ class Fleet:
         pending: dict[str, Any] = {}
         if self.config.scores_actor:
             pending["old_logprobs"] = turns.start(self.actor, "score", Actor.logprobs, documents)
-        if self.reference is not None and self.config.teacher_top_k:
+        if self.teachers:
+            pending["ref_logprobs"] = self._start_teachers(rollouts, turns)
+        elif self.reference is not None and self.config.teacher_top_k:
             pending["teacher"] = turns.start(
                 self.reference, "score", ReferenceModel.top_tokens, documents, self.config.teacher_top_k
             )
-        elif self.reference is not None:
-            pending["ref_logprobs"] = turns.start(self.reference, "score", ReferenceModel.logprobs, documents)
-        if self.config.reference_in_actor:
-            pending["ref_logprobs"] = turns.start(self.actor, "score", Actor.reference_logprobs, documents)
+        elif self.reference is not None or self.config.reference_in_actor:
+            pending["ref_logprobs"] = self._start_reference(documents, turns)
         if self.critic is not None:
             pending["values"] = turns.start(self.critic, "score", Critic.values, documents)
             cut = [rollout.document for rollout in rollouts if not rollout.finished]
@@ -145,6 +149,23 @@ class Fleet:
                 ended = put_on_nodes(cut)
                 pending["end_values"] = turns.start(self.critic, "score", Critic.end_values, ended)
         return pending
+
+    def _start_reference(self, documents: Any, turns: Turns) -> Pending[Scored]:
+        """Starts to score documents with the reference, which may be the actor without its adapters."""
+        if self.reference is None:
+            return turns.start(self.actor, "score", Actor.reference_logprobs, documents)
+        return turns.start(self.reference, "score", ReferenceModel.logprobs, documents)
+
+    def _start_teachers(self, rollouts: Sequence[Rollout], turns: Turns) -> PendingShares:
+        """Starts to score each rollout with its own teacher, or the reference."""
+
+        def start(name: str, share: Sequence[Rollout]) -> Pending[Scored]:
+            documents = put_on_nodes([rollout.document for rollout in share])
+            if not name:
+                return self._start_reference(documents, turns)
+            return turns.start(self.teachers[name], "score", ReferenceModel.logprobs, documents)
+
+        return start_teachers({name: partial(start, name) for name in ("", *self.teachers)}, rollouts)
 
     def _end_values(self, rollouts: Sequence[Rollout], of_cut: Sequence[np.ndarray]) -> np.ndarray | None:
         """Returns `Scores.end_values`. `of_cut`: the values of the cut answers, in order."""
@@ -251,7 +272,13 @@ class Fleet:
         """Returns the groups of all models, without the sampler's group."""
         return [
             group
-            for group in (self.actor, self.reference, *self.sources.models.values(), self.critic)
+            for group in (
+                self.actor,
+                self.reference,
+                *self.teachers.values(),
+                *self.sources.models.values(),
+                self.critic,
+            )
             if group is not None
         ]
 
@@ -276,7 +303,8 @@ class Fleet:
         memory, `work` and waits of each role; what judges used; tokens per step of engines that draft."""
         metrics: dict[str, float] = {}
         if self.machine is not None:
-            metrics |= floors(rollouts, passes, self.machine, self.config.scorings)
+            scorings = scorings_of(self.config, [rollout.prompt.row for rollout in rollouts])
+            metrics |= floors(rollouts, passes, self.machine, scorings)
         metrics |= self.engines.synced
         metrics |= memory_metrics(self.models, self.timeout)
         metrics |= work_metrics(work, seconds)

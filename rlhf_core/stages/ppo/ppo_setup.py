@@ -25,10 +25,7 @@ PROBE_TOKENS = 128
 def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
     """Returns the path of each role's model. By default the critic starts from the first reward model, and
     the reference is the actor's starting model."""
-    names = {"actor": config.actor} | (
-        {"reference": config.reference or config.actor} if "reference" in config.groups else {}
-    )
-    names |= {f"reward:{source.title}": source.model for source in config.reward_models}
+    names = {"actor": config.actor} | config.read_names
     names |= {judge.group: judge.model.model for judge in config.own_judges if config.has_engines}
     if config.has_critic:
         names["critic"] = config.critic or config.reward_models[0].model

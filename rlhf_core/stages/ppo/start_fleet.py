@@ -102,6 +102,7 @@ def start_fleet(
         lengths=lengths_of(tokenizer),
         token_texts=token_texts_of(tokenizer),
         judges=judging,
+        teachers={name: groups[f"teacher:{name}"] for name in config.teachers},
     )
     if not config.has_engines:
         return fleet
@@ -158,7 +159,7 @@ def start_sampler(
 def start_read_only(
     groups: Mapping[str, WorkerGroup], config: PPO, paths: Mapping[str, str], spec: Callable[[str], ModelSpec]
 ) -> list[Pending[RankReady]]:
-    """Starts to load reward models and the reference."""
+    """Starts to load reward models, teachers and the reference."""
     where = {"offload": config.ref_reward_offload, "shard": config.ref_reward_shard}
     roles = [role for role in config.groups if role.startswith("reward:")]
     loading = [groups[role].build(Reward, model=spec(role), **where) for role in roles]
@@ -174,6 +175,9 @@ def start_read_only(
                 **where,
             )
         )
+    for role in (f"teacher:{name}" for name in config.teachers):
+        build = groups[role].build
+        loading.append(build(ReferenceModel, model=spec(role), temperature=config.temperature, **where))
     if config.reference_in_actor:
         print("the reference is the actor without its adapters; reference_ranks are unused", flush=True)
     return loading

@@ -31,6 +31,7 @@ from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.rewards.judge.label_agreement import JUDGE_CACHE, agreement_metrics
 from rlhf_core.rewards.own_tokens import OwnTokens, writers
 from rlhf_core.rewards.reward_trial import try_rewards
+from rlhf_core.rewards.row_teachers import require_teachers
 from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import read_metrics
@@ -76,6 +77,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     # Before any model is loaded: functions and environment may be faulty.
     held_out_prompts = held_out.prompts if held_out else ()
     require_environments(config.environments, data.items, held_out_prompts)
+    require_teachers(config.teachers, [prompt.row for prompt in data.items])
     agreement: dict[str, float] = {}
     judges: dict[str, EngineChat] = {}
     if config.has_engines:

@@ -27,6 +27,8 @@ WORDS = 1200
 README_WORDS = 1200
 NAMES = (
     "pairs-on-the-hub",
+    "math",
+    "code",
     "gpt",
     "top_p",
     "trial",

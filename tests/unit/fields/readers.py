@@ -18,6 +18,8 @@ Trainable.adam_offload rlhf_core/config/training/trainable.py self.adam_offload
 Trainable.param_offload rlhf_core/config/training/trainable.py self.param_offload
 Loop.rounds rlhf_core/recipe/expand.py config.rounds
 RewardShaping.environment rlhf_core/stages/ppo/train.py config.environment
+KLPenalty.teachers rlhf_core/stages/ppo/train.py config.teachers
+Teacher.ranks rlhf_core/config/ppo/model_placement.py teacher.ranks
 ModelPlacement.timeout rlhf_core/stages/ppo/start_fleet.py config.timeout
 ModelPlacement.adam_offload rlhf_core/config/ppo/model_placement.py self.adam_offload
 ModelPlacement.param_offload rlhf_core/config/ppo/model_placement.py self.param_offload

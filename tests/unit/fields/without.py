@@ -28,7 +28,9 @@ WITHOUT = {
     ),
     # Rows that name theirs: tests/unit/environments/test_episodes_by_row.py.
     # Runs without engines: tests/engines/test_ppo_halves.py.
-    "ppo": "environments train_only",
+    # Teachers of rows: tests/unit/stages/ppo/test_row_teachers.py.
+    "ppo": "environments teachers train_only",
+    "Teacher": "model",
     # Steps whose loss is not finite: tests/unit/training/test_skipped_steps.py.
     **dict.fromkeys(("sft", "dpo", "kto"), "skip_nonfinite_steps"),
     "reward_model": "skip_nonfinite_steps ema",

@@ -13,6 +13,7 @@ import pytest
 from rlhf_core.config import PPO
 from rlhf_core.environments import sandbox
 from rlhf_core.environments.verifiers import verifier_checks
+from rlhf_core.preflight.model_checks import vocabulary_problems
 from rlhf_core.preflight.verifier_problems import verified_rows_problems, verifier_needs
 
 
@@ -126,3 +127,24 @@ def test_questions_ask_for_the_form_that_is_scored(
     problems = verified_rows_problems(node(tmp_path, reward=reward, prompts={"sources": source}))
     assert len(problems) == bool(told)
     assert told in "".join(problems)
+
+
+def test_a_row_with_an_unknown_teacher_is_told_before_the_run(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"reward": "a.py:f", "teachers": {"math": "org/math", "code": "sft"}}
+    rows = {"teacher": "math"}, {}, {"teacher": None}, {"teacher": "maths"}
+    (problem,) = verified_rows_problems(node(tmp_path, *rows, **how))
+    assert problem.startswith("stages.ppo.prompts: ") and "rows.jsonl, row 4: " in problem
+    assert problem.endswith("the teacher 'maths', which the stage does not have: did you mean math?")
+    assert verified_rows_problems(node(tmp_path, *rows[:3], **how)) == []
+    assert verified_rows_problems(node(tmp_path, *rows, reward="a.py:f")) == []
+
+
+def test_a_teacher_with_another_tokenizer_is_named(tmp_path: Path) -> None:
+    found = node(tmp_path, reward="a.py:f", teachers={"math": "org/math", "code": "sft"})
+    found.kind = "ppo"
+
+    def unlike(own: str, other: str) -> str | None:
+        return f"{other} has other tokens than {own}" if other == "org/math" else None
+
+    told = vocabulary_problems(found, lambda name: name, unlike)
+    assert told == ["stages.ppo.teachers.math: org/math has other tokens than sft"]

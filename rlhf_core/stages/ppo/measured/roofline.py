@@ -100,7 +100,7 @@ def floors(
     rollouts: Sequence[Rollout],
     passes: Mapping[str, float],
     machine: RooflineInputs,
-    scorings: Mapping[str, int],
+    scorings: Mapping[str, float],
 ) -> dict[str, float]:
     """Returns the minimum seconds of each phase, as `floor/<phase>`. `passes`: how often each role trains
     on each rollout. `scorings`: how often it scores it.

@@ -43,6 +43,7 @@ from rlhf_core.stages.ppo.measured.answer_spread import (
     length_spread,
 )
 from rlhf_core.stages.ppo.rewards.shaped_rewards import Shaped, shaped_rewards, truncated
+from rlhf_core.stages.ppo.rewards.teacher_kl import kl_by_teacher
 from rlhf_core.stages.ppo.rewards.texts import Lengths
 from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
@@ -221,6 +222,7 @@ def divergence(
             "kl/per_answer": float(estimates.sum(dtype=torch.float64)) / len(usable),
             **{f"kl/p{at}": percentile(estimates, at) for at in (10, 50, 90, 99)},
             "kl/coef": kl_coef,
+            **kl_by_teacher(chosen, estimates, config),
         }
     if config.sampler_is != "in_ratio":
         metrics |= distance_to_sampler(rollouts, [(i, logprobs[i]) for i in usable], config)

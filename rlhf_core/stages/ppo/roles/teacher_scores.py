@@ -1,0 +1,55 @@
+"""Starts to score each answer with the teacher that its prompt's row names, and joins the log-probs in the
+order of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlhf_core.cluster.pending import Pending
+from rlhf_core.cluster.worker_group import in_order
+from rlhf_core.config import PPO
+from rlhf_core.rewards.row_teachers import places_by_teacher
+from rlhf_core.stages.ppo.roles.role_passes import Scored
+from rlhf_core.stages.ppo.rollout_records import Rollout
+
+
+class PendingShares(NamedTuple):
+    """Log-probs that several groups compute, each for the answers at its `places`. Like `Pending`, but the
+    nodes hold no data of all answers: `refs` is empty, and the driver sends them to training."""
+
+    shares: Sequence[tuple[Sequence[int], Pending[Scored]]]
+    refs: Sequence[Any] = ()
+
+    def wait(self, timeout: float) -> list[Scored]:
+        """Waits and returns the log-probs of all answers, with their indices."""
+        return [list(zip(places, in_order(work.wait(timeout)), strict=True)) for places, work in self.shares]
+
+
+def start_teachers(
+    teachers: Mapping[str, Callable[[Sequence[Rollout]], Pending[Scored]]], rollouts: Sequence[Rollout]
+) -> PendingShares:
+    """Starts to score the rollouts. `teachers`: what starts the scoring of some rollouts, by the teacher's
+    name; the reference is "". A teacher of no rollout does not score."""
+    places = places_by_teacher(teachers, (rollout.prompt.row for rollout in rollouts))
+    shares = [
+        (places[name], start([rollouts[i] for i in places[name]]))
+        for name, start in teachers.items()
+        if name in places
+    ]
+    return PendingShares(shares)
+
+
+def scorings_of(config: PPO, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns how often each group scores an answer of an iteration, on average. Reference and teachers score
+    only their own answers. `rows`: those of the answers' prompts."""
+    scorings: dict[str, float] = dict(config.scorings)
+    if not config.teachers:
+        return scorings
+    places = places_by_teacher(config.teachers, rows)
+    shares = {name: len(places.get(name, ())) / len(rows) for name in ("", *config.teachers)}
+    if config.reference_in_actor:
+        scorings["actor"] += shares[""] - 1
+    else:
+        scorings["reference"] = shares[""]
+    return scorings | {f"teacher:{name}": shares[name] for name in config.teachers}
