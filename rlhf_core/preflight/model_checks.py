@@ -149,7 +149,8 @@ def vocabulary_problems(
         if start is None or other is None or field not in (*kind.given_tokens, "reward"):
             continue
         told = unlike(start, other)
-        if told is None and field == "reference" and isinstance(config, PPO) and config.teacher_top_k:
+        teaches = field in ("reference", "teachers")
+        if told is None and teaches and isinstance(config, PPO) and config.teacher_top_k:
             told = unlike(other, start)  # the teacher's most probable tokens go to the actor
         told = not_writable(other) if told and field == "reward" else told
         if told and not (place == "critic" and told in problems.values()):

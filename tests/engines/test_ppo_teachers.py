@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,12 @@ def teacher(letter: str, material: Path, folder: Path) -> Path:
     return folder / "sft" / "checkpoint"
 
 
-def test_the_kl_of_each_row_to_its_own_teacher_falls(material: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, pytest.param({"teacher_top_k": 20, "kl_in": "loss"}, marks=pytest.mark.long)]
+)
+def test_the_kl_of_each_row_to_its_own_teacher_falls(
+    how: dict[str, Any], material: Path, tmp_path: Path
+) -> None:
     """Prompts begin with their teacher's name, so that one policy can follow both."""
     rows = [json.loads(line) for line in (material / "prompts.jsonl").read_text().splitlines()][:64]
     names = [list(LETTERS)[i % 2] for i in range(len(rows))]
@@ -66,6 +72,7 @@ def test_the_kl_of_each_row_to_its_own_teacher_falls(material: Path, tmp_path: P
         "max_steps": 10,
         "num_episodes": 50,
         "actor_ranks": Ranks(cpus=SHARE),
+        **how,
     }
     write_request(tmp_path / "run", PPO(**fields), inputs)
     finish(tmp_path / "run")

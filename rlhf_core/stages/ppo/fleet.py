@@ -32,7 +32,6 @@ from rlhf_core.stages.ppo.rewards.reward_sources import RewardSources
 from rlhf_core.stages.ppo.rewards.texts import Lengths, TokenTexts
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ModelRole, ReferenceModel
-from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.roles.teacher_scores import PendingShares, scorings_of, start_teachers
 from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores, StoredColumn
@@ -134,14 +133,11 @@ class Fleet:
         pending: dict[str, Any] = {}
         if self.config.scores_actor:
             pending["old_logprobs"] = turns.start(self.actor, "score", Actor.logprobs, documents)
+        of_reference = "teacher" if self.config.teacher_top_k else "ref_logprobs"
         if self.teachers:
-            pending["ref_logprobs"] = self._start_teachers(rollouts, turns)
-        elif self.reference is not None and self.config.teacher_top_k:
-            pending["teacher"] = turns.start(
-                self.reference, "score", ReferenceModel.top_tokens, documents, self.config.teacher_top_k
-            )
+            pending[of_reference] = self._start_teachers(rollouts, turns)
         elif self.reference is not None or self.config.reference_in_actor:
-            pending["ref_logprobs"] = self._start_reference(documents, turns)
+            pending[of_reference] = self._start_reference(self.reference, documents, turns)
         if self.critic is not None:
             pending["values"] = turns.start(self.critic, "score", Critic.values, documents)
             cut = [rollout.document for rollout in rollouts if not rollout.finished]
@@ -150,22 +146,25 @@ class Fleet:
                 pending["end_values"] = turns.start(self.critic, "score", Critic.end_values, ended)
         return pending
 
-    def _start_reference(self, documents: Any, turns: Turns) -> Pending[Scored]:
-        """Starts to score documents with the reference, which may be the actor without its adapters."""
-        if self.reference is None:
+    def _start_reference(self, group: WorkerGroup | None, documents: Any, turns: Turns) -> Pending[Any]:
+        """Starts to score documents with the reference or a teacher, or, without a group, with the actor
+        without its adapters."""
+        if group is None:
             return turns.start(self.actor, "score", Actor.reference_logprobs, documents)
-        return turns.start(self.reference, "score", ReferenceModel.logprobs, documents)
+        if self.config.teacher_top_k:
+            return turns.start(
+                group, "score", ReferenceModel.top_tokens, documents, self.config.teacher_top_k
+            )
+        return turns.start(group, "score", ReferenceModel.logprobs, documents)
 
     def _start_teachers(self, rollouts: Sequence[Rollout], turns: Turns) -> PendingShares:
         """Starts to score each rollout with its own teacher, or the reference."""
 
-        def start(name: str, share: Sequence[Rollout]) -> Pending[Scored]:
-            documents = put_on_nodes([rollout.document for rollout in share])
-            if not name:
-                return self._start_reference(documents, turns)
-            return turns.start(self.teachers[name], "score", ReferenceModel.logprobs, documents)
+        def start(group: WorkerGroup | None, share: Sequence[Rollout]) -> Pending[Any]:
+            return self._start_reference(group, put_on_nodes([rollout.document for rollout in share]), turns)
 
-        return start_teachers({name: partial(start, name) for name in ("", *self.teachers)}, rollouts)
+        groups = {"": self.reference, **self.teachers}
+        return start_teachers({name: partial(start, group) for name, group in groups.items()}, rollouts)
 
     def _end_values(self, rollouts: Sequence[Rollout], of_cut: Sequence[np.ndarray]) -> np.ndarray | None:
         """Returns `Scores.end_values`. `of_cut`: the values of the cut answers, in order."""

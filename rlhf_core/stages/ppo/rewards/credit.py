@@ -42,8 +42,8 @@ from rlhf_core.stages.ppo.measured.answer_spread import (
     length_correlation,
     length_spread,
 )
+from rlhf_core.stages.ppo.rewards.kl_by_teacher import kl_by_teacher
 from rlhf_core.stages.ppo.rewards.shaped_rewards import Shaped, shaped_rewards, truncated
-from rlhf_core.stages.ppo.rewards.teacher_kl import kl_by_teacher
 from rlhf_core.stages.ppo.rewards.texts import Lengths
 from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores

@@ -10,24 +10,24 @@ from rlhf_core.cluster.pending import Pending
 from rlhf_core.cluster.worker_group import in_order
 from rlhf_core.config import PPO
 from rlhf_core.rewards.row_teachers import places_by_teacher
-from rlhf_core.stages.ppo.roles.role_passes import Scored
 from rlhf_core.stages.ppo.rollout_records import Rollout
 
 
 class PendingShares(NamedTuple):
-    """Log-probs that several groups compute, each for the answers at its `places`. Like `Pending`, but the
-    nodes hold no data of all answers: `refs` is empty, and the driver sends them to training."""
+    """What several groups compute (log-probs or TeacherTokens), each for the answers at its `places`. Like
+    `Pending`, but the nodes hold no data of all answers: `refs` is empty, and the driver sends them to
+    training."""
 
-    shares: Sequence[tuple[Sequence[int], Pending[Scored]]]
+    shares: Sequence[tuple[Sequence[int], Pending[Any]]]
     refs: Sequence[Any] = ()
 
-    def wait(self, timeout: float) -> list[Scored]:
-        """Waits and returns the log-probs of all answers, with their indices."""
+    def wait(self, timeout: float) -> list[Any]:
+        """Waits and returns what the groups computed, with the indices of the answers."""
         return [list(zip(places, in_order(work.wait(timeout)), strict=True)) for places, work in self.shares]
 
 
 def start_teachers(
-    teachers: Mapping[str, Callable[[Sequence[Rollout]], Pending[Scored]]], rollouts: Sequence[Rollout]
+    teachers: Mapping[str, Callable[[Sequence[Rollout]], Pending[Any]]], rollouts: Sequence[Rollout]
 ) -> PendingShares:
     """Starts to score the rollouts. `teachers`: what starts the scoring of some rollouts, by the teacher's
     name; the reference is "". A teacher of no rollout does not score."""

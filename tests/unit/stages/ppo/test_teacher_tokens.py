@@ -225,8 +225,10 @@ def test_the_fleet_asks_the_reference_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_teacher_with_further_tokens_is_refused_before_work(count: int | None) -> None:
     """Log-probs of sampled tokens need no more than the actor's tokens."""
     estimator = {"kl_estimator": "k3" if count is None else "k1"}
-    config = ppo(**{**FIELDS, **estimator, "teacher_top_k": count})
+    teachers = {"math": {"model": "teacher"}}
+    config = ppo(**{**FIELDS, **estimator, "teacher_top_k": count, "teachers": teachers})
     node: Any = SimpleNamespace(kind="ppo", name="ppo", config=config)
     unlike = {("teacher", "sft"): "sft has no such token"}
     told = vocabulary_problems(node, lambda name: name, lambda own, other: unlike.get((own, other)))
-    assert told == ([] if count is None else ["stages.ppo.reference: sft has no such token"])
+    where = [] if count is None else ["reference", "teachers.math"]
+    assert told == [f"stages.ppo.{place}: sft has no such token" for place in where]
