@@ -144,6 +144,9 @@ class PlacementOptions:
         rewards = [_placed(source, judges_on) for source in self.config.reward]
         if rewards != list(self.config.reward):
             apart["reward"] = [source.model_dump() for source in rewards]
+        if self.config.teachers:
+            teachers = self.config.teachers.items()
+            apart["teachers"] = {name: {"model": teacher.model, "ranks": None} for name, teacher in teachers}
         return apart
 
     def _together(self) -> dict[str, Any]:

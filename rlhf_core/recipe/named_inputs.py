@@ -189,7 +189,9 @@ def _placed_in(value: Any, names: Mapping[str, str], named_here: bool = False) -
             }
         case dict():
             return {
-                _placed_in(key, names, named_here): _placed_in(item, names, named_here)
+                _placed_in(key, names, named_here and not isinstance(item, BaseModel)): _placed_in(
+                    item, names, named_here
+                )
                 for key, item in value.items()
             }
         case list() | tuple():

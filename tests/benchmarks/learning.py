@@ -7,7 +7,7 @@ A small model is trained from scratch on sums of reasoning-gym (chain_sum) until
 of them; `--sft-rows` says on how many. Then both sides train from this checkpoint on the same prompts in the same
 order, with the same number of answers, batches, rates and steps; an answer that equals the sum has reward 1,
 others 0. Without `--peer` the checkpoint, the prompts and our run alone are made; a second call with `--peer` and
-the same `--out` adds what is missing. Prints and records the rewards by tenths of the run, and the seconds from
+the same `--out` and options adds what is missing. Prints and records the rewards by tenths of the run, and the seconds from
 the start of each run, and from its first step's end, until the mean of five steps is 20 points above the start.
 """
 
@@ -27,7 +27,7 @@ import transformers
 from openrlhf_ppo import run_child
 from record import add_options, figure, save
 from shapes import letters
-from verl_grpo import run_verl
+from verl_grpo import SEED, run_verl
 
 from rlhf_core.config import PPO, SFT, Data, StageConfig
 from rlhf_core.data.rows.mixture import load_rows
@@ -54,6 +54,7 @@ SFT_BATCH = 32
 RISE = 0.2
 WINDOW = 5
 TENTHS = 10
+BEGAN = "began.txt"
 
 
 def main() -> None:
@@ -78,12 +79,13 @@ def main() -> None:
     if not (arguments.out / "model").is_dir():
         write_model(arguments.out / "model", arguments.cpu)
     start = stage(arguments, "sft", sft(arguments), arguments.out / "model") / "checkpoint"
-    began = time.time()
     ours = stage(arguments, "grpo", grpo(arguments), start)
+    began = float((ours / BEGAN).read_text())
     lines = read_metrics(ours)
-    found = figures("ours", [(line["reward/mean"], line["time"] - began) for line in lines])
+    found = figures("ours", [(line["reward/mean"], line["time"] - began) for line in lines], arguments.steps)
     if arguments.peer:
-        found |= figures("verl", run_verl(arguments, start, PROMPT_LEN, ANSWER_LEN))
+        steps = run_verl(arguments, start, PROMPT_LEN, ANSWER_LEN)
+        found |= figures("verl", steps, arguments.steps)
     save(arguments, "GRPO on sums from one checkpoint, learning over steps and over seconds", found)
 
 
@@ -169,6 +171,10 @@ def grpo(arguments: argparse.Namespace) -> PPO:
             "actor_learning_rate": arguments.learning_rate,
             "schedule": "constant",
             "warmup_steps": 0,
+            # as verl has them by default
+            "betas": (0.9, 0.999),
+            "dual_clip": 3.0,
+            "sampler_is": "off",
             "save_steps": 10**6,
             **placed(arguments, ("actor_ranks",)),
             **(apart if arguments.cpu else together),
@@ -182,26 +188,31 @@ def placed(arguments: argparse.Namespace, roles: tuple[str, ...]) -> dict[str, A
 
 
 def stage(arguments: argparse.Namespace, name: str, config: StageConfig, model: Path) -> Path:
-    """Runs a stage unless it has ended before; returns its folder."""
+    """Runs a stage unless it has ended before with the same fields; returns its folder."""
     run = RunDir(arguments.out / name)
+    if run.result() is not None and run.request().config != config:
+        sys.exit(f"{run.path} has other settings: give the same options, or another --out")
     if run.result() is None:
-        run.prepare(stage_request(config, model))
+        run.prepare(stage_request(config, model, seed=SEED))
+        (run / BEGAN).write_text(str(time.time()))
         code = run_child("-m", "rlhf_core", str(run.path))
         if code:
             sys.exit(f"{name}: exit code {code}")
     return run.path
 
 
-def figures(name: str, steps: list[tuple[float, float]]) -> dict[str, dict[str, Any]]:
-    """`steps`: mean reward, and seconds since the run's start at its end."""
+def figures(name: str, steps: list[tuple[float, float]], planned: int) -> dict[str, dict[str, Any]]:
+    """`steps`: mean reward, and seconds since the run's start at its end; those of a run that was cut off are
+    fewer than `planned`, and tenths that it did not reach are left out."""
     rewards = [reward for reward, _ in steps]
-    edges = [len(rewards) * i // TENTHS for i in range(TENTHS + 1)]
-    tenths = [statistics.fmean(rewards[a:b]) for a, b in pairwise(edges) if b > a]
+    edges = [planned * i // TENTHS for i in range(TENTHS + 1)]
+    tenths = [statistics.fmean(rewards[a:b]) for a, b in pairwise(edges) if a < b <= len(rewards)]
     print(f"{name}: reward by tenths {[round(value, 3) for value in tenths]}", flush=True)
     found = {
         f"{name} reward, tenth {i}": figure(round(value, 4), "reward", "higher")
         for i, value in enumerate(tenths, 1)
     }
+    found[f"{name} steps"] = figure(len(steps), "steps", None)
     reached = risen(rewards)
     if reached is not None:
         found[f"{name} steps to +20 points"] = figure(reached + 1, "steps")

@@ -175,7 +175,8 @@ def figures(name: str, curves: list[list[dict[str, float]]]) -> dict[str, dict[s
             told[f"{name} standard error, {part}"] = figure(round(error, 4), "reward", None)
     seconds = [later["time"] - line["time"] for one in curves for line, later in pairwise(one[count // 4 :])]
     told[f"{name} iteration"] = figure(round(statistics.median(seconds), 3), "s")
-    rate = PROMPTS * ANSWERS / statistics.fmean(seconds)
+    timed = [line.get("filter/groups", PROMPTS) for one in curves for line in one[count // 4 + 1 :]]
+    rate = ANSWERS * statistics.fmean(timed) / statistics.fmean(seconds)
     told[f"{name} trained answers"] = figure(round(rate, 1), "1/s", "higher")
     for metric in (
         "sampler/gap",

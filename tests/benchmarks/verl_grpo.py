@@ -6,11 +6,15 @@ import argparse
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
 from openrlhf_ppo import run_child
 
+from rlhf_core.training.train_loop import order_of_epoch
+
+SEED = 0
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **others):
     return float(solution_str.strip() == ground_truth)
@@ -30,10 +34,12 @@ def run_verl(
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "HYDRA_FULL_ERROR": "1"}
     began = time.time()
     with log.open("wb") as out:
-        run_child(
+        code = run_child(
             "-c", STAMPED, "verl.trainer.main_ppo", *options(arguments, folder, model, prompt_len, answer_len),
             timeout=arguments.peer_seconds, cwd=folder, env=environment, stdout=out, stderr=out,
         )  # fmt: skip
+    if code:
+        sys.exit(f"verl ended with exit code {code}: see {log}")
     return read_steps(log.read_text(errors="replace"), began)
 
 
@@ -59,10 +65,11 @@ def read_steps(log: str, began: float) -> list[tuple[float, float]]:
 
 
 def write_parquet(prompts: Path, file: Path) -> None:
-    """Writes the prompts with the columns that verl reads."""
+    """Writes the prompts in the order in which our stage asks them, with the columns that verl reads."""
     import pandas
 
-    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    lines = prompts.read_text().splitlines()
+    rows = [json.loads(lines[i]) for i in order_of_epoch(len(lines), 0, SEED)]
     columns = {
         "data_source": ["sums"] * len(rows),
         "prompt": [row["prompt"] for row in rows],
@@ -95,6 +102,8 @@ def options(
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
         "actor_rollout_ref.actor.optim.lr": arguments.learning_rate,
         "actor_rollout_ref.actor.optim.weight_decay": 0.0,
+        "actor_rollout_ref.actor.clip_ratio_c": 3.0,
+        "actor_rollout_ref.actor.optim.betas": "[0.9,0.999]",
         "actor_rollout_ref.actor.use_kl_loss": False,
         "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
         "actor_rollout_ref.actor.ppo_mini_batch_size": batch // 2,

@@ -46,6 +46,7 @@ SEVERAL_ANSWERS = Condition(
     lambda config: config.n_samples_per_prompt > 1 and config.has_reward,
 )
 
+NOT_NEARER = "The policy does not come nearer to its teacher: raise actor_learning_rate."
 FAR_AWAY = (
     "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust its"
     " reward."
@@ -141,7 +142,7 @@ REWARDS = (
         "mean KL to one teacher on the answers of its own rows, by `kl_estimator`",
         "nats/token",
         of=teachers_of,
-        failed=FAR_AWAY,
+        failed=NOT_NEARER,
     ),
     Metric(
         "kl/p99",
@@ -260,7 +261,7 @@ POLICY = (
         " coefficient: at most the KL of the whole distributions",
         "nats/token",
         when=TEACHER,
-        failed="The policy does not come nearer to its teacher: raise actor_learning_rate.",
+        failed=NOT_NEARER,
     ),
     Metric(
         SURVIVES,

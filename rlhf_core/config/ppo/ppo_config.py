@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from rlhf_core.config.loop_kinds import Rewarded
@@ -61,9 +61,19 @@ class PPO(
         return self.dtype if gives_logprobs(role) or self.dtype != "float16" else "bfloat16"
 
     @property
-    def scorings(self) -> dict[str, int]:
-        """How often each group scores the answers of an iteration."""
-        return dict.fromkeys(self.groups, 1) | {"actor": self.scores_actor + self.reference_in_actor}
+    def scorings(self) -> dict[str, float]:
+        """How often each group scores an answer of an iteration, if reference and teachers have equal shares
+        of the answers."""
+        names = ("", *self.teachers)
+        return self.scorings_by(dict.fromkeys(names, 1 / len(names)))
+
+    def scorings_by(self, shares: Mapping[str, float]) -> dict[str, float]:
+        """Returns the same for known shares of the answers, by a teacher's name; the reference is ""."""
+        found: dict[str, float] = dict.fromkeys(self.groups, 1)
+        found["actor"] = self.scores_actor + self.reference_in_actor * shares[""]
+        if "reference" in found:
+            found["reference"] = shares[""]
+        return found | {f"teacher:{name}": shares[name] for name in self.teachers}
 
     @property
     def scores_actor(self) -> bool:

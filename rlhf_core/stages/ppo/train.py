@@ -128,7 +128,9 @@ def load_vocabularies(
     others = [path for role, path in paths.items() if not role.startswith(("reward:", "judge:"))]
     require_same_vocabulary(paths["actor"], others, trust_remote_code)
     if config.teacher_top_k:  # the teacher's most probable tokens go to the actor
-        require_same_vocabulary(paths["reference"], [paths["actor"]], trust_remote_code)
+        for role, path in paths.items():
+            if role == "reference" or role.startswith("teacher:"):
+                require_same_vocabulary(path, [paths["actor"]], trust_remote_code)
     models = {source.title: paths[f"reward:{source.title}"] for source in config.reward_models}
     return tokenizer, writers(paths["actor"], models, trust_remote_code)
 

@@ -293,3 +293,11 @@ def test_weights_in_host_memory_are_tried_where_nothing_else_fits() -> None:
 def test_options_of_deepspeed_are_not_put_into_plain_torch() -> None:
     block = ONE.model_copy(update={"deepspeed": {"wall_clock_breakdown": True}, "zero_stage": 2})
     assert [found.fields["zero_stage"] for found in options(block, 1, SMALL_MODEL, H200)] == [1, 1, 2]
+
+
+def test_a_teachers_own_processes_hide_no_placement() -> None:
+    alone = ALL_FOUR.model_dump() | {"colocate_all": False, "ref_reward_offload": False}
+    teachers = [{"math": {"model": "rm"}}, {"math": {"model": "rm", "ranks": {"gpus": 1}}}]
+    plain, placed = (PPO.model_validate(alone | {"teachers": each}) for each in teachers)
+    names = [{option.name for option in options(config, 4, LARGE_MODEL, Gpu())} for config in (plain, placed)]
+    assert names[0] and names[0] == names[1]

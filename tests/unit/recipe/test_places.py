@@ -170,3 +170,12 @@ def test_a_home_folder_of_nobody_is_a_sentence(folder: Path) -> None:
     ):
         load_recipe("../project/recipe.yaml", ["artifacts=~noone-here/x"])
     assert not Path("~noone-here").exists()
+
+
+def test_the_name_of_a_teacher_is_no_path_though_a_folder_is_called_like_it(folder: Path) -> None:
+    stages = "stages: {ppo: {actor: base, reference: base, teachers: {other: other}, reward: none,"
+    recipe = "name: places\nbase_model: models/base\n" + stages
+    recipe += " advantage_estimator: reinforce_pp, prompts: {sources: data/prompts.jsonl}}}\n"
+    (folder / "recipe.yaml").write_text(recipe)
+    ppo = load_recipe("../project/recipe.yaml").stages["ppo"]
+    assert {name: teacher.model for name, teacher in ppo.teachers.items()} == {"other": str(folder / "other")}

@@ -150,7 +150,8 @@ class ReferenceModel(ReadOnlyModel):
         def read(batch: Batch) -> Tensor:
             found = masked_logprobs(self.run, batch, self.temperature, top_k=count)
             assert found.top is not None, "they were requested"
-            return torch.cat([found.logprobs[None], found.top]).movedim(0, -1)
+            values = torch.cat([found.logprobs[None], found.top]).movedim(0, -1)
+            return values.cpu()  # 8 count bytes a token would fill the GPU by the last pass
 
         return [(i, teacher_tokens(documents[i], values)) for i, values in self.score(documents, read)]
 

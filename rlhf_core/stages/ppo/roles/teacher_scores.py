@@ -43,13 +43,8 @@ def start_teachers(
 def scorings_of(config: PPO, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Returns how often each group scores an answer of an iteration, on average. Reference and teachers score
     only their own answers. `rows`: those of the answers' prompts."""
-    scorings: dict[str, float] = dict(config.scorings)
     if not config.teachers:
-        return scorings
+        return config.scorings
     places = places_by_teacher(config.teachers, rows)
     shares = {name: len(places.get(name, ())) / len(rows) for name in ("", *config.teachers)}
-    if config.reference_in_actor:
-        scorings["actor"] += shares[""] - 1
-    else:
-        scorings["reference"] = shares[""]
-    return scorings | {f"teacher:{name}": shares[name] for name in config.teachers}
+    return config.scorings_by(shares)

@@ -12,7 +12,7 @@ import pytest
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.row_teachers import places_by_teacher, require_teachers, teacher_problem
-from rlhf_core.stages.ppo import fleet
+from rlhf_core.stages.ppo import fleet, train
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.rewards.credit import divergence
 from rlhf_core.stages.ppo.roles.teacher_scores import scorings_of
@@ -118,7 +118,10 @@ def test_each_group_scores_its_share_of_the_answers() -> None:
     assert [found[name] for name in ("reference", "teacher:math", "teacher:code")] == [0.5, 0.5, 0]
     assert scorings_of(ppo(teachers={}), rows)["reference"] == 1
     config = ppo(lora={"rank": 2}, reference=None, reward="a.py:f")
-    assert math.isclose(scorings_of(config, rows)["actor"], config.scorings["actor"] - 0.5)
+    assert scorings_of(config, rows)["actor"] == config.scores_actor + 0.5
+    # before a run, each has an equal share
+    assert math.isclose(config.scorings["actor"], config.scores_actor + 1 / 3)
+    assert math.isclose(sum(ppo().scorings[name] for name in ppo().scorings if name != "actor"), 1)
 
 
 def test_a_row_with_an_unknown_teacher_is_named() -> None:
@@ -161,3 +164,20 @@ def test_teachers_are_groups_beside_the_reference() -> None:
 def test_teachers_without_a_use_are_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         ppo(**changes)
+
+
+@pytest.mark.parametrize("count", [None, 4])
+def test_the_actor_must_know_the_tokens_that_any_teacher_may_name(
+    count: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(train, "load_tokenizer", lambda *_: None)
+    monkeypatch.setattr(train, "writers", lambda *_: {})
+    monkeypatch.setattr(
+        train, "require_same_vocabulary", lambda own, others, _: compared.append((own, list(others)))
+    )
+    how = {"teacher_top_k": count, "kl_in": "reward" if count is None else "loss"}
+    paths = {"actor": "a", "reference": "r", "teacher:math": "m", "teacher:code": "c"}
+    train.load_vocabularies(ppo(**how), paths, False)
+    back = [(path, ["a"]) for path in ("r", "m", "c")]
+    assert compared == [("a", list(paths.values())), *(back if count else [])]
