@@ -179,7 +179,7 @@ KINDS = {
         scored="critic",
         given_tokens=("critic", "reference", "teachers"),
         metrics=ppo_metrics.REINFORCED,
-        main=("eval/reward/mean", "reward/last_fifth", "reward/mean"),
+        main_of=ppo_metrics.main_of,
         counts="iteration",
         charts=ppo_charts.PPO_CHARTS,
     ),

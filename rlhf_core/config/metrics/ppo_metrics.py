@@ -3,6 +3,9 @@ iterations."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from rlhf_core.config.metrics.metric import Condition, Metric, each
 from rlhf_core.config.metrics.ppo_engine_metrics import MASKED, SAMPLER, TIMES
 from rlhf_core.config.metrics.sampling_metrics import rewarded
@@ -78,6 +81,14 @@ def environments_of(config: PPO) -> list[tuple[str, ...]]:
 
 def teachers_of(config: PPO) -> list[tuple[str, ...]]:
     return each(config.teachers)
+
+
+def main_of(config: Mapping[str, Any]) -> Sequence[str]:
+    """Returns the main metrics of a stage with this configuration, as JSON. Without a reward it is the KL to
+    the teacher."""
+    if all(source["kind"] == "none" for source in config["reward"]):
+        return ("kl/mean",)
+    return ("eval/reward/mean", "reward/last_fifth", "reward/mean")
 
 
 REWARDS = (

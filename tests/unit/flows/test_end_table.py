@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from flows.cli.terminal import ending
-from rlhf_core.config import Evaluation, Source
+from rlhf_core.config import PPO, Evaluation, Source
 from rlhf_core.config.gates import Gate
 from tests.support.finished_run import CONFIGS, finished
 
@@ -31,6 +31,16 @@ def test_the_main_metric_is_followed_by_those_with_gates() -> None:
     node: Any = SimpleNamespace(kind="ppo", config=config)
     metrics = dict.fromkeys(("learning_rate", "reward/mean", "reward/last_fifth", "kl/mean", "tokens"), 1.0)
     assert ending.main_metrics(node, metrics) == ["reward/last_fifth", "kl/mean", "reward/mean"]
+
+
+def test_what_a_distillation_shows_is_its_kl() -> None:
+    how = {"reference": "teacher", "reward": "none", "kl_in": "reward", "init_kl_coef": 1.0, "critic": None}
+    config = PPO.model_validate(
+        {"actor": "base", "advantage_estimator": "reinforce_pp", "prompts": {"sources": "p.jsonl"}, **how}
+    )
+    node: Any = SimpleNamespace(kind="ppo", config=config)
+    metrics = {"reward/mean": 0.0, "reward/last_fifth": 0.0, "kl/mean": 0.4}
+    assert ending.main_metrics(node, metrics) == ["kl/mean"]
 
 
 @pytest.fixture
