@@ -351,7 +351,7 @@ def test_every_loss_takes_the_global_denominator():
         if name.endswith("_loss")
     }
     named.pop("_loss")
-    assert len(named) == 11
+    assert len(named) == 12
     for name, function in named.items():
         assert "denominator" in inspect.signature(function).parameters, name
 
