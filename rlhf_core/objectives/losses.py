@@ -345,12 +345,8 @@ def kl_loss(
 
 
 def teacher_loss(teacher_kl: Tensor, mask: Tensor, denominator: float, weights: Tensor | None = None) -> Loss:
-    """Averages the KL to a teacher at each token, (B, T), nats: on-policy distillation (GKD, Agarwal et al.
-    2024, with the student's answers alone and the reverse KL; nothing is differentiated through sampling).
-
-    The KL is a sum over tokens, not an estimate from the sampled one, so no importance weight belongs to it.
-    `weights` and denominator as in `policy_loss`.
-    """
+    """Averages the KL to a teacher at each token, (B, T), nats (GKD, Agarwal et al. 2024, on the student's
+    answers). It is a sum over the vocabulary, so no importance weight. The rest: as in `policy_loss`."""
     counted = mask.to(teacher_kl.dtype) if weights is None else torch.where(mask, weights, 0)
     return _loss({"policy/teacher_kl": counted * torch.where(mask, teacher_kl, 0)}, denominator)
 

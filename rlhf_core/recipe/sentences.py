@@ -43,8 +43,10 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
                 holder = (
                     ".".join(str(part) for part in names[: -2 if names[-1] == "[key]" else -1]) or "recipe"
                 )
-                told = "no text: put it in quotes (YAML reads true, null and 1 as other things)"
-                found.append(f"{holder}: the key {item['input']!r} is {told}")
+                told = "is no text: put it in quotes (YAML reads true, null and 1 as other things)"
+                if item["type"] == "string_pattern_mismatch":
+                    told = f"does not match {item['ctx']['pattern']}: rename it"
+                found.append(f"{holder}: the key {item['input']!r} {told}")
             case "union_tag_not_found" if names[:1] == ["stages"] and len(names) == 2:
                 found.append(f"{where}: say which stage it is with `stage:`, one of {', '.join(KINDS)}")
             case "union_tag_invalid" if len(names) == 2 and str(item["ctx"]["tag"]) in UNUSABLE:

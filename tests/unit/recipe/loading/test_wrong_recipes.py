@@ -35,6 +35,7 @@ from tests.support.tiny_recipe import TEXT, Write
     ['  ppo: {', '  ppo: {<<: {seed: 1}, <<: {seed: 2}, '] | recipe.yaml line 7: the key '<<' appears twice
     ['{data: {sources: train.jsonl}', '{3: 1, data: {sources: train.jsonl}'] | stages.sft: the key 3 is no text
     ['  ppo: {', '  false: {stage: ppo, '] | stages: the key False is no text
+    ['  ppo: {', '  ppo: {teachers: {a b: base}, '] | stages.ppo.teachers: the key 'a b' does not match ^[\w.-]+$: rename it
     ["name: tiny", "name: tiny\nartifacts: ''"] | artifacts: string should have at least 1 character, not ''; correct it
     ['  ppo:', "  base: {stage: sft, data: {sources: a.jsonl}}\n  ppo:"] | stages.base: a stage name is
     ['  ppo:', '  sft:'] | line 7: the key 'sft' appears twice
