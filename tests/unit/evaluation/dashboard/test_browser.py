@@ -101,7 +101,7 @@ def points(page: playwright.Page) -> int:
 def wait_for(page: playwright.Page, part: str, *texts: str) -> None:
     for text in texts:
         page.wait_for_function(
-            "([part, text]) => document.getElementById(part).innerText.includes(text)",
+            "([part, text]) => document.getElementById(part)?.innerText.includes(text)",
             arg=[f"part-{part}", text],
         )
 
