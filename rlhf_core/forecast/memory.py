@@ -32,7 +32,7 @@ USABLE = 0.95  # of a GPU; fragmentation takes the rest
 GROUP = GIB / 8
 # weights gathered at once (but whole layers), and sent at once (checkpoint_weights.py, rollout/)
 BUCKET = GIB / 2
-CHUNK = 2048  # positions whose logits exist at once if logits are not kept (models/token_logprobs.py)
+CHUNK = 2048  # positions whose logits exist at once if logits are not kept (token_logprobs.py)
 
 
 class ProcessBytes(NamedTuple):

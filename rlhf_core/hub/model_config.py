@@ -183,10 +183,10 @@ TEXT_PARTS = (
 )
 
 
-# Families trained with images: `models/picture_tower.py` loads their image encoders.
+# Families trained with images: `models/multimodal/picture_tower.py` loads their image encoders.
 PICTURE_FAMILIES = ("gemma3", "qwen3_vl")
-# Language models that transformers has only inside the whole, and kinds of stages that train them
-# (`models/picture_language_models.py`): vLLM cannot run them alone, and they have no class for a scalar head.
+# Language models that transformers has only inside the whole (`picture_language_models.py` beside it),
+# and kinds of stages that train them: vLLM cannot run them alone, and they have no class for a scalar head.
 ONLY_TRAINED = {"qwen3_vl_text": ("sft", "dpo", "kto")}
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rlhf_core.models.kernels.attention import VARLEN, is_stateful, takes_varlen
+from rlhf_core.models.logprobs.token_logprobs import backbone_of
 from rlhf_core.models.policy import Policy, Scorer
-from rlhf_core.models.token_logprobs import backbone_of
 
 BEFORE = 12
 AFTER = 4  # tokens of the two documents: with a leak most keys of the second belong to the first

@@ -30,12 +30,12 @@ from rlhf_core.models.kernels.attention import (
 )
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter, merges_in_parts
+from rlhf_core.models.multimodal.wrapper import folder_of, is_wrapper, language_model
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.precision import as_if_stored, unquantised
 from rlhf_core.models.score_classes import add_score_class
 from rlhf_core.models.weights.shards import Shards, as_they_come, gathered, require_data
 from rlhf_core.models.weights.weight_reader import head_of_its_own
-from rlhf_core.models.wrapper import folder_of, is_wrapper, language_model
 
 
 def load_policy(

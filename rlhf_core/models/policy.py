@@ -33,9 +33,8 @@ from rlhf_core.models.kernels.attention import (
 )
 from rlhf_core.models.kernels.sequence_ranks import ALONE, SequenceRanks
 from rlhf_core.models.kernels.state_layers import document_numbers
-from rlhf_core.models.picture_tower import PictureTower
-from rlhf_core.models.teacher_kl import TopTokens
-from rlhf_core.models.token_logprobs import (
+from rlhf_core.models.logprobs.teacher_kl import TopTokens
+from rlhf_core.models.logprobs.token_logprobs import (
     WHOLE,
     Entropy,
     Truncation,
@@ -45,7 +44,8 @@ from rlhf_core.models.token_logprobs import (
     replaced_forward,
     token_logprobs,
 )
-from rlhf_core.models.top_logprobs import top_logprobs
+from rlhf_core.models.logprobs.top_logprobs import top_logprobs
+from rlhf_core.models.multimodal.picture_tower import PictureTower
 from rlhf_core.objectives.collate import Batch, BatchPictures, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
 

@@ -30,12 +30,12 @@ from transformers.generation import (
 from rlhf_core.config.engines import EngineConfig
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
-from rlhf_core.models.fp32_head import fp32_forward
 from rlhf_core.models.kernels.attention import PLAIN, VARLEN, set_attention
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.load_model import load_policy
+from rlhf_core.models.logprobs.fp32_head import fp32_forward
+from rlhf_core.models.multimodal.wrapper import text_names
 from rlhf_core.models.policy import Policy
-from rlhf_core.models.wrapper import text_names
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling, answer_of
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu, gpu_uuid

@@ -17,15 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config import SFT, Data, Source
 from rlhf_core.config.training.optimiser_fields import EMA
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.chat.picture_rendering import PictureRenderer
 from rlhf_core.data.data_report import write_data_report
 from rlhf_core.data.documents import Document, store_suffix
 from rlhf_core.data.packing import Passes, best_fit
 from rlhf_core.data.sources import AnswerDocuments, SuffixOf, answer_documents, sft_documents
 from rlhf_core.models.kernels.attention import row_width
-from rlhf_core.models.picture_tower import load_tower
-from rlhf_core.models.policy import Policy, masked_logprobs
-from rlhf_core.objectives.collate import PictureReader, collate
+from rlhf_core.models.picture_reading import reads_pictures
+from rlhf_core.models.policy import masked_logprobs
+from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
 from rlhf_core.runs.run_dir import EXPORTS, STATE, Outcome, RunDir, StageRequest
 from rlhf_core.training.engine import Engine
@@ -68,7 +67,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     policy = policy_to_train(request, config, source)
     reader = None
     if data.report.survey.images or (held_out is not None and held_out.report.survey.images):
-        reader = reads_pictures(policy, config, source, tokenizer)
+        reader = reads_pictures(policy, source, tokenizer, config.dtype, config.sequence_parallel_size)
     engine = make_engine(policy, config, packed=config.packing)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     if engine.rank == 0:
@@ -119,18 +118,6 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         if config.ema is not None:
             store_suffix(run / EXPORTS / EMA, best_suffix)
     return outcome
-
-
-def reads_pictures(
-    policy: Policy, config: SFT, source: str, tokenizer: PreTrainedTokenizerBase
-) -> PictureReader:
-    """Gives the policy the frozen image encoder of its checkpoint, and returns how images are read. Raises
-    ValueError if sequences are split over ranks."""
-    if config.sequence_parallel_size > 1:
-        raise ValueError("the data has images, whose rows are not split: set sequence_parallel_size to 1")
-    policy.tower = load_tower(policy.model, source, config.dtype)
-    images = PictureRenderer(tokenizer)
-    return PictureReader(images.token_id, images.tensors)
 
 
 def load_documents(

@@ -17,7 +17,7 @@ from record import add_options, figure, save
 
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load_model import load_policy
-from rlhf_core.models.token_logprobs import LOGITS_CHUNK
+from rlhf_core.models.logprobs.token_logprobs import LOGITS_CHUNK
 from rlhf_core.objectives.collate import collate
 
 GIB = 1 << 30

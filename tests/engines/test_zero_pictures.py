@@ -20,7 +20,7 @@ import torch
 from rlhf_core.config import SFT
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.models.load_model import trained_policy
-from rlhf_core.models.picture_tower import load_tower
+from rlhf_core.models.multimodal.picture_tower import load_tower
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.models.weights import shards
 from rlhf_core.objectives.collate import PictureReader, collate

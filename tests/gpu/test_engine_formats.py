@@ -19,8 +19,8 @@ import torch
 from rlhf_core.config import EngineConfig
 from rlhf_core.data.documents import Document, compact
 from rlhf_core.models.load_model import load_policy
+from rlhf_core.models.logprobs.token_logprobs import WHOLE, Truncation
 from rlhf_core.models.policy import masked_logprobs
-from rlhf_core.models.token_logprobs import WHOLE, Truncation
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine_contract import Sampling
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine

@@ -7,7 +7,7 @@ import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-from rlhf_core.models.token_logprobs import (  # noqa: E402
+from rlhf_core.models.logprobs.token_logprobs import (  # noqa: E402
     Truncation,
     _differentiate_with_torch,
     _floors,
@@ -111,7 +111,7 @@ def test_products_in_fp8() -> None:
 @pytest.mark.parametrize("cap", [None, 30.0])
 def test_a_head_in_fp32(dtype: torch.dtype, cap: float | None) -> None:
     """The matrix units add products of 16-bit numbers in fp32."""
-    from rlhf_core.models.token_logprobs import token_logprobs
+    from rlhf_core.models.logprobs.token_logprobs import token_logprobs
 
     torch.manual_seed(0)
     head = torch.nn.Linear(1024, 151936, bias=False)

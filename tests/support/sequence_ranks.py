@@ -30,9 +30,9 @@ from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import can_share, split_attention
 from rlhf_core.models.kernels.sequence_ranks import ALONE, SequenceRanks, sequence_ranks
 from rlhf_core.models.load_model import recompute
+from rlhf_core.models.logprobs.token_logprobs import Truncation
 from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
 from rlhf_core.models.sequence_split import split_sequences
-from rlhf_core.models.token_logprobs import Truncation
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import (

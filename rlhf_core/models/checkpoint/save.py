@@ -26,7 +26,7 @@ from rlhf_core.models.checkpoint.generation import used_values, with_stop_tokens
 from rlhf_core.models.checkpoint.weight_files import fill, lay_out, meta
 from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
-from rlhf_core.models.wrapper import copy_files, folder_of, require_stored
+from rlhf_core.models.multimodal.wrapper import copy_files, folder_of, require_stored
 from rlhf_core.system.files import read_json, write_text
 
 # each stored weight's file and safetensors header entry

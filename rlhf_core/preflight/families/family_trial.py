@@ -19,7 +19,7 @@ from rlhf_core.hub.model_files import stored_tensors
 from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load_model import trained_policy, trained_scorer
-from rlhf_core.models.picture_language_models import register_picture_language_models
+from rlhf_core.models.multimodal.picture_language_models import register_picture_language_models
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.objectives.collate import Batch, collate
 from rlhf_core.preflight.families.small_copy import WORDS, small_copies

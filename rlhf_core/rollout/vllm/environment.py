@@ -122,7 +122,7 @@ def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str
             model = str(folder / "model")
         kind = config_of(model)
         if kind and wraps_text_by_config(kind) and not runs_whole(kind):
-            from rlhf_core.models.wrapper import link_language_model
+            from rlhf_core.models.multimodal.wrapper import link_language_model
 
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="alignflow-text-")))
             model = str(folder) if link_language_model(model, folder, trust_remote_code) else model

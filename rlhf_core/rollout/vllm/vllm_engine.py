@@ -40,9 +40,9 @@ class OpenRequest(NamedTuple):
 class VllmEngine:
     """Starts a vLLM engine and loads a model, one per process; `close` ends it. `first`: the number of
     processes of the engines before it. `adapter_rank`: the rank of the adapters; if set, the engine receives
-    only adapters. `fp32_head`: logits are computed in fp32 (`models/fp32_head.py`). `stage`: the values of a
-    `PipelineStage`; in the process of a pipeline stage after the first, only the engine's worker processes
-    are started, and `stay` waits for their end."""
+    only adapters. `fp32_head`: logits are computed in fp32 (`models/logprobs/fp32_head.py`). `stage`: the
+    values of a `PipelineStage`; in the process of a pipeline stage after the first, only the engine's worker
+    processes are started, and `stay` waits for their end."""
 
     first = 0
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.distributed import get_pp_group
 
 from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts
-from rlhf_core.models.wrapper import stored_names, text_names
+from rlhf_core.models.multimodal.wrapper import stored_names, text_names
 from rlhf_core.rollout.vllm.patches.packed_experts import forget_packed_experts
 from rlhf_core.rollout.vllm.patches.vocabulary_rows import leave_out_padding
 from rlhf_core.rollout.vllm.pipeline import join_stages

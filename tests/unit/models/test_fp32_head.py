@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.config import Lora
-from rlhf_core.models import fp32_head, token_logprobs
-from rlhf_core.models.fp32_head import fp32_forward, fp32_product
+from rlhf_core.models.logprobs import fp32_head, token_logprobs
+from rlhf_core.models.logprobs.fp32_head import fp32_forward, fp32_product
+from rlhf_core.models.logprobs.token_logprobs import Truncation, backbone_of
 from rlhf_core.models.lora import add_lora
 from rlhf_core.models.policy import Policy
-from rlhf_core.models.token_logprobs import Truncation, backbone_of
 from tests.unit.models.test_models import FAMILIES, SHAPE
 
 WIDTH = 32

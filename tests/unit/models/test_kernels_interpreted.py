@@ -15,7 +15,7 @@ from itertools import product
 
 import torch
 from rlhf_core.models.kernels.logprobs import differentiate, floors, read
-from rlhf_core.models.token_logprobs import WHOLE, Truncation, _differentiate_with_torch, _floors, _read_with_torch
+from rlhf_core.models.logprobs.token_logprobs import WHOLE, Truncation, _differentiate_with_torch, _floors, _read_with_torch
 
 tops = WHOLE, Truncation(0.9), Truncation(1.0, 20), Truncation(0.8, 50), Truncation(1.0, 1)
 for (rows, columns), top in product(((37, 97), (9, 9001)), tops):

@@ -29,8 +29,8 @@ from transformers import (
 )
 
 from rlhf_core.data.documents import Document
-from rlhf_core.models import token_logprobs
 from rlhf_core.models.load_model import load_policy, load_scorer, trained_scorer
+from rlhf_core.models.logprobs import token_logprobs
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.masked import gather_last
@@ -172,7 +172,7 @@ def test_the_gradient_through_a_cap_is_that_of_plain_pytorch(entropy: token_logp
 
 
 def test_a_model_that_does_more_with_its_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.models.token_logprobs.logit_cap", lambda model: None)
+    monkeypatch.setattr("rlhf_core.models.logprobs.token_logprobs.logit_cap", lambda model: None)
     with pytest.raises(
         ValueError, match=r"models of type gemma2 do more with their .* to scale and cap them"
     ):

@@ -13,7 +13,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.models.kernels.attention import PLAIN, takes_varlen
 from rlhf_core.models.load_model import load_policy, recompute
-from rlhf_core.models.picture_tower import load_tower
+from rlhf_core.models.multimodal.picture_tower import load_tower
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import PictureReader, collate
 from tests.support.pictured_models import FAMILIES, make_pictured

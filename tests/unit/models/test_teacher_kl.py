@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf_core.models import token_logprobs as module
-from rlhf_core.models import top_logprobs as teacher_module
-from rlhf_core.models.teacher_kl import TopTokens
-from rlhf_core.models.token_logprobs import token_logprobs
-from rlhf_core.models.top_logprobs import top_logprobs
+from rlhf_core.models.logprobs import token_logprobs as module
+from rlhf_core.models.logprobs import top_logprobs as teacher_module
+from rlhf_core.models.logprobs.teacher_kl import TopTokens
+from rlhf_core.models.logprobs.token_logprobs import token_logprobs
+from rlhf_core.models.logprobs.top_logprobs import top_logprobs
 
 ROWS = 30
 WIDTH = 16

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.models import token_logprobs as module
-from rlhf_core.models.token_logprobs import Entropy, Truncation, token_logprobs
+from rlhf_core.models.logprobs import token_logprobs as module
+from rlhf_core.models.logprobs.token_logprobs import Entropy, Truncation, token_logprobs
 
 ROWS = 40
 WIDTH = 16

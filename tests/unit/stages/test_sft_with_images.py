@@ -15,6 +15,7 @@ import rlhf_core.stages.sft
 from rlhf_core.config import DPO, SFT, Data, Lora
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.models.load_model import load_policy
+from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir
 from tests.support.pictured_models import COLOURS, FAMILIES, asked, make_pictured, square, write_rows
@@ -128,11 +129,9 @@ def test_what_is_not_built_is_refused(base: Path, tmp_path: Path) -> None:
 
 
 def test_rows_with_images_are_not_split_over_ranks(base: Path) -> None:
-    config = SFT(model="base", data=Data(sources="none"))
-    split = config.model_copy(update={"sequence_parallel_size": 2})
     policy = load_policy(str(base))
     with pytest.raises(ValueError, match="set sequence_parallel_size to 1"):
-        rlhf_core.stages.sft.reads_pictures(policy, split, str(base), load_tokenizer(str(base)))
+        reads_pictures(policy, str(base), load_tokenizer(str(base)), "float32", sequence_parallel_size=2)
     assert policy.tower is None
 
 

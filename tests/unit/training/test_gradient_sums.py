@@ -12,8 +12,8 @@ from rlhf_core.config.training.optimised import SHARDINGS
 from rlhf_core.config.training.sharding import Training
 from rlhf_core.forecast.fitting_passes import sums_in_fp32
 from rlhf_core.forecast.memory import trained
-from rlhf_core.models import token_logprobs as head_module
-from rlhf_core.models.token_logprobs import token_logprobs
+from rlhf_core.models.logprobs import token_logprobs as head_module
+from rlhf_core.models.logprobs.token_logprobs import token_logprobs
 from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.zero.zero_options import ZeroOptions, engine_config, options_of
 from tests.support.measured import LARGE_MODEL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_core.models.fp32_head import fp32_product
+from rlhf_core.models.logprobs.fp32_head import fp32_product
 
 FP32_HEAD = {"head_dtype": "float32"}  # vLLM's `hf_overrides`
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_core.models.wrapper import stored_names, text_names
+from rlhf_core.models.multimodal.wrapper import stored_names, text_names
 from rlhf_core.system import progress
 
 

@@ -16,9 +16,9 @@ from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights, scaled_adapters
 from rlhf_core.models.load_model import trained_policy
+from rlhf_core.models.logprobs.token_logprobs import WHOLE, Entropy, Truncation
 from rlhf_core.models.lora import require_linear, without_adapters
 from rlhf_core.models.policy import masked_logprobs
-from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
 from rlhf_core.models.weights.unbiased_rounding import Survival
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
 from rlhf_core.objectives.entropy_spread import entropy_counts, entropy_percentiles

@@ -13,8 +13,8 @@ from torch import Tensor
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.kernels.attention import can_share, row_width
+from rlhf_core.models.logprobs.teacher_kl import TopTokens
 from rlhf_core.models.policy import Policy
-from rlhf_core.models.teacher_kl import TopTokens
 from rlhf_core.objectives.collate import Batch, collate, sent
 from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.system import progress

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf_core.models.fp32_head import fp32_product
-from rlhf_core.models.teacher_kl import top_tokens
-from rlhf_core.models.token_logprobs import LOGITS_CHUNK, capped, logit_functions, replaced_forward
+from rlhf_core.models.logprobs.fp32_head import fp32_product
+from rlhf_core.models.logprobs.teacher_kl import top_tokens
+from rlhf_core.models.logprobs.token_logprobs import LOGITS_CHUNK, capped, logit_functions, replaced_forward
 
 
 @torch.no_grad()

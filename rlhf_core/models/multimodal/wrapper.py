@@ -20,7 +20,10 @@ from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import more_than_text
 from rlhf_core.hub.model_files import TOKENIZER, WEIGHTS, stored_tensors
 from rlhf_core.hub.snapshots import cached
-from rlhf_core.models.picture_language_models import PICTURE_LANGUAGE_MODELS, register_picture_language_models
+from rlhf_core.models.multimodal.picture_language_models import (
+    PICTURE_LANGUAGE_MODELS,
+    register_picture_language_models,
+)
 
 # Names in checkpoints and in the language model's class, by the prefix of the former.
 RENAMED = {

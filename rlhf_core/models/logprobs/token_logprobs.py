@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from rlhf_core.models.fp32_head import fp32_forward, fp32_product
-from rlhf_core.models.teacher_kl import (
+from rlhf_core.models.logprobs.fp32_head import fp32_forward, fp32_product
+from rlhf_core.models.logprobs.teacher_kl import (
     CellGradients,
     TopTokens,
     cell_logprobs,

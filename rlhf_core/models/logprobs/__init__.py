@@ -1,0 +1,1 @@
+"""Computes log-probs of tokens, whole distributions and heads in float32."""

@@ -1,0 +1,1 @@
+"""Adds the image encoders of multimodal checkpoints to their language models."""
