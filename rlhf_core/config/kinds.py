@@ -23,12 +23,10 @@ from rlhf_core.config.metrics import (
     drift_metrics,
     evaluation_metrics,
     other_metrics,
-    ppo_charts,
-    ppo_metrics,
-    sampling_metrics,
     training_metrics,
 )
 from rlhf_core.config.metrics.metric import Metric, Panel, names_for
+from rlhf_core.config.metrics.ppo import ppo_charts, ppo_metrics, sampling_metrics
 from rlhf_core.config.ppo.ppo_config import PPO
 from rlhf_core.config.sweep import Select
 from rlhf_core.config.training.preference import DPO, KTO

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PPO, Preferences
-from rlhf_core.config.metrics.sampling_metrics import priced_judges_of
+from rlhf_core.config.metrics.ppo.sampling_metrics import priced_judges_of
 from rlhf_core.config.rewarding.judge_models import EngineJudge, RatingModel
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.preflight.machine_checks import Needs, needs

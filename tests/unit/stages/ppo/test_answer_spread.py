@@ -7,7 +7,7 @@ import torch
 
 from rlhf_core.config import PPO
 from rlhf_core.config.metrics.metric import names_for
-from rlhf_core.config.metrics.ppo_metrics import REINFORCED
+from rlhf_core.config.metrics.ppo.ppo_metrics import REINFORCED
 from rlhf_core.objectives.losses import policy_loss
 from rlhf_core.stages.ppo.measured.answer_spread import (
     advantage_spread,

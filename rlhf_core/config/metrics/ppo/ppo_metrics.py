@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_core.config.metrics.metric import Condition, Metric, each
-from rlhf_core.config.metrics.ppo_answer_metrics import ROLLOUT
-from rlhf_core.config.metrics.ppo_engine_metrics import MASKED, SAMPLER, TIMES
-from rlhf_core.config.metrics.sampling_metrics import rewarded
+from rlhf_core.config.metrics.ppo.ppo_answer_metrics import ROLLOUT
+from rlhf_core.config.metrics.ppo.ppo_engine_metrics import MASKED, SAMPLER, TIMES
+from rlhf_core.config.metrics.ppo.sampling_metrics import rewarded
 from rlhf_core.config.metrics.shared_metrics import (
     FLOAT16,
     MERGED_AWAY,

@@ -1,0 +1,1 @@
+"""Declares the metrics of PPO and their charts."""
