@@ -38,7 +38,9 @@ for role, make, method in ((sys.argv[2], ReferenceModel, "logprobs"), (sys.argv[
         scored = getattr(scorer, method)(documents)
     held.append(sum(w.numel() + w.ds_tensor.numel() for w in weights if not w.ds_persist) / sum(w.ds_numel for w in weights))
     found.append([held, [(index, values.tolist()) for index, values in scored]])
-print(json.dumps(found))
+    if make is ReferenceModel:
+        said = [(index, top.ids.tolist(), top.logprobs.tolist()) for index, top in scorer.top_tokens(documents, 5)]
+print(json.dumps([*found, said]))
 """
 BATCHES = [[], TOKENS, TOKENS[:1], TOKENS[2:7]]  # fewer documents than ranks, and none
 TOGETHER = """
@@ -78,8 +80,9 @@ def test_two_ranks_score_as_one_does(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     documents = [Document(tokens, [True] * len(tokens)) for tokens in TOKENS]
+    reference = ReferenceModel(ModelSpec(str(policy), "float32", 0, 2, False), 0.7)
     whole = [
-        ReferenceModel(ModelSpec(str(policy), "float32", 0, 2, False), 0.7).logprobs(documents),
+        reference.logprobs(documents),
         Reward(ModelSpec(str(reward), "float32", 0, 2, False)).scores(documents),
     ]
     for role, expected in enumerate(whole):
@@ -88,6 +91,11 @@ def test_two_ranks_score_as_one_does(
         assert scored.keys() == set(range(7)) and all(max(rank[role][0]) < 0.65 for rank in printed)
         for index, values in expected:
             np.testing.assert_allclose(scored[index], values, rtol=1e-4, atol=1e-5)
+    said = {index: (ids, logprobs) for rank in printed for index, ids, logprobs in rank[2]}
+    assert said.keys() == set(range(7))
+    for index, top in reference.top_tokens(documents, 5):
+        assert said[index][0] == top.ids.tolist()
+        np.testing.assert_allclose(said[index][1], top.logprobs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long

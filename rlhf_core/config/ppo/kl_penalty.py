@@ -132,7 +132,7 @@ class KLPenalty(Config):
         elif self.kl_in == "loss" and self.kl_estimator == "k1":
             yield (
                 "k1 as a loss has an expected gradient of zero: set kl_estimator to k2, whose gradient is"
-                " that of the KL, or kl_in to reward"
+                " that of the KL, kl_in to reward, or teacher_top_k if the reference is a teacher"
             )
 
     def _teacher_mistakes(self) -> Iterator[str]:

@@ -48,6 +48,12 @@ def test_a_contradiction_hides_no_wrong_name_of_its_stage() -> None:
     assert "stages.ppo.reference: unknown name 'stf'" in found[1]
 
 
+def test_a_teacher_that_cannot_be_compared_says_nothing_of_the_estimator() -> None:
+    teacher = {"reference": "org/teacher", "kl_in": "loss", "init_kl_coef": 1.0, "teacher_top_k": 8}
+    found = told(**teacher, top_p=0.9)
+    assert len(found) == 1 and "teacher_top_k compares whole distributions" in found[0], found
+
+
 def test_pairs_are_trained_with_the_arguments_that_they_were_sampled_with() -> None:
     prompts = {"sources": "p.jsonl", "template_args": {"enable_thinking": False}}
     sampled = {"stage": "preferences", "policy": "base", "prompts": prompts, "reward": "org/r"}
