@@ -48,7 +48,7 @@ from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, answered, stored_suffix
 from rlhf_core.data.questions import Question, load_questions
-from rlhf_core.data.rows.columns import Located, preference_of, tools_of
+from rlhf_core.data.rows.columns import Located, text_preference_of, tools_of
 from rlhf_core.data.rows.mixture import load_rows
 from rlhf_core.models.precision import stored_dtype
 from rlhf_core.records import Answering, EvalReport, Judging, Judgment
@@ -330,7 +330,7 @@ def evaluate_reward_models(
     """
     rows = load_rows(wanted.data, request.seed, "preference")
     found = [
-        (row, preference_of(Located(f"reward_evaluation.data, row {number}", row)))
+        (row, text_preference_of(Located(f"reward_evaluation.data, row {number}", row)))
         for number, row in enumerate(rows, 1)
     ]
     found = [(row, pair) for row, pair in found if pair.chosen != pair.rejected]

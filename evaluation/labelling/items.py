@@ -16,7 +16,7 @@ from evaluation.labelling.label_records import ComparedPair
 from evaluation.scores.arena_files import folders, read_judgments, rows_of
 from rlhf_core.config import Data, Source
 from rlhf_core.data.documents import Message
-from rlhf_core.data.rows.columns import Located, preference_of, prompt_of, text_of, written
+from rlhf_core.data.rows.columns import Located, prompt_of, text_of, text_preference_of, written
 from rlhf_core.data.rows.mixture import placed_rows
 from rlhf_core.data.rows.row_files import is_file, raw_rows
 from rlhf_core.runs.run_dir import RESULT
@@ -174,7 +174,7 @@ def _rows(file: str, seed: int) -> Iterator[ComparedPair]:
     for placed in placed_rows(Data(sources=(source,)), seed, "preference"):
         if placed.located.no_preference:
             continue
-        found = preference_of(placed.located)
+        found = text_preference_of(placed.located)
         yield _pair(
             placed.located.row.get("uid"),
             found.prompt,

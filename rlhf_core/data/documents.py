@@ -236,9 +236,10 @@ def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
     )
 
 
-def answered(prompt: list[int], response: list[int]) -> Document:
-    """Returns prompt and response as a document, with the mask on the response."""
-    return Document(prompt + response, [False] * len(prompt) + [True] * len(response))
+def answered(prompt: list[int], response: list[int], pictures: tuple[EncodedPicture, ...] = ()) -> Document:
+    """Returns prompt and response as a document, with the mask on the response. `pictures`: of the prompt."""
+    mask = [False] * len(prompt) + [True] * len(response)
+    return Document(prompt + response, mask, pictures=pictures)
 
 
 def compact(prompt: Sequence[int], response: Sequence[int], experts: np.ndarray | None = None) -> Document:
@@ -290,9 +291,11 @@ def as_text(messages: Sequence[Message]) -> str:
 
 def with_suffix(prompt: Sequence[Message], suffix: str) -> list[Message]:
     """Returns the prompt with the suffix appended to its last message."""
-    return (
-        [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + suffix}] if suffix else list(prompt)
-    )
+    if not suffix:
+        return list(prompt)
+    content = prompt[-1]["content"]
+    added = suffix if isinstance(content, str) else [{"type": "text", "text": suffix}]
+    return [*prompt[:-1], {**prompt[-1], "content": content + added}]
 
 
 def store_suffix(checkpoint: Path, suffix: str) -> None:

@@ -28,6 +28,7 @@ from rlhf_core.data.documents import (
     reward_suffix,
     with_suffix,
 )
+from rlhf_core.data.pictures.message_parts import sources_in
 from rlhf_core.data.pictures.picture_source import CUT_AWAY, MISNAMED, PICTURE_FAULTS, PictureFault
 from rlhf_core.data.rows.columns import (
     Kind,
@@ -134,29 +135,43 @@ def _pair_within(renderer: Renderer, limit: int, located: Located) -> BuiltItems
         return BuiltItems((), 0, 1, SAME)
     texts = (preference.chosen, preference.rejected)
     tools = tools_of(located)
-    within = answers_within(located.where, renderer, preference.prompt, texts, limit, preference.cut, tools)
-    (chosen, rejected), lengths, cut = within
+    prompt = preference.prompt
+    try:
+        within = answers_within(located.where, renderer, prompt, texts, limit, preference.cut, tools)
+        (chosen, rejected), lengths, cut = within
+        marks = _picture_marks(prompt, chosen)
+    except PictureFault as fault:
+        return BuiltItems((), 0, 1, fault.fact, marks=(fault.fact,))
     if not any(chosen.mask) or not any(rejected.mask):
-        return BuiltItems((), 0, 1, ANSWER_CUT, *lengths)
+        return BuiltItems((), 0, 1, ANSWER_CUT, *lengths, marks)
     if chosen.tokens == rejected.tokens:
-        return BuiltItems((), 0, 1, SAME_CUT, *lengths)
-    return BuiltItems([((chosen, rejected), preference.margin)], cut, 1, "", *lengths)
+        return BuiltItems((), 0, 1, SAME_CUT, *lengths, marks)
+    return BuiltItems([((chosen, rejected), preference.margin)], cut, 1, "", *lengths, marks)
+
+
+def _picture_marks(prompt: list[Message], document: Document) -> list[str]:
+    """Returns the facts about the images of a prompt, from a document that begins with it."""
+    misnamed = any(picture.source.is_misnamed for picture in document.pictures)
+    return [MISNAMED] * misnamed + [CUT_AWAY] * (len(document.pictures) < len(sources_in(prompt)))
 
 
 def _labelled_within(renderer: Renderer, limit: int, located: Located) -> BuiltItems:
     prompt, answers = labelled_of(located)
     texts = [text for text, _ in answers]
-    documents, lengths, cut = answers_within(
-        located.where, renderer, prompt, texts, limit, tools=tools_of(located)
-    )
+    try:
+        documents, lengths, cut = answers_within(
+            located.where, renderer, prompt, texts, limit, tools=tools_of(located)
+        )
+        marks = _picture_marks(prompt, documents[0])
+    except PictureFault as fault:
+        return BuiltItems((), 0, len(answers), fault.fact, marks=(fault.fact,))
     kept = [
         ((document,), float(label))
         for document, (_, label) in zip(documents, answers, strict=True)
         if any(document.mask)
     ]
-    return BuiltItems(
-        kept, cut * len(kept), len(answers), "" if len(kept) == len(answers) else ANSWER_CUT, *lengths
-    )
+    dropped = "" if len(kept) == len(answers) else ANSWER_CUT
+    return BuiltItems(kept, cut * len(kept), len(answers), dropped, *lengths, marks)
 
 
 def _answer_within(
@@ -263,11 +278,12 @@ def answers_within(
     """Builds documents of at most `max_len` tokens, with the same prompt tokens, from answers to one prompt.
 
     Returns the documents, the lengths in tokens of the prompt and the answers before cutting, and whether
-    anything was cut. The prompt is cut first, down to half of `max_len`, and keeps its end; then the answers
-    are cut on the right. `cut`: which answers were ended by the length limit of sampling; they get no
-    end-of-turn token. `tools`: described in the prompt.
+    anything was cut. The prompt is cut first, down to half of `max_len`, and keeps its end and the images of
+    its last message; then the answers are cut on the right. Raises PictureFault for an image that cannot be
+    used, and if those images do not fit. `cut`: which answers were ended by the length limit of sampling;
+    they get no end-of-turn token. `tools`: described in the prompt.
     """
-    prompt = at(where, renderer.prompt, messages, tools)
+    prompt: Document = at(where, renderer.prompt_document, messages, tools)
     answers = [at(where, renderer.response_tokens, messages, text, tools) for text in texts]
     answers = [
         tokens[:-1] if unended else tokens
@@ -277,11 +293,17 @@ def answers_within(
     longest = max(lengths[1])
     over = len(prompt) + longest > max_len
     if over:
-        frame = renderer.frame_of(tools) + 1
-        prompt, _ = at(
-            where, renderer.prompt_within, messages, max(max_len - longest, max_len // 2, frame), tools
+        least = renderer.least_of(messages, tools) + 1
+        kept = max(max_len - longest, max_len // 2, least)
+        prompt, _ = at(where, renderer.document_within, messages, kept, tools)
+    if prompt.pictures and len(prompt) >= max_len:
+        raise PictureFault(
+            CUT_AWAY,
+            f"{where}: the prompt with its images has {len(prompt)} tokens: raise the limit {max_len}",
         )
-    return [answered(prompt, tokens).cut(max_len) for tokens in answers], lengths, over
+    tokens = list(prompt.tokens)
+    documents = [answered(tokens, answer, prompt.pictures).cut(max_len) for answer in answers]
+    return documents, lengths, over
 
 
 def at(where: str, render: Any, *values: Any) -> Any:

@@ -186,8 +186,8 @@ TEXT_PARTS = (
 # Families trained with images: `models/multimodal/picture_tower.py` loads their image encoders.
 PICTURE_FAMILIES = ("gemma3", "qwen3_vl")
 # Language models that transformers has only inside the whole (`picture_language_models.py` beside it),
-# and kinds of stages that train them: vLLM cannot run them alone, and they have no class for a scalar head.
-ONLY_TRAINED = {"qwen3_vl_text": ("sft", "dpo", "kto")}
+# and kinds of stages that train them: vLLM cannot run them alone.
+ONLY_TRAINED = {"qwen3_vl_text": ("sft", "reward_model", "dpo", "kto")}
 
 
 def more_than_text(place: str, named: str) -> str:

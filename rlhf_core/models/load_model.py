@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,8 +30,8 @@ from rlhf_core.models.kernels.attention import (
     set_attention,
 )
 from rlhf_core.models.kernels.liger import fuse
-from rlhf_core.models.lora import add_lora, base_of, merge_adapter, merges_in_parts
-from rlhf_core.models.multimodal.wrapper import folder_of, is_wrapper, language_model
+from rlhf_core.models.lora import add_lora, base_of, first_base, merge_adapter, merges_in_parts
+from rlhf_core.models.multimodal.wrapper import folder_of, is_wrapper, language_model, without_reports
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.precision import as_if_stored, unquantised
 from rlhf_core.models.score_classes import add_score_class
@@ -170,11 +171,12 @@ def _load_scorer(
         add_score_class(config)
         config.num_labels = 1
         config.pad_token_id = pad_token_id
-        model, info = auto.from_pretrained(
-            source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
-        if "key_mapping" in options:  # it is saved as a text model
-            del model._weight_conversions
+        with without_reports() if "key_mapping" in options else nullcontext():
+            model, info = auto.from_pretrained(
+                source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+        if "key_mapping" in options:  # it is saved as a text model, unless `keep_whole`
+            model.names_in_whole = model.__dict__.pop("_weight_conversions")
         missing = sorted(name for name in info["missing_keys"] if not name.startswith("score."))
         if missing:
             raise ValueError(
@@ -196,9 +198,20 @@ def _load_scorer(
 
     model = _merged(load, path, options, shards)
     model.config.pad_token_id = pad_token_id
+    if not added:
+        keep_whole(model, path)
     scorer = Scorer(model)
     scorer.new_head = added and not _adapter_has_head(path)
     return scorer
+
+
+def keep_whole(model: PreTrainedModel, path: str) -> None:
+    """Makes the export of a scorer's model, loaded from `path`, contain the other parts of its multimodal
+    checkpoint. Changes nothing for a text model, and for a policy, which always keeps them."""
+    names = getattr(model, "names_in_whole", None)
+    if names is not None:
+        model._weight_conversions = names
+        model.whole = folder_of(first_base(path))
 
 
 def _adapter_has_head(path: str) -> bool:

@@ -175,6 +175,12 @@ def base_of(path: str) -> str | None:
     return str(cached(pinned)) if pinned else str(base)
 
 
+def first_base(path: str) -> str:
+    """Returns the model that the adapters at `path` build on; `path` itself if it is no adapter."""
+    base = base_of(path)
+    return path if base is None else first_base(base)
+
+
 def merges_in_parts(path: str) -> bool:
     """Returns whether the adapter in folder `path` consists only of low-rank matrices, perhaps with a head
     for scores. Other adapters copy whole weights."""

@@ -1,22 +1,29 @@
-"""Prepares a policy for data with images."""
+"""Prepares a policy or a scorer for data with images."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.chat.picture_rendering import PictureRenderer
+from rlhf_core.models.load_model import keep_whole
 from rlhf_core.models.multimodal.picture_tower import load_tower
-from rlhf_core.models.policy import Policy
+from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.objectives.collate import PictureReader
 
 
 def reads_pictures(
-    policy: Policy, source: str, tokenizer: PreTrainedTokenizerBase, dtype: str, sequence_parallel_size: int
+    module: Policy | Scorer,
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: str,
+    sequence_parallel_size: int = 1,
 ) -> PictureReader:
-    """Gives the policy the frozen image encoder of the checkpoint `source`, and returns how images are read.
-    Raises ValueError if sequences are split over ranks."""
+    """Gives the module the frozen image encoder of the checkpoint `source`, which its exports will contain,
+    and returns how images are read. `tokenizer`: of `source`. Raises ValueError if sequences are split over
+    ranks, and if the checkpoint has no image encoder."""
     if sequence_parallel_size > 1:
         raise ValueError("the data has images, whose rows are not split: set sequence_parallel_size to 1")
-    policy.tower = load_tower(policy.model, source, dtype)
+    module.tower = load_tower(module.model, source, dtype)
+    keep_whole(module.model, source)
     images = PictureRenderer(tokenizer)
     return PictureReader(images.token_id, images.tensors)

@@ -225,17 +225,27 @@ class Scorer(nn.Module):
     document_leak: bool | None = None  # see `Policy.document_leak`
     new_head: bool = False  # the model had none and got one of zeros
     sequence: SequenceRanks = ALONE  # see `Policy.sequence`
+    tower: PictureTower | None = None  # see `Policy.tower`
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden, _ = _hidden(self, tokens, positions)
+    def forward(self, tokens: Tensor, positions: Tensor, pictures: BatchPictures | None = None) -> Tensor:
+        hidden, _ = _hidden(self, tokens, positions, pictures=pictures)
         # through the module's call, in which ZeRO-3 gathers the head's weights
         with replaced_forward(self.model.score, partial(_scores, self.model.score)):
             scores = self.model.score(hidden).squeeze(-1)
         return self.sequence.whole(scores, tokens.numel()).unflatten(0, tokens.shape)
+
+
+def token_scores(scorer: Callable[..., Tensor], batch: Batch) -> Tensor:
+    """Runs `Scorer.forward`, or an engine around it, on a batch. Returns (B, T) fp32. The host does not wait
+    for the GPU."""
+    inputs: list[Any] = [batch.tokens, batch.host.positions]
+    if batch.pictures is not None:
+        inputs.append(batch.pictures)
+    return scorer(*inputs)
 
 
 def _scores(head: nn.Module, hidden: Tensor) -> Tensor:
@@ -270,7 +280,7 @@ def _hidden(
     options: dict[str, Any] = {"output_router_logits": True} if routed else {}
     seen = None
     if pictures is not None:
-        assert isinstance(module, Policy) and module.tower is not None, "loaded with the data (stages/sft.py)"
+        assert module.tower is not None, "loaded with the data (models/picture_reading.py)"
         assert ranks.size == 1, "refused by the stage"
         seen = module.tower.seen(tokens, positions, pictures)
         tokens = seen.tokens

@@ -167,7 +167,10 @@ def _pictures(
     if not any(document.pictures for row in rows for document in row):
         return None
     if reader is None:
-        raise ValueError("the data has images, and only sft trains on them: drop them, or use sft")
+        raise ValueError(
+            "the data has images, which are read only by sft, reward_model, dpo and kto: drop them, or use"
+            " one of these stages"
+        )
     places = torch.zeros_like(tokens, dtype=torch.bool)
     spans: list[DocumentSpan] = []
     inputs: dict[str, list[torch.Tensor]] = {}

@@ -66,7 +66,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         ).documents
     policy = policy_to_train(request, config, source)
     reader = None
-    if data.report.survey.images or (held_out is not None and held_out.report.survey.images):
+    if data.report.has_images or (held_out is not None and held_out.report.has_images):
         reader = reads_pictures(policy, source, tokenizer, config.dtype, config.sequence_parallel_size)
     engine = make_engine(policy, config, packed=config.packing)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)

@@ -13,7 +13,14 @@ from rlhf_core.data.chat.message_template import NO_ARGUMENTS, MessageTemplate, 
 from rlhf_core.data.chat.text_encoder import Span, TextEncoder, first_stop
 from rlhf_core.data.chat.tokenizer_loading import check_embedding_rows
 from rlhf_core.data.documents import Document, Message, answered, check_limit, with_suffix
-from rlhf_core.data.pictures.message_parts import sources_in, without_sources
+from rlhf_core.data.pictures.message_parts import (
+    shown_text,
+    sources_in,
+    texts_of,
+    with_texts,
+    without_sources,
+)
+from rlhf_core.data.pictures.picture_source import CUT_AWAY, PictureFault
 from rlhf_core.data.rows.columns import without_weights
 
 if TYPE_CHECKING:
@@ -67,12 +74,17 @@ class Renderer:
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Returns the tokens of the messages and of the generation prompt. Raises ValueError when the last
         message is the assistant's."""
+        return list(self.prompt_document(messages, tools).tokens)
+
+    def prompt_document(self, messages: Sequence[Message], tools: Tools = ()) -> Document:
+        """Returns `prompt` as a document with its images. Raises PictureFault for one that cannot be used."""
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError(
                 "a prompt needs at least one message, and its last one must not be the assistant's"
             )
-        text, spans = self._template.render(with_suffix(messages, self.prompt_suffix), True, tools)
-        return list(self._encoder.encode(text, spans, self.stop_token_ids).tokens)
+        rendered = with_suffix(messages, self.prompt_suffix)
+        document = self._encoded(rendered, True, tools)
+        return replace(document, mask=[False] * len(document))
 
     def text(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()) -> str:
         """Returns the rendered template, with placeholders for control tokens typed in messages."""
@@ -105,50 +117,79 @@ class Renderer:
         """Returns the template's own length in tokens, including its description of the tools."""
         return len(self.prompt([{"role": "user", "content": ""}], tools)) if tools else self.frame_len
 
+    def least_of(self, messages: Sequence[Message], tools: Tools = ()) -> int:
+        """Returns the length of the shortest prompt that `document_within` makes of the messages."""
+        last = messages[-1]
+        if not sources_in([last]):
+            return self.frame_of(tools)
+        texts = [""] * len(texts_of(last["content"]))
+        return len(self.prompt([{**last, "content": with_texts(last["content"], texts)}], tools))
+
     def prompt_within(
         self, messages: Sequence[Message], limit: int, tools: Tools = ()
     ) -> tuple[list[int], bool]:
-        """Returns at most `limit` tokens of a prompt, and whether the prompt was cut.
+        """Returns the tokens of `document_within`, and whether the prompt was cut."""
+        document, is_cut = self.document_within(messages, limit, tools)
+        return list(document.tokens), is_cut
+
+    def document_within(
+        self, messages: Sequence[Message], limit: int, tools: Tools = ()
+    ) -> tuple[Document, bool]:
+        """Returns at most `limit` tokens of a prompt with its images, and whether the prompt was cut.
 
         Keeps the template's own tokens and the end of the prompt. Drops the oldest turns first, then the
-        beginning of the last message, and system messages only if they and the template fill the limit.
-        Raises ValueError like `check_limit`.
+        beginning of the last message's text, and system messages only if they and the template fill the
+        limit. The images of the last message stay. Raises ValueError like `check_limit`, and PictureFault if
+        these images and the template are longer than the limit.
         """
         frame_len = self.frame_of(tools)
         check_limit(limit, frame_len)
-        tokens = self.prompt(messages, tools)
-        if len(tokens) <= limit:
-            return tokens, False
+        document = self.prompt_document(messages, tools)
+        if len(document) <= limit:
+            return document, False
         turns = list(messages)
         system: list[Message] = []
         while len(turns) > 1 and turns[0]["role"] == "system":
             system.append(turns.pop(0))
         for start in range(1, len(turns)):
             if turns[start]["role"] == "user":
-                tokens = self.prompt(system + turns[start:], tools)
-                if len(tokens) <= limit:
-                    return tokens, True
+                document = self.prompt_document(system + turns[start:], tools)
+                if len(document) <= limit:
+                    return document, True
         last = turns[-1]
-        shell = len(self.prompt([*system, {**last, "content": ""}], tools))
+        texts = texts_of(last["content"])
+        bare = {**last, "content": with_texts(last["content"], [""] * len(texts))}
+        shell = len(self.prompt([*system, bare], tools))
         if shell >= limit:
             system = []
-            shell = frame_len
-        words = self._encoder.encode_part(self._encoder.hide(last["content"]), first=True)
-        cut = max(len(words) - (limit - shell), 0)
+            shell = self.least_of([last], tools)
+        words = [self._encoder.encode_part(self._encoder.hide(text), first=True) for text in texts]
+        cut = max(sum(map(len, words)) - (limit - shell), 0)
         while True:
-            # A cut inside a character leaves replacement characters at the beginning.
-            content = str(self.tokenizer.decode(words[cut:], clean_up_tokenization_spaces=False)).lstrip(
-                "\ufffd"
-            )
-            tokens = self.prompt([*system, {**last, "content": content}], tools)
-            if len(tokens) <= limit:
-                return tokens, True
-            if not content:  # check_limit only ensures that an empty user message fits
+            content = with_texts(last["content"], self._ends(texts, words, cut))
+            document = self.prompt_document([*system, {**last, "content": content}], tools)
+            if len(document) <= limit:
+                return document, True
+            if not shown_text(content) and document.pictures:
+                raise PictureFault(
+                    CUT_AWAY, f"the images and the template take {len(document)} tokens: the limit is {limit}"
+                )
+            if not shown_text(content):  # check_limit only ensures that an empty user message fits
                 raise ValueError(
-                    f"the role {last['role'][:40]!r} and the template take {len(tokens)} tokens, and the"
+                    f"the role {last['role'][:40]!r} and the template take {len(document)} tokens, and the"
                     f" limit is {limit}"
                 )
-            cut += len(tokens) - limit
+            cut += len(document) - limit
+
+    def _ends(self, texts: Sequence[str], words: Sequence[list[int]], cut: int) -> list[str]:
+        """Returns the texts without their first `cut` tokens in all. `words`: the tokens of each."""
+        ends = []
+        for text, tokens in zip(texts, words, strict=True):
+            kept = str(self.tokenizer.decode(tokens[cut:], clean_up_tokenization_spaces=False))
+            # a cut inside a character leaves replacement characters at the beginning
+            ends.append(kept.lstrip("\ufffd") if cut else text)
+            cut = max(0, cut - len(tokens))
+        return ends
 
     def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> Document:
         """Returns the messages as a document, with the mask on all answers and their end-of-turn tokens,
@@ -158,16 +199,7 @@ class Renderer:
         Images have as many tokens as the model's processor gives them. Raises PictureFault for an image that
         cannot be used.
         """
-        sources = sources_in(messages)
-        if sources and self.template != "chat":
-            raise ValueError("a plain template has no place for images: use 'chat'")
-        text, spans = self._template.render(without_sources(without_weights(messages)), False, tools)
-        counts: list[int] = []
-        if sources:
-            text, spans, counts = self.pictures.expanded(text, spans, sources)
-        document = self._encoder.encode(text, spans, self.stop_token_ids, _untrained(messages, spans))
-        if sources:
-            document = replace(document, pictures=self.pictures.located(document.tokens, sources, counts))
+        document = self._encoded(messages, False, tools)
         if not any(document.mask):
             return document
         end = len(document) - list(document.mask)[::-1].index(True)
@@ -182,6 +214,20 @@ class Renderer:
                 document, tokens=[*document.tokens, self.end_token_id], mask=[*document.mask, True]
             )
         return document
+
+    def _encoded(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools) -> Document:
+        """Returns the rendered messages with their images."""
+        sources = sources_in(messages)
+        if sources and self.template != "chat":
+            raise ValueError("a plain template has no place for images: use 'chat'")
+        text, spans = self._template.render(
+            without_sources(without_weights(messages)), generation_prompt, tools
+        )
+        if not sources:
+            return self._encoder.encode(text, spans, self.stop_token_ids, _untrained(messages, spans))
+        text, spans, counts = self.pictures.expanded(text, spans, sources)
+        document = self._encoder.encode(text, spans, self.stop_token_ids, _untrained(messages, spans))
+        return replace(document, pictures=self.pictures.located(document.tokens, sources, counts))
 
     def answer(self, prompt_messages: Sequence[Message], response: str) -> Document:
         """Returns the prompt's tokens, the response and the end-of-turn token, with the mask on the last two,
@@ -206,7 +252,7 @@ class Renderer:
         calls = bool(message.get("tool_calls"))
         if not calls and (self.verbatim or self.template != "chat"):
             return self._sampled(message["content"])
-        text = self._template.answer_text(prompt_messages, message, tools)
+        text = self._template.answer_text(without_sources(prompt_messages), message, tools)
         if text is None and calls:
             raise ValueError(
                 "the chat template does not show where an answer with calls of tools begins: leave such rows"

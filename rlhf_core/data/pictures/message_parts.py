@@ -195,21 +195,41 @@ def _from_base64(text: str) -> bytes:
 
 def sources_in(messages: Sequence[Mapping[str, Any]]) -> list[PictureSource]:
     """Returns the images of messages, in order."""
-    return [part["picture"] for part in _image_parts(messages)]
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            found += [part["picture"] for part in content if "picture" in part]
+    return found
 
 
 def without_sources(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the messages as chat templates read them, with just `{"type": "image"}` for an image."""
     return [
-        dict(message)
-        if isinstance(message["content"], str)
-        else {**message, "content": [_shown(part) for part in message["content"]]}
+        {**message, "content": [_shown(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else dict(message)
         for message in messages
     ]
 
 
 def _shown(part: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "image"} if part["type"] == "image" else part
+    return {"type": "image"} if "picture" in part else part
+
+
+def with_texts(content: Content, texts: Sequence[str]) -> Content:
+    """Returns content with other texts in place of its own (`texts_of`)."""
+    if isinstance(content, str):
+        return texts[0]
+    own = iter(texts)
+    return [{"type": "text", "text": next(own)} if part["type"] == "text" else part for part in content]
+
+
+def texts_of(content: Content) -> list[str]:
+    """Returns the texts of content, in order."""
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part["type"] == "text"]
 
 
 def content_text(content: Content) -> str:
@@ -217,6 +237,13 @@ def content_text(content: Content) -> str:
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else _named(part["picture"]) for part in content)
+
+
+def shown_text(content: Content) -> str:
+    """Returns the text of content, without images and their markers."""
+    if isinstance(content, str):
+        return content.replace(MARKER, "")
+    return "".join(texts_of(content))
 
 
 def _named(picture: PictureSource | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config.data import Rows
 from rlhf_core.data.documents import Message
-from rlhf_core.data.pictures.message_parts import content_text, parts_of, sources_in, with_pictures
+from rlhf_core.data.pictures.message_parts import parts_of, shown_text, sources_in, with_pictures
 
 Kind = Rows
 Row = dict[str, Any]
@@ -86,8 +86,8 @@ def _refuse_pictures(located: Located, messages: Sequence[Message]) -> None:
     """Raises ValueError if the messages, or the columns of their row, have images."""
     if sources_in(with_pictures(messages, located.row, located.where, located.folder)):
         raise ValueError(
-            f"{located.where}: has images, and only an sft stage with messages, or prompt and response, reads"
-            " them: drop the row's images, or use sft"
+            f"{located.where}: has images, which are read only by sft with messages, or prompt and response,"
+            " and by reward_model, dpo and kto: drop the row's images, or use one of these"
         )
 
 
@@ -95,7 +95,7 @@ def preference_of(located: Located) -> Preference:
     """Returns the prompt and the two answers of a preference row.
 
     An answer is a string, a list with one assistant message, or a whole conversation that begins with the
-    prompt.
+    prompt. Images are in the prompt, whose content is then a list of parts (`message_parts`).
     """
     where = located.where
     row = located.row
@@ -107,7 +107,6 @@ def preference_of(located: Located) -> Preference:
             starts.append([])
         else:
             messages = _messages(row.get(column), located, column)
-            _refuse_pictures(located, messages)
             if messages[-1]["role"] != "assistant":
                 raise ValueError(
                     f"{where}: the {column} conversation must end with an assistant message, not"
@@ -117,6 +116,10 @@ def preference_of(located: Located) -> Preference:
                 raise ValueError(
                     f"{where}: the {column} answer has weight 0, and a comparison trains on both answers:"
                     " drop the row"
+                )
+            if not isinstance(messages[-1]["content"], str):
+                raise ValueError(
+                    f"{where}: the {column} answer has an image, but only text is trained on: drop the row"
                 )
             answers.append(messages[-1] if messages[-1].get("tool_calls") else messages[-1]["content"])
             starts.append(without_weights(messages[:-1]))
@@ -128,7 +131,8 @@ def preference_of(located: Located) -> Preference:
     if prompt:
         _require_same_prompt(located, prompt)
     else:
-        prompt = prompt_of(located)
+        prompt = _prompt_of(located)
+    prompt = with_pictures(prompt, row, where, located.folder)
     if prompt[-1]["role"] == "assistant":
         raise ValueError(f"{where}: the prompt ends with an assistant message, so there is nothing to answer")
     cut = row.get("chosen_cut") is True, row.get("rejected_cut") is True
@@ -136,15 +140,30 @@ def preference_of(located: Located) -> Preference:
     return Preference(prompt, answers[0], answers[1], margin, cut)
 
 
+def text_preference_of(located: Located) -> Preference:
+    """Returns `preference_of` a row of texts. Raises ValueError for a row with images."""
+    preference = preference_of(located)
+    _refuse_pictures(located, preference.prompt)
+    return preference
+
+
 def _require_same_prompt(located: Located, start: list[Message]) -> None:
-    """Raises ValueError when a preference's column `prompt` contradicts the messages before its answers."""
+    """Raises ValueError when a preference's column `prompt` contradicts the messages before its answers, or
+    has other images."""
     given = located.row.get("prompt")
     if not given or not isinstance(given, str | list):
         return
     messages = _messages(given, located, "prompt")
-    _refuse_pictures(located, messages)
-    said = " ".join(content_text(messages[-1]["content"]).split())
-    texts = [" ".join(message["content"].split()) for message in start if message["role"] != "system"]
+    images = sources_in(messages)
+    if images and images != sources_in(start):
+        raise ValueError(
+            f"{located.where}: the prompt has other images than the messages before the answers in chosen and"
+            " rejected: put the same there, or drop the column 'prompt'"
+        )
+    said = " ".join(shown_text(messages[-1]["content"]).split())
+    texts = [
+        " ".join(shown_text(message["content"]).split()) for message in start if message["role"] != "system"
+    ]
     if any(said in text or text in said for text in texts):
         return
     raise ValueError(
@@ -168,7 +187,8 @@ def labelled_of(located: Located) -> tuple[list[Message], list[tuple[str | Messa
     if "label" not in located.row:
         preference = preference_of(located)
         return preference.prompt, [(preference.chosen, True), (preference.rejected, False)]
-    prompt, response = answer_of(located)
+    prompt = with_pictures(_prompt_of(located), located.row, located.where, located.folder)
+    response = text_of(located.row.get("response"), located.where, "response")
     label = str(located.row["label"]).lower()
     if label not in LABELS:
         raise ValueError(

@@ -23,14 +23,15 @@ from rlhf_core.hub.model_files import PROCESSOR, WEIGHTS, stored_tensors
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights, planned_weights
 from rlhf_core.models.checkpoint.generation import used_values, with_stop_tokens
-from rlhf_core.models.checkpoint.weight_files import fill, lay_out, meta
+from rlhf_core.models.checkpoint.weight_files import add_file, fill, lay_out, meta
 from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
-from rlhf_core.models.multimodal.wrapper import copy_files, folder_of, require_stored
+from rlhf_core.models.multimodal.wrapper import copy_files, folder_of, require_stored, stored_names
 from rlhf_core.system.files import read_json, write_text
 
 # each stored weight's file and safetensors header entry
 Stored = dict[str, tuple[Path, dict[str, Any]]]
+OF_HEAD = re.compile(r"For[A-Z]\w*$")  # the part of a class's name that says which head it has
 # keys of config.json
 OF_WEIGHTS = ("architectures", "dtype", "transformers_version", "id2label", "label2id", "pad_token_id")
 
@@ -49,6 +50,7 @@ def save_model(
     whole = getattr(model, "whole", None)
     if whole:
         copy_files(whole, folder, WEIGHTS)
+        add_file(folder, _added(planned, whole))
     else:
         lay_out(planned, folder)
         weights = chain(weights, _read(left))
@@ -63,6 +65,8 @@ def save_description(
     whole = getattr(model, "whole", None)
     if whole:
         copy_files(whole, folder, ("config.json", *PROCESSOR))
+        if not model.can_generate():
+            describe_scorer(folder / "config.json", model)
     else:
         save_config(model, folder)
     tokenizer = save_tokenizer(tokenizer_source, folder, trust_remote_code)
@@ -79,10 +83,31 @@ def plan_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], Stored]:
     planned = planned_weights(model)
     whole = getattr(model, "whole", None)
     if whole:
-        require_stored(planned, whole)
+        require_stored(planned.keys() - _added(planned, whole).keys(), whole)
         return planned, {}
     left = not_loaded(model, planned.keys())
     return planned | {key: meta(about["shape"], about["dtype"]) for key, (_, about) in left.items()}, left
+
+
+def _added(planned: dict[str, Tensor], whole: Path) -> dict[str, Tensor]:
+    """Returns the head for scores among the `planned` weights if the multimodal checkpoint has none."""
+    stored = stored_names(whole)
+    return {
+        name: weight for name, weight in planned.items() if name.startswith("score.") and name not in stored
+    }
+
+
+def describe_scorer(file: Path, model: PreTrainedModel) -> None:
+    """Changes the config.json of a multimodal model to that of a reward model. Gemma 3's is read by
+    transformers, which has no class for Qwen3-VL's."""
+    config = read_json(file)
+    names = config.get("architectures") or [type(model).__name__]
+    config["architectures"] = [OF_HEAD.sub("ForSequenceClassification", names[0])]
+    config["id2label"] = {"0": "LABEL_0"}
+    config["label2id"] = {"LABEL_0": 0}
+    config["pad_token_id"] = model.config.pad_token_id
+    config["text_config"] = config["text_config"] | {"pad_token_id": model.config.pad_token_id}
+    write_text(file, json.dumps(config, indent=2) + "\n")
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlhf_core.hub.model_files import tensors_of
 from rlhf_core.system import progress
-from rlhf_core.system.files import write_text
+from rlhf_core.system.files import read_json, write_text
 
 # Names of dtypes in safetensors, in its storage order.
 DTYPES = {
@@ -36,6 +36,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+ADDED = "model-score.safetensors"  # the file of a head beside the files of an index
 ORDER = {dtype: place for place, dtype in enumerate(NAMES)}
 
 
@@ -52,7 +54,28 @@ def lay_out(weights: Mapping[str, Tensor], folder: Path, shard_bytes: int | str 
         make_file(folder / name, {key: weights[key] for key in keys})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
+        write_text(folder / INDEX, json.dumps(index, indent=2))
+
+
+def add_file(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Creates one more file for weights of these shapes and dtypes (`meta`) in a checkpoint's folder, and
+    lists it in the index. Does nothing without weights. The contents are undefined."""
+    if not weights:
+        return
+    index = folder / INDEX
+    single = folder / "model.safetensors"
+    if index.is_file():
+        listed = read_json(index)
+    else:  # transformers prefers a file of this name to an index
+        known = single.rename(folder / "model-00001-of-00002.safetensors")
+        listed = {"metadata": {}, "weight_map": dict.fromkeys(tensors_of(known), known.name)}
+    name = ADDED if index.is_file() else "model-00002-of-00002.safetensors"
+    make_file(folder / name, weights)
+    listed["weight_map"] |= dict.fromkeys(weights, name)
+    sizes = [tensors_of(folder / file) for file in sorted(set(listed["weight_map"].values()))]
+    ends = [about["data_offsets"] for tensors in sizes for about in tensors.values()]
+    listed["metadata"] = listed.get("metadata", {}) | {"total_size": sum(end - start for start, end in ends)}
+    write_text(index, json.dumps(listed, indent=2))
 
 
 def make_file(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
-from transformers.utils import logging
 
-from rlhf_core.hub.model_config import more_than_text
+from rlhf_core.hub.model_config import PICTURE_FAMILIES
 from rlhf_core.models.kernels.attention import takes_varlen
+from rlhf_core.models.multimodal.wrapper import without_reports
 from rlhf_core.objectives.collate import BatchPictures
 
 # Tokens of an image attend to each other in both directions (Gemma 3, section 2), which varlen kernels cannot
@@ -141,12 +141,15 @@ def load_tower(model: PreTrainedModel, path: str, dtype: str) -> PictureTower:
     config = AutoConfig.from_pretrained(path)
     family = str(config.model_type)
     if family not in (*BOTH_WAYS, *THREE_AXES):
-        raise ValueError(more_than_text(path, family))
+        raise ValueError(
+            f"the data has images, and {path} ({family}) has no image encoder that is run here: name a model"
+            f" of the families {', '.join(PICTURE_FAMILIES)}, or one that a stage has trained on images"
+        )
     text = config.get_text_config()
     text.num_hidden_layers = 1  # the language model is already loaded
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]
-    with _no_reports():  # about the missing layers
+    with without_reports():  # about the missing layers
         whole = AutoModelForImageTextToText.from_pretrained(
             path, config=config, dtype=getattr(torch, dtype), use_safetensors=True
         ).base_model
@@ -154,13 +157,3 @@ def load_tower(model: PreTrainedModel, path: str, dtype: str) -> PictureTower:
     if family in BOTH_WAYS and takes_varlen(model):
         model.set_attn_implementation("sdpa")
     return PictureTower(whole, family)
-
-
-@contextmanager
-def _no_reports() -> Iterator[None]:
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

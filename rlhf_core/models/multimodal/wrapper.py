@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+from transformers.utils import logging
 
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import more_than_text
@@ -100,6 +102,17 @@ def link_language_model(path: str, folder: Path, trust_remote_code: bool) -> boo
             (folder / file.name).symlink_to(file.resolve())
     config.save_pretrained(folder)
     return True
+
+
+@contextmanager
+def without_reports() -> Iterator[None]:
+    """Keeps transformers from listing the weights of a checkpoint that it does not load."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def folder_of(path: str) -> Path:

@@ -13,7 +13,7 @@ from rlhf_core.config.data import Data
 from rlhf_core.config.rewarding.judge_models import RatingModel
 from rlhf_core.config.rewarding.judge_reward import JudgeReward, LabelledPairs
 from rlhf_core.config.rewards import RewardSource
-from rlhf_core.data.rows.columns import Located, preference_of, written
+from rlhf_core.data.rows.columns import Located, text_preference_of, written
 from rlhf_core.data.rows.mixture import load_rows
 from rlhf_core.mean_interval import mean_interval
 from rlhf_core.rewards.reward_contract import RewardsFailed, Sample
@@ -108,7 +108,7 @@ def labelled_samples(labels: LabelledPairs, seed: int) -> list[Sample]:
     data = Data(sources=(labels.data,), max_samples=labels.limit)
     samples: list[Sample] = []
     for number, row in enumerate(load_rows(data, seed, "preference"), start=1):
-        pair = preference_of(Located(f"{labels.data.path}, pair {number}", row))
+        pair = text_preference_of(Located(f"{labels.data.path}, pair {number}", row))
         chosen = written(pair.chosen)
         rejected = written(pair.rejected)
         if chosen != rejected:

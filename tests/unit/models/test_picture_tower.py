@@ -140,7 +140,7 @@ def test_checkpointing_changes_nothing(pictured: Pictured) -> None:
 
 def test_a_changed_file_and_a_missing_reader_are_told(pictured: Pictured) -> None:
     document = pictured.documents[0]
-    with pytest.raises(ValueError, match="only sft trains on them"):
+    with pytest.raises(ValueError, match="read only by sft, reward_model, dpo and kto"):
         collate([[document]], 0)
     wrong = PictureReader(
         pictured.reader.token_id,

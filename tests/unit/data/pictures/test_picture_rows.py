@@ -13,7 +13,13 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.pictures.message_parts import sources_in
 from rlhf_core.data.pictures.picture_source import PICTURE_FAULTS
-from rlhf_core.data.rows.columns import Located, conversation_of, preference_of, prompt_of
+from rlhf_core.data.rows.columns import (
+    Located,
+    conversation_of,
+    preference_of,
+    prompt_of,
+    text_preference_of,
+)
 from rlhf_core.data.rows.mixture import check_columns
 from rlhf_core.data.sources import sft_documents
 from rlhf_core.data.survey import Loaded
@@ -108,14 +114,14 @@ def test_rows_that_are_refused(row: dict[str, Any], told: str) -> None:
 
 
 def test_other_stages_refuse_images_and_leave_other_columns_alone() -> None:
-    told = "row 1: has images, and only an sft stage"
+    told = "row 1: has images, which are read only by sft .* reward_model, dpo and kto: drop"
     with pytest.raises(ValueError, match=told):
         prompt_of(located({"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}))
     with pytest.raises(ValueError, match=told):
         prompt_of(located({"prompt": "What?", "image": "a.png"}))
     pair = {"prompt": "What?", "chosen": "a", "rejected": "b", "images": [{"bytes": RED, "path": None}]}
     with pytest.raises(ValueError, match=told):
-        preference_of(located(pair))
+        text_preference_of(located(pair))
     for cell in ("docker.io/library/python:3.11", "python:3.11", 7, None, []):
         assert prompt_of(located({"prompt": "What?", "image": cell}))[0]["content"] == "What?"
 
@@ -143,13 +149,13 @@ def test_the_number_of_images_in_a_row_is_limited() -> None:
         conversation_of(located(asked([*parts, TEXT])))
 
 
-def test_an_image_in_the_prompt_of_a_comparison_is_refused() -> None:
+def test_other_images_in_the_prompt_of_a_comparison_are_refused() -> None:
     ends = {
         side: [{"role": "user", "content": "What?"}, {"role": "assistant", "content": side}] for side in "ab"
     }
     prompt = [{"role": "user", "content": [{"type": "image"}, TEXT]}]
     row = {"prompt": prompt, "chosen": ends["a"], "rejected": ends["b"]}
-    with pytest.raises(ValueError, match="row 1"):
+    with pytest.raises(ValueError, match="row 1: the prompt has other images than the messages"):
         preference_of(located(row))
 
 
