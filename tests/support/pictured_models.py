@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -14,7 +15,6 @@ from PIL import Image
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.families import SHAPE
 
-FAMILIES = ("gemma3", "qwen3_vl")
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
 PARTS = (
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -30,6 +30,10 @@ GEMMA_TEMPLATE = (
     + PARTS.replace("IMAGE", "<start_of_image>")
     + "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
 )
+MISTRAL_TEMPLATE = (
+    "<s>{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content }}</s>"
+    "{% else %}[INST]" + PARTS.replace("IMAGE", "[IMG]") + "[/INST]{% endif %}{% endfor %}"
+)
 QWEN_TOKENS = (
     *("<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
@@ -38,48 +42,40 @@ GEMMA_TOKENS = (
     *("<pad>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
 )
+MISTRAL_TOKENS = (*("<pad>", "</s>", "<s>", "[INST]", "[/INST]"), *("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+
+class PicturedFamily(NamedTuple):
+    """What a family's folder has beside its weights. `tokens`: control tokens, the second ends a text.
+    `named`: the tokenizer's names for some. `processor`, `whole_processor`: the contents of
+    preprocessor_config.json and processor_config.json. `make`: the model, from the language model's config and
+    the numbers of the tokens."""
+
+    tokens: tuple[str, ...]
+    template: str
+    processor: dict[str, Any]
+    make: Callable[[dict[str, Any], dict[str, int]], Any]
+    named: dict[str, Any] = {}  # noqa: RUF012
+    whole_processor: dict[str, Any] = {}  # noqa: RUF012
 
 
 def make_pictured(family: str, folder: Path, **larger: Any) -> Path:
     """Saves a model of the family to `folder`. `larger`: sizes in place of the small ones of its language
     part."""
-    is_qwen = family == "qwen3_vl"
-    tokens = QWEN_TOKENS if is_qwen else GEMMA_TOKENS
-    number = {token: index for index, token in enumerate(tokens)}
-    named: dict[str, Any] = {"pad_token": "<pad>", "eos_token": "<|endoftext|>" if is_qwen else "<eos>"}
-    if not is_qwen:
-        named["extra_special_tokens"] = {
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        }
-    tokenizer = byte_tokenizer(tokens, **named)
-    tokenizer.chat_template = QWEN_TEMPLATE if is_qwen else GEMMA_TEMPLATE
+    about = PICTURED[family]
+    number = {token: index for index, token in enumerate(about.tokens)}
+    tokenizer = byte_tokenizer(about.tokens, pad_token="<pad>", eos_token=about.tokens[1], **about.named)
+    tokenizer.chat_template = about.template
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     text = {"vocab_size": len(tokenizer), "initializer_range": 0.2, **SHAPE, **ids}
     text |= {"max_position_embeddings": 512, **larger}
     torch.manual_seed(0)
-    model = _qwen(text, number) if is_qwen else _gemma(text, number)
-    model.save_pretrained(folder)
+    about.make(text, number).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if is_qwen:
-        processor = {
-            "image_processor_type": "Qwen2VLImageProcessorFast",
-            "processor_class": "Qwen3VLProcessor",
-            "size": {"shortest_edge": 64, "longest_edge": 1024},
-            **{"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, **HALVES},
-        }
-    else:
-        processor = {
-            "image_processor_type": "Gemma3ImageProcessorFast",
-            "processor_class": "Gemma3Processor",
-            "size": {"height": 28, "width": 28},
-            **HALVES,
-        }
-        about = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
-        (folder / "processor_config.json").write_text(json.dumps(about))
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(about.processor))
+    if about.whole_processor:
+        (folder / "processor_config.json").write_text(json.dumps(about.whole_processor))
     return folder
 
 
@@ -124,6 +120,81 @@ def _gemma(text: dict[str, Any], number: dict[str, int]) -> Any:
     model = transformers.Gemma3ForConditionalGeneration(config)
     torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
     return model
+
+
+def _mistral(text: dict[str, Any], number: dict[str, int]) -> Any:
+    vision = dict(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=16,
+        image_size=64,
+        patch_size=4,
+        initializer_range=0.2,
+    )
+    config = transformers.Mistral3Config(
+        text_config=text | {"model_type": "ministral3", "tie_word_embeddings": False},
+        vision_config=vision | {"model_type": "pixtral"},
+        image_token_index=number["[IMG]"],
+        tie_word_embeddings=False,
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+PICTURED = {
+    "gemma3": PicturedFamily(
+        GEMMA_TOKENS,
+        GEMMA_TEMPLATE,
+        {
+            "image_processor_type": "Gemma3ImageProcessorFast",
+            "processor_class": "Gemma3Processor",
+            "size": {"height": 28, "width": 28},
+            **HALVES,
+        },
+        _gemma,
+        {
+            "extra_special_tokens": {
+                "boi_token": "<start_of_image>",
+                "eoi_token": "<end_of_image>",
+                "image_token": "<image_soft_token>",
+            }
+        },
+        {"processor_class": "Gemma3Processor", "image_seq_length": 4},
+    ),
+    "mistral3": PicturedFamily(
+        MISTRAL_TOKENS,
+        MISTRAL_TEMPLATE,
+        {
+            "image_processor_type": "PixtralImageProcessorFast",
+            "processor_class": "PixtralProcessor",
+            "size": {"longest_edge": 40},
+            "patch_size": 4,
+        },
+        _mistral,
+        {},
+        {
+            "processor_class": "PixtralProcessor",
+            "image_token": "[IMG]",
+            "image_break_token": "[IMG_BREAK]",
+            "image_end_token": "[IMG_END]",
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+        },
+    ),
+    "qwen3_vl": PicturedFamily(
+        QWEN_TOKENS,
+        QWEN_TEMPLATE,
+        {
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "processor_class": "Qwen3VLProcessor",
+            "size": {"shortest_edge": 64, "longest_edge": 1024},
+            **{"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, **HALVES},
+        },
+        _qwen,
+    ),
+}
+FAMILIES = tuple(PICTURED)
 
 
 def square(colour: str, width: int = 16, height: int = 16, kind: str = "PNG") -> bytes:

@@ -19,6 +19,7 @@ import numpy as np
 from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerBase
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+from rlhf_core.data.chat.picture_processors import OWN_PROCESSORS
 from rlhf_core.data.chat.text_encoder import Span
 from rlhf_core.data.pictures.picture_decoding import decoded
 from rlhf_core.data.pictures.picture_source import TOO_THIN, EncodedPicture, PictureFault, PictureSource
@@ -44,10 +45,7 @@ class PictureRenderer:
         self._images = self._processor.image_processor
         self.token_id = int(AutoConfig.from_pretrained(folder).image_token_id)
         self._token = str(tokenizer.convert_ids_to_tokens(self.token_id))
-        defaults = getattr(type(self._processor).valid_processor_kwargs, "_defaults", {})
-        self._options: dict[str, Any] = dict(defaults.get("images_kwargs", {}))
-        unused = set(self._processor.unused_input_names)
-        self._inputs = [name for name in self._images.model_input_names if name not in unused]
+        self._options: dict[str, Any] = self._processor.picture_options
         self._expansion = lru_cache(maxsize=SIZES)(self._expansion_of)
 
     def expanded(
@@ -96,9 +94,9 @@ class PictureRenderer:
 
     def tensors(self, source: PictureSource) -> dict[str, np.ndarray]:
         """Returns the inputs of the model's image encoder for one image, by name; the first dimension is
-        images or patches. Raises PictureFault for an image that cannot be used."""
-        features = self._processed(decoded(source))
-        return {name: np.asarray(features[name]) for name in self._inputs}
+        images, patches or pixels. Raises PictureFault for an image that cannot be used."""
+        tensors: dict[str, np.ndarray] = self._processor.picture_tensors(self._processed(decoded(source)))
+        return tensors
 
     def _expansion_of(self, size: tuple[int, int]) -> str:
         """Returns the text that stands for an image of size (width, height)."""
@@ -118,7 +116,21 @@ class PictureRenderer:
 
 
 class _OfImages:
-    """Lets a processor be built without its video processor."""
+    """Lets a processor be built without its video processor, and returns what is sent to the encoder."""
+
+    image_processor: Any
+    unused_input_names: Sequence[str]
+
+    @property
+    def picture_options(self) -> dict[str, Any]:
+        """The arguments that the processor passes to its image processor."""
+        defaults = getattr(type(self).valid_processor_kwargs, "_defaults", {})  # type: ignore[attr-defined]
+        return dict(defaults.get("images_kwargs", {}))
+
+    def picture_tensors(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Returns the inputs of the encoder among the outputs of the image processor, by name."""
+        names = set(self.image_processor.model_input_names) - set(self.unused_input_names)
+        return {name: np.asarray(features[name]) for name in sorted(names)}
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
         if argument is None:
@@ -134,7 +146,6 @@ def _load(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
             f"the row has images, but {folder} ({family or 'no config.json'}) cannot be trained on any: name"
             f" a model of the families {', '.join(PICTURE_FAMILIES)}, or drop the images"
         )
-    whole = PROCESSOR_MAPPING[type(config)]
     try:
         images = AutoImageProcessor.from_pretrained(folder, backend="pil")
     except (OSError, ValueError, TypeError) as error:
@@ -142,10 +153,13 @@ def _load(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
             f"{folder}: no image processor can be loaded from it ({str(error).splitlines()[0]}): copy"
             " preprocessor_config.json of the model's release into it"
         ) from error
+    stored = Path(folder) / "processor_config.json"
+    about = read_json(stored) if stored.is_file() else {}
+    if family in OWN_PROCESSORS:
+        return OWN_PROCESSORS[family](config, images, tokenizer, about)
+    whole = PROCESSOR_MAPPING[type(config)]
     known = {"image_processor": images, "tokenizer": tokenizer}
     kind = type(whole.__name__, (_OfImages, whole), {})
     arguments = {name: known.get(name) for name in whole.get_attributes()}
-    stored = Path(folder) / "processor_config.json"
-    about = read_json(stored) if stored.is_file() else {}
     own = {name: about[name] for name in OWN_ARGUMENTS if name in about}
     return kind(**arguments, **own)

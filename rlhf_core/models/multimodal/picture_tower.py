@@ -7,7 +7,7 @@ training the encoder, and rows that several ranks compute together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -26,6 +26,9 @@ from rlhf_core.objectives.collate import BatchPictures
 BOTH_WAYS = ("gemma3",)
 # Tokens of an image have a position per axis: time, height, width (M-RoPE; Qwen2-VL, section 2.1).
 THREE_AXES = ("qwen3_vl",)
+# Encoders that pad the images of a pass to one size and mask all their patches against each other: they get
+# one image at a time.
+EACH_ALONE = ("mistral3",)
 
 
 class SeenPictures(NamedTuple):
@@ -89,6 +92,15 @@ def _blocks(places: Tensor) -> Tensor:
     return torch.where(places, (places & ~before).cumsum(1) - 1, -1)
 
 
+def _each_alone(pixels: Tensor, sizes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields each image, (1, 3, height, width), and its size, (1, 2). `pixels`: those of all images, in one
+    dimension. `sizes`: (images, 2)."""
+    shapes = sizes.tolist()
+    parts = pixels.split([3 * height * width for height, width in shapes])
+    for part, (height, width), size in zip(parts, shapes, sizes, strict=True):
+        yield part.view(1, 3, height, width), size[None]
+
+
 class PictureTower:
     """Turns images into features. `whole` is the multimodal model without its language model."""
 
@@ -103,10 +115,7 @@ class PictureTower:
         if next(self._whole.parameters()).device != device:
             self._whole.to(device)
         with torch.no_grad():
-            found = self._whole.get_image_features(**pictures.inputs, return_dict=True)
-        pooled = found.pooler_output
-        features = torch.cat([part.flatten(0, -2) for part in pooled])
-        deep = tuple(torch.cat(list(part)) for part in getattr(found, "deepstack_features", None) or ())
+            features, deep = self._features(pictures.inputs)
         count = int(pictures.places.sum())
         if len(features) != count:
             raise ValueError(
@@ -116,6 +125,19 @@ class PictureTower:
         known = tokens.masked_fill(pictures.places, 0)
         axes = self._axes(tokens, positions, pictures) if self._family in THREE_AXES else None
         return SeenPictures(known, pictures.places, features, deep, axes, self._family in BOTH_WAYS)
+
+    def _features(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Returns the features of all images, (image tokens, H), and those that layers add."""
+        encode = self._whole.get_image_features
+        if self._family in EACH_ALONE:
+            pooled = [
+                encode(pixel_values=pixels, image_sizes=size, return_dict=True).pooler_output[0]
+                for pixels, size in _each_alone(inputs["pixel_values"], inputs["image_sizes"])
+            ]
+            return torch.cat(pooled), ()
+        found = encode(**inputs, return_dict=True)
+        deep = tuple(torch.cat(list(part)) for part in getattr(found, "deepstack_features", None) or ())
+        return torch.cat([part.flatten(0, -2) for part in found.pooler_output]), deep
 
     def _axes(self, tokens: Tensor, positions: Tensor, pictures: BatchPictures) -> Tensor:
         """Returns the positions of all tokens per axis, (3, B, T); each document begins at 0."""
@@ -140,7 +162,7 @@ def load_tower(model: PreTrainedModel, path: str, dtype: str) -> PictureTower:
     attention to one that takes masks if images need them. Raises ValueError for other families."""
     config = AutoConfig.from_pretrained(path)
     family = str(config.model_type)
-    if family not in (*BOTH_WAYS, *THREE_AXES):
+    if family not in PICTURE_FAMILIES:
         raise ValueError(
             f"the data has images, and {path} ({family}) has no image encoder that is run here: name a model"
             f" of the families {', '.join(PICTURE_FAMILIES)}, or one that a stage has trained on images"

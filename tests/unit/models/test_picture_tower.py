@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +16,15 @@ from rlhf_core.models.multimodal.picture_tower import load_tower
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import PictureReader, collate
 from tests.support.pictured_models import FAMILIES, make_pictured
-from tests.unit.data.pictures.test_picture_rendering import TALKS, image, talk, text
+from tests.unit.data.pictures.test_picture_rendering import TALKS, image, own_tokens, talk, text
 
 ALL = [
     *TALKS,
     talk("No image here.", "None."),
     talk([image("blue"), text("What?")], "red\n\n"),  # as the first, but for the image
 ]
+# the argument that marks image tokens
+TYPES = {"gemma3": "token_type_ids", "qwen3_vl": "mm_token_type_ids"}
 
 
 class Pictured:
@@ -59,15 +60,13 @@ def expected(pictured: Pictured) -> list[torch.Tensor]:
     """What the whole model computes from the inputs of the model's own processor."""
     whole = AutoModelForImageTextToText.from_pretrained(pictured.folder, dtype=torch.float32).eval()
     found = []
-    for document in pictured.documents:
+    for messages, document in zip(ALL, pictured.documents, strict=True):
         tokens = torch.tensor(document.tokens)[None]
         types = (tokens == pictured.reader.token_id).int()
-        inputs: dict[str, Any] = {"mm_token_type_ids": types}
-        if whole.config.model_type == "gemma3":
-            inputs = {"token_type_ids": types}
-        sent = [pictured.reader.tensors(picture.source) for picture in document.pictures]
-        for name in sent[0] if sent else ():
-            inputs[name] = torch.cat([torch.from_numpy(part[name].copy()) for part in sent])
+        _, sent = own_tokens(pictured.renderer, messages)
+        inputs = {name: torch.from_numpy(values.copy()) for name, values in sent.items()}
+        if whole.config.model_type in TYPES:
+            inputs[TYPES[whole.config.model_type]] = types
         logits = whole(input_ids=tokens, **inputs).logits.float().log_softmax(-1)[0, :-1]
         values = logits.gather(1, tokens[0, 1:, None])[:, 0]
         found.append(values[torch.tensor(document.mask)[1:]])

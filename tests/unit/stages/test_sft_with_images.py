@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 import rlhf_core.stages.dpo
 import rlhf_core.stages.sft
@@ -65,6 +66,8 @@ def test_only_the_language_model_changes(base: Path, lora: Lora | None, tmp_path
     for file in base.glob("*processor*.json"):
         assert (made / file.name).read_bytes() == file.read_bytes()
     assert (made / "config.json").read_bytes() == (base / "config.json").read_bytes()
+    _, problems = AutoModelForImageTextToText.from_pretrained(made, output_loading_info=True)
+    assert not any(problems.values())
     report = (tmp_path / "run" / "data_report.md").read_text()
     assert "12 images" in report
     # another stage goes on from it

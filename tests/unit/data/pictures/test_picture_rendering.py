@@ -20,6 +20,9 @@ from rlhf_core.data.pictures.message_parts import without_sources
 from rlhf_core.data.pictures.picture_source import PictureSource
 from rlhf_core.data.sources import sft_documents
 from tests.support.pictured_models import FAMILIES, asked, make_pictured, square, write_rows
+from tests.support.release_processors import release_processor
+
+ENCODER_INPUTS = ("pixel_values", "image_sizes", "image_grid_thw", "image_position_ids")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -48,9 +51,11 @@ TALKS = [
 ]
 
 
-def own_tokens(renderer: Renderer, messages: Sequence[dict[str, Any]]) -> tuple[list[int], Any]:
+def own_tokens(
+    renderer: Renderer, messages: Sequence[dict[str, Any]]
+) -> tuple[list[int], dict[str, np.ndarray]]:
     """What the model's own processor makes of the rendered text and the images."""
-    processor = renderer.pictures._processor
+    processor = release_processor(renderer.pictures)
     rendered = processor.tokenizer.apply_chat_template(without_sources(messages), tokenize=False)
     opened = [
         Image.open(io.BytesIO(part["picture"].data))
@@ -59,8 +64,22 @@ def own_tokens(renderer: Renderer, messages: Sequence[dict[str, Any]]) -> tuple[
         for part in message["content"]
         if part["type"] == "image"
     ]
-    found = processor(images=[opened] if isinstance(processor, Gemma3Processor) else opened, text=[rendered])
-    return list(found["input_ids"][0]), found
+    if not opened:
+        return list(processor.tokenizer(rendered)["input_ids"]), {}
+    nested = isinstance(processor, Gemma3Processor)
+    found = processor(images=[opened] if nested else opened, text=[rendered], return_tensors="np")
+    tensors = {name: found[name] for name in ENCODER_INPUTS if name in found}
+    return found["input_ids"][0].tolist(), tensors
+
+
+def unpadded(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same, with the pixels of images that were padded to one size in one dimension."""
+    sizes = tensors.get("image_sizes")
+    if sizes is None:
+        return tensors
+    pairs = zip(tensors["pixel_values"], sizes, strict=True)
+    pixels = [padded[:, :height, :width].ravel() for padded, (height, width) in pairs]
+    return {**tensors, "pixel_values": np.concatenate(pixels)}
 
 
 @pytest.mark.parametrize("messages", TALKS)
@@ -71,14 +90,18 @@ def test_tokens_and_tensors_are_those_of_the_processor(reader: Renderer, message
     rest = reader.tokenizer.decode(tokens[len(document) :])
     assert not rest.strip()
     sent = [reader.pictures.tensors(picture.source) for picture in document.pictures]
-    for name in sent[0]:
-        expected = (
-            np.concatenate([np.asarray(part) for part in found[name]])
-            if isinstance(found[name], list)
-            else np.asarray(found[name])
-        )
-        own = np.concatenate([part[name] for part in sent])
-        np.testing.assert_array_equal(own.reshape(expected.shape), expected)
+    assert sent[0].keys() == found.keys()
+    for name, expected in unpadded(found).items():
+        np.testing.assert_array_equal(np.concatenate([part[name] for part in sent]), expected)
+
+
+def test_images_of_any_size_take_as_many_tokens_as_the_processor_says(reader: Renderer) -> None:
+    sizes = [(1, 1), (3, 50), (37, 23), (90, 11), (64, 64), (200, 131)]
+    messages = talk([image("red", *size) for size in sizes], "x")
+    document = reader.conversation(messages)
+    tokens, _ = own_tokens(reader, messages)
+    assert list(document.tokens) == tokens[: len(document)]
+    assert len(document.pictures) == len(sizes)
 
 
 @pytest.mark.parametrize("messages", TALKS)

@@ -1,0 +1,49 @@
+"""Image processors of families whose own processor class in transformers 5.19 needs torchvision: the tokens
+of an image, and the tensors for its encoder. transformers' Pillow classes resize the pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+class Mistral3Pictures:
+    """Mistral 3: an image token for each square of merged patches, a break token between rows, and an end
+    token (Pixtral 12B, arXiv:2410.07073, section 2). `stored`: the content of processor_config.json."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        image_processor: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        stored: Mapping[str, Any],
+    ):
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
+        self.image_token = str(stored.get("image_token", "[IMG]"))
+        self._break = str(stored.get("image_break_token", "[IMG_BREAK]"))
+        self._end = str(stored.get("image_end_token", "[IMG_END]"))
+        self._side = config.vision_config.patch_size * config.spatial_merge_size  # pixels of a token
+        self.picture_options = {"patch_size": self._side}
+
+    def replace_image_token(self, features: Mapping[str, Any], index: int) -> str:
+        """Returns the text that stands for the image with this index in `features`."""
+        height, width = features["image_sizes"][index]
+        row = self.image_token * int(width // self._side)
+        rows = [row] * int(height // self._side)
+        return self._break.join(rows) + self._end
+
+    def picture_tensors(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Returns the pixels of one image as one dimension, since sizes differ, and its height and width,
+        (1, 2)."""
+        return {
+            "pixel_values": np.asarray(features["pixel_values"]).reshape(-1),
+            "image_sizes": np.asarray(features["image_sizes"]),
+        }
+
+
+# by the family's `model_type`
+OWN_PROCESSORS = {"mistral3": Mistral3Pictures}
