@@ -19,6 +19,7 @@ logging.disable(logging.WARNING)
 import torch
 from rlhf_core.config import SFT
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.models.kernels.attention import is_stateful
 from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.multimodal.picture_tower import load_tower
 from rlhf_core.models.policy import masked_logprobs
@@ -42,10 +43,11 @@ engine = make_engine(policy, config, packed=True)
 plain = renderer.conversation(talk("No image here.", "None.", "Why?", "So."))
 pictured = [renderer.conversation(messages) for messages in TALKS]
 norms = []
-for rows in ([pictured[:2], [plain]], [[plain], pictured[2:]], [[plain], [plain]]):
-    mine = rows[engine.rank :: count]
+for whole in ([pictured[:2], [plain]], [[plain], pictured[2:]], [[plain], [plain]]):
+    mine = whole[engine.rank :: count]
     for number, row in enumerate(mine, 1):
-        batch = collate([row], 0, reader=reader).to(engine.device)
+        rows = [[document] for document in row] if is_stateful(policy.model) else [row]
+        batch = collate(rows, 0, reader=reader).to(engine.device)
         engine.backward(-masked_logprobs(engine, batch).logprobs.sum() / 50, number == len(mine))
     norms.append(engine.step(1e-3))
 print(json.dumps(norms))
@@ -58,6 +60,7 @@ print(json.dumps(norms))
         ("qwen3_vl", {}),
         pytest.param("gemma3", {"gradient_checkpointing": True}, marks=pytest.mark.long),
         pytest.param("mistral3", {}, marks=pytest.mark.long),
+        pytest.param("qwen3_5", {}, marks=pytest.mark.long),
         pytest.param("qwen3_vl", {"lora": {"rank": 4}}, marks=pytest.mark.long),
     ],
 )

@@ -13,7 +13,7 @@ import transformers
 from PIL import Image
 
 from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.families import SHAPE
+from tests.support.families import DELTA, SHAPE
 
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
 PARTS = (
@@ -44,6 +44,13 @@ GEMMA_TOKENS = (
 )
 MISTRAL_TOKENS = (*("<pad>", "</s>", "<s>", "[INST]", "[/INST]"), *("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+QWEN_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "processor_class": "Qwen3VLProcessor",
+    "size": {"shortest_edge": 64, "longest_edge": 1024},
+    **{"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, **HALVES},
+}
 
 
 class PicturedFamily(NamedTuple):
@@ -102,6 +109,34 @@ def _qwen(text: dict[str, Any], number: dict[str, int]) -> Any:
         tie_word_embeddings=False,
     )
     return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def _qwen_states(text: dict[str, Any], number: dict[str, int]) -> Any:
+    """Qwen3.5: a layer with a state and one with attention."""
+    rope = {
+        **{"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        **{"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    }
+    vision = dict(
+        depth=2,
+        hidden_size=32,
+        intermediate_size=32,
+        num_heads=2,
+        out_hidden_size=text["hidden_size"],
+        num_position_embeddings=16,
+        patch_size=4,
+        initializer_range=0.2,
+    )
+    config = transformers.Qwen3_5Config(
+        text_config=text | DELTA | {"rope_parameters": rope, "tie_word_embeddings": False},
+        vision_config=vision,
+        image_token_id=number["<|image_pad|>"],
+        video_token_id=number["<|video_pad|>"],
+        vision_start_token_id=number["<|vision_start|>"],
+        vision_end_token_id=number["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+    return transformers.Qwen3_5ForConditionalGeneration(config)
 
 
 def _gemma(text: dict[str, Any], number: dict[str, int]) -> Any:
@@ -182,17 +217,8 @@ PICTURED = {
             "spatial_merge_size": 2,
         },
     ),
-    "qwen3_vl": PicturedFamily(
-        QWEN_TOKENS,
-        QWEN_TEMPLATE,
-        {
-            "image_processor_type": "Qwen2VLImageProcessorFast",
-            "processor_class": "Qwen3VLProcessor",
-            "size": {"shortest_edge": 64, "longest_edge": 1024},
-            **{"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, **HALVES},
-        },
-        _qwen,
-    ),
+    "qwen3_5": PicturedFamily(QWEN_TOKENS, QWEN_TEMPLATE, QWEN_PROCESSOR, _qwen_states),
+    "qwen3_vl": PicturedFamily(QWEN_TOKENS, QWEN_TEMPLATE, QWEN_PROCESSOR, _qwen),
 }
 FAMILIES = tuple(PICTURED)
 

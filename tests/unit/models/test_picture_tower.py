@@ -10,13 +10,15 @@ from transformers import AutoModelForImageTextToText
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
-from rlhf_core.models.kernels.attention import PLAIN, takes_varlen
+from rlhf_core.models.kernels.attention import PLAIN, VARLEN, is_stateful, takes_varlen
 from rlhf_core.models.load_model import load_policy, recompute
 from rlhf_core.models.multimodal.picture_tower import load_tower
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import PictureReader, collate
 from tests.support.pictured_models import FAMILIES, make_pictured
+from tests.support.state_kernels import take_edges
 from tests.unit.data.pictures.test_picture_rendering import TALKS, image, own_tokens, talk, text
+from tests.unit.models.test_attention import kernel  # noqa: F401
 
 ALL = [
     *TALKS,
@@ -24,7 +26,7 @@ ALL = [
     talk([image("blue"), text("What?")], "red\n\n"),  # as the first, but for the image
 ]
 # the argument that marks image tokens
-TYPES = {"gemma3": "token_type_ids", "qwen3_vl": "mm_token_type_ids"}
+TYPES = {"gemma3": "token_type_ids", "qwen3_5": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
 
 
 class Pictured:
@@ -43,7 +45,10 @@ class Pictured:
         return policy
 
     def logprobs(self, policy: Policy, rows: list[list[Document]]) -> list[torch.Tensor]:
-        """Of the answers' tokens of each document, in the order of the rows."""
+        """Of the answers' tokens of each document, in the order of the rows. Each document has its own row
+        where state would leak, as in stages."""
+        if is_stateful(policy.model) and not takes_varlen(policy.model):
+            rows = [[document] for row in rows for document in row]
         batch = collate(rows, 0, reader=self.reader)
         found = masked_logprobs(policy, batch).logprobs
         count = sum(map(len, rows))
@@ -86,14 +91,21 @@ def test_packed_padded_and_single_documents_are_as_transformers_computes_them(pi
 
 
 @torch.no_grad()
-def test_attention_by_bounds_gives_the_same(pictured: Pictured) -> None:
-    """As varlen kernels compute on GPUs; Gemma 3 goes on with masks."""
+def test_attention_by_bounds_gives_the_same(
+    pictured: Pictured,
+    kernel: list[int],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As varlen kernels compute on GPUs, with state layers that restart; Gemma 3 goes on with masks."""
+    theirs = expected(pictured)
     policy = load_policy(str(pictured.folder)).eval()
-    policy.model.set_attn_implementation(PLAIN)
+    if is_stateful(policy.model):
+        take_edges(policy.model, monkeypatch)
+    policy.model.set_attn_implementation(VARLEN if is_stateful(policy.model) else PLAIN)
     policy.tower = load_tower(policy.model, str(pictured.folder), "float32")
     assert takes_varlen(policy.model) == (policy.model.config.model_type != "gemma3_text")
     rows = [pictured.documents[:2], pictured.documents[2:]]
-    for own, other in zip(pictured.logprobs(policy, rows), expected(pictured), strict=True):
+    for own, other in zip(pictured.logprobs(policy, rows), theirs, strict=True):
         torch.testing.assert_close(own, other, atol=2e-5, rtol=1e-5)
 
 

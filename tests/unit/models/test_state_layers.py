@@ -3,7 +3,6 @@ pass."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from rlhf_core.models.kernels.state_layers import causal_conv1d, document_number
 from rlhf_core.models.kernels.state_test import delta_rule, rejection_reason
 from rlhf_core.models.policy import Policy
 from tests.support.families import FAMILIES, SHAPE, config_class, model_class
+from tests.support.state_kernels import take_edges
 from tests.unit.models.test_attention import documents, kernel, logprobs_by_document  # noqa: F401
 
 CPU = torch.device("cpu")
@@ -107,27 +107,10 @@ def test_packed_documents_are_as_alone_where_layers_take_edges(
     policy = Policy(
         model_class(family)(config_class(family)(**SHAPE | {"vocab_size": 96} | FAMILIES[family][1])).eval()
     )
-    code = state_layers._code_of(policy.model)
     rows = [documents()[:3], documents()[3:]]
     expected = logprobs_by_document(policy, [[document] for row in rows for document in row])
 
-    def rule(
-        *parts: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor, **options: Any
-    ) -> tuple[Tensor, None]:
-        lengths = cu_seqlens.diff().tolist()
-        split = zip(*(part.split(lengths, 1) for part in (*parts, g, beta)), strict=True)
-        return (
-            torch.cat([plain(*qkv, g=decay, beta=rate, **options)[0] for *qkv, decay, rate in split], 1),
-            None,
-        )
-
-    if family != "lfm2":
-        plain = inspect.unwrap(code.torch_chunk_gated_delta_rule)
-        monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", rule)
-    monkeypatch.setattr(
-        code, "causal_conv1d_fn", lambda *given, cu_seq_lens_q=None, **named: causal_conv1d(*given, **named)
-    )
-    monkeypatch.setattr(state_layers, "takes_edges", lambda model: True)
+    take_edges(policy.model, monkeypatch)
     assert attention._fits(policy.model)
     policy.model.set_attn_implementation(attention.VARLEN)
     assert attention.takes_varlen(policy.model) and not attention.can_share(policy.model, CPU)
