@@ -19,11 +19,12 @@ def reads_pictures(
     sequence_parallel_size: int = 1,
 ) -> PictureReader:
     """Gives the module the frozen image encoder of the checkpoint `source`, which its exports will contain,
-    and returns how images are read. `tokenizer`: of `source`. Raises ValueError if sequences are split over
-    ranks, and if the checkpoint has no image encoder."""
+    and its `reader`, which is returned. `tokenizer`: of `source`. Raises ValueError if sequences are split
+    over ranks, and if the checkpoint has no image encoder."""
     if sequence_parallel_size > 1:
         raise ValueError("the data has images, whose rows are not split: set sequence_parallel_size to 1")
     module.tower = load_tower(module.model, source, dtype)
     keep_whole(module.model, source)
     images = PictureRenderer(tokenizer)
-    return PictureReader(images.token_id, images.tensors)
+    module.reader = PictureReader(images.token_id, images.tensors)
+    return module.reader

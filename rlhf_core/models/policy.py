@@ -46,7 +46,7 @@ from rlhf_core.models.logprobs.token_logprobs import (
 )
 from rlhf_core.models.logprobs.top_logprobs import top_logprobs
 from rlhf_core.models.multimodal.picture_tower import PictureTower
-from rlhf_core.objectives.collate import Batch, BatchPictures, rounded, sent
+from rlhf_core.objectives.collate import Batch, BatchPictures, PictureReader, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
 
 
@@ -77,8 +77,9 @@ class Policy(nn.Module):
     # whether each document needs its own row (`document_leak`); None: not tested
     document_leak: bool | None = None
     sequence: SequenceRanks = ALONE  # the ranks that compute each pass together
-    # the frozen encoder of images; None: the model is trained on texts
+    # the frozen encoder of images, and how they are read; None: the model is given texts
     tower: PictureTower | None = None
+    reader: PictureReader | None = None
     # distributions are over the first `known` rows of the vocabulary; None: all
     known: int | None = None
     fp32_head = False  # the head's product is computed in fp32 (`fp32_head.py`)
@@ -226,6 +227,7 @@ class Scorer(nn.Module):
     new_head: bool = False  # the model had none and got one of zeros
     sequence: SequenceRanks = ALONE  # see `Policy.sequence`
     tower: PictureTower | None = None  # see `Policy.tower`
+    reader: PictureReader | None = None
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()

@@ -15,7 +15,7 @@ from rlhf_core.models.load_model import load_scorer
 from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.models.policy import Scorer, token_scores
 from rlhf_core.models.precision import dtype_of
-from rlhf_core.objectives.collate import PictureReader, collate
+from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.masked import gather_last
 
 STATISTICS = "score_statistics.json"
@@ -26,16 +26,15 @@ def score_documents(
     documents: Sequence[Document],
     pad_token_id: int,
     micro_batch_size: int,
-    reader: PictureReader | None = None,
 ) -> list[float]:
     """Returns the score at the last token of each document, in order. Batches are sorted by length to keep
-    padding small. `reader`: decodes images, which the scorer's `tower` reads."""
+    padding small."""
     device = next(scorer.parameters()).device
     order = sorted(range(len(documents)), key=lambda i: len(documents[i].tokens))
     scores = [0.0] * len(documents)
     for start in range(0, len(order), micro_batch_size):
         chosen = order[start : start + micro_batch_size]
-        batch = collate([[documents[i]] for i in chosen], pad_token_id, reader=reader).to(device)
+        batch = collate([[documents[i]] for i in chosen], pad_token_id, reader=scorer.reader).to(device)
         with torch.no_grad():
             values = gather_last(token_scores(scorer, batch), batch.documents, len(chosen))
         for i, value in zip(chosen, values.tolist(), strict=True):
@@ -50,7 +49,6 @@ class RewardScorer:
     def __init__(self, path: str, dtype: str, micro_batch_size: int, trust_remote_code: bool = False):
         self._path = path
         self._tokenizer = load_tokenizer(path, trust_remote_code)
-        self._reader: PictureReader | None = None
         self.pad_token_id = self._tokenizer.pad_token_id
         self._dtype = dtype_of(path, dtype, trust_remote_code)
         self.scorer = load_scorer(path, self.pad_token_id, self._dtype, trust_remote_code).eval()
@@ -60,9 +58,9 @@ class RewardScorer:
         self.micro_batch_size = micro_batch_size
 
     def score(self, documents: Sequence[Document]) -> list[float]:
-        if self._reader is None and any(document.pictures for document in documents):
-            self._reader = reads_pictures(self.scorer, self._path, self._tokenizer, self._dtype)
-        return score_documents(self.scorer, documents, self.pad_token_id, self.micro_batch_size, self._reader)
+        if self.scorer.reader is None and any(document.pictures for document in documents):
+            reads_pictures(self.scorer, self._path, self._tokenizer, self._dtype)
+        return score_documents(self.scorer, documents, self.pad_token_id, self.micro_batch_size)
 
 
 def stored_statistics(path: str) -> tuple[float, float]:

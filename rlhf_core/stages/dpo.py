@@ -22,12 +22,13 @@ from rlhf_core.data.sources import preference_pairs
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.kernels.attention import can_share, row_width
+from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import MEAN_LOGPROBS, Loss, preference_loss, sft_loss, with_balance
 from rlhf_core.objectives.masked import document_mean, document_sum
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
-from rlhf_core.stages.reference_logprobs import Model, reference_logprobs
+from rlhf_core.stages.reference_logprobs import Model, module_of, reference_logprobs
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.ranks import (
     EXPORT_TRIAL,
@@ -88,6 +89,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     )
     held_out_pairs = held_out.items if held_out else []
     trained = policy_to_train(request, config, source)
+    has_images = data.report.has_images or (held_out is not None and held_out.report.has_images)
+    if has_images:
+        reads_pictures(trained, source, tokenizer, config.dtype, config.sequence_parallel_size)
     engine = make_engine(trained, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     share = can_share(trained.model, engine.device) and not trained.balanced
@@ -104,9 +108,13 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         )
 
     def open_reference() -> Model:
-        if config.reference:
-            return open_frozen(reference, config, request.trust_remote_code, engine.device)
-        return engine
+        if not config.reference:
+            return engine
+        model = open_frozen(reference, config, request.trust_remote_code, engine.device)
+        if has_images:
+            own = load_tokenizer(reference, request.trust_remote_code)
+            reads_pictures(module_of(model), reference, own, config.dtype)
+        return model
 
     # Another reference model's attention may not support shared prompts.
     length = len if config.reference and not passes.apart else passes.row_tokens
@@ -218,7 +226,8 @@ def pair_logprobs(
     """Returns log-probs of both responses of each pair, in one forward pass; summed over tokens, or
     averaged."""
     documents = both(pairs)
-    batch = collate(passes.rows_of(documents), pad_token_id).to(policy.device)
+    reader = module_of(policy).reader
+    batch = collate(passes.rows_of(documents), pad_token_id, reader=reader).to(policy.device)
     out = masked_logprobs(policy, batch)
     logprobs = out.logprobs  # (B, T)
     reduce = document_mean if mean else document_sum

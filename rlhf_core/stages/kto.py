@@ -28,6 +28,7 @@ from rlhf_core.data.sources import labelled_answers
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.kernels.attention import row_width
+from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.objectives.collate import sent
 from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
@@ -35,6 +36,7 @@ from rlhf_core.stages.reference_logprobs import (
     Model,
     answer_logprobs_and_balance,
     dealt_logprobs,
+    module_of,
     reference_logprobs,
 )
 from rlhf_core.training.engine import Engine
@@ -95,6 +97,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     )
     answers = KtoAnswers(config, data.items, held_out.items if held_out else [], request.seed)
     trained = policy_to_train(request, config, source)
+    has_images = data.report.has_images or (held_out is not None and held_out.report.has_images)
+    if has_images:
+        reads_pictures(trained, source, tokenizer, config.dtype, config.sequence_parallel_size)
     engine = make_engine(trained, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     passes = Passes(
@@ -109,9 +114,13 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         )
 
     def open_reference() -> Model:
-        if config.reference:
-            return open_frozen(reference, config, request.trust_remote_code, engine.device)
-        return engine
+        if not config.reference:
+            return engine
+        model = open_frozen(reference, config, request.trust_remote_code, engine.device)
+        if has_images:
+            own = load_tokenizer(reference, request.trust_remote_code)
+            reads_pictures(module_of(model), reference, own, config.dtype)
+        return model
 
     refs = reference_logprobs(
         engine, run, open_reference, reference, answers.micro_batches(passes), passes, pad, mean=False
@@ -296,7 +305,8 @@ def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int
 
 
 def mismatch(prompt_of: Document, answer_of: Document, max_len: int) -> Document:
-    """Joins the prompt of one document with the answer of another, at most `max_len` tokens."""
+    """Joins the prompt of one document, with its images, and the answer of another, at most `max_len`
+    tokens."""
     prompt = list(prompt_of.tokens[: prompt_of.answer_start])
     answer = list(answer_of.tokens[answer_of.answer_start :])
-    return answered(prompt, answer).cut(max_len)
+    return answered(prompt, answer, prompt_of.pictures).cut(max_len)

@@ -3,12 +3,13 @@ one model in memory.
 
 They are stored in `state/` of the run directory until the stage is done, so that a resumed run neither
 recomputes them nor loads the reference. The file's name contains a digest of the reference, of every token
-and mask, and of the batches, so an outdated file is not read.
+mask and image, and of the batches, so an outdated file is not read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +33,10 @@ from rlhf_core.training.engine import Engine
 from rlhf_core.training.train_loop import passes_of_rank
 
 Model = Policy | FrozenModel | Engine  # computes log-probs
+
+
+def module_of(model: Model) -> Policy:
+    return cast(Policy, model if isinstance(model, Policy) else model.module)
 
 
 def reference_logprobs(
@@ -78,7 +83,7 @@ def dealt_logprobs(
 
     `passes` defines how a micro-batch is laid out.
     """
-    module = cast(Policy, policy if isinstance(policy, Policy) else policy.module)
+    module = module_of(policy)
     if policy is not engine:  # the engine was tested when it was created
         if engine.sharing > 1:
             split_attention(module.model, engine.sharing)
@@ -125,7 +130,7 @@ def answer_logprobs_and_balance(
     passes: Passes,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns `answer_logprobs`, and the balance of the experts if the policy computes it."""
-    batch = collate(passes.rows_of(documents), pad_token_id).to(device)
+    batch = collate(passes.rows_of(documents), pad_token_id, reader=module_of(policy).reader).to(device)
     out = masked_logprobs(policy, batch)  # log-probs (B, T)
     reduce = document_mean if mean else document_sum
     return reduce(out.logprobs, batch.mask, batch.documents, len(documents)), out.balance
@@ -137,6 +142,8 @@ def _key(source: str, micro_batches: Sequence[Sequence[Document]], mean: bool) -
         content.update(array("q", [-len(documents)]).tobytes())
         for document in documents:
             content.update(array("q", [len(document), *document.tokens]).tobytes() + bytes(document.mask))
+            for picture in document.pictures:
+                content.update(os.fsencode(picture.source.identity))
     return digest({"reference": _identity(source), "mean": mean, "content": content.hexdigest()})
 
 

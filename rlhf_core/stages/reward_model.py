@@ -20,9 +20,9 @@ from rlhf_core.data.survey import Loaded
 from rlhf_core.models.kernels.attention import can_share, row_width
 from rlhf_core.models.load_model import trained_scorer
 from rlhf_core.models.picture_reading import reads_pictures
-from rlhf_core.models.policy import token_scores
+from rlhf_core.models.policy import Scorer, token_scores
 from rlhf_core.models.reward_scoring import STATISTICS
-from rlhf_core.objectives.collate import PictureReader, collate, sent
+from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import Loss, reward_loss
 from rlhf_core.objectives.masked import gather_last
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
@@ -70,9 +70,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     scorer = trained_scorer(
         source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed, shards_of(config)
     )
-    reader = None
     if data.report.has_images or (held_out is not None and held_out.report.has_images):
-        reader = reads_pictures(scorer, source, tokenizer, config.dtype, config.sequence_parallel_size)
+        reads_pictures(scorer, source, tokenizer, config.dtype, config.sequence_parallel_size)
     engine = make_engine(scorer, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     if engine.rank == 0:
@@ -93,7 +92,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     )
 
     def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:
-        scores = pair_scores(engine, pairs, pad, passes, reader)
+        scores = pair_scores(engine, pairs, pad, passes)
         margins = sent(torch.tensor([pair.margin for pair in pairs]), engine.device)
         return reward_loss(scores[0], scores[1], margins, config.centering, denominator)
 
@@ -102,7 +101,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def evaluate(engine: Engine) -> dict[str, float]:
         assert held_out is not None
-        last[:] = [score_all(engine, held_out.items, pad, passes, reader)]
+        last[:] = [score_all(engine, held_out.items, pad, passes)]
         return held_out_metrics(last[0][0], last[0][1])
 
     task = Task(
@@ -115,7 +114,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         text=lambda pair: tokenizer.decode(pair.chosen.tokens),
     )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
-    scores = last[0] if last else score_all(engine, data.items[:STATISTICS_PAIRS], pad, passes, reader)
+    scores = last[0] if last else score_all(engine, data.items[:STATISTICS_PAIRS], pad, passes)
     outcome = finish_training(engine, request, run, source, config.lora, metrics)
     statistics = {"mean": float(scores.mean()), "std": float(scores.std())}
     if engine.rank == 0:
@@ -125,27 +124,16 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     )
 
 
-def pair_scores(
-    engine: Engine,
-    pairs: Sequence[Pair],
-    pad_token_id: int,
-    passes: Passes,
-    reader: PictureReader | None = None,
-) -> torch.Tensor:
+def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> torch.Tensor:
     """Returns the scores of a micro-batch from one forward pass: (2, N), chosen then rejected."""
     documents = [document for pair in pairs for document in (pair.chosen, pair.rejected)]
+    reader = cast(Scorer, engine.module).reader
     batch = collate(passes.rows_of(documents), pad_token_id, reader=reader).to(engine.device)
     scores = gather_last(token_scores(engine, batch), batch.documents, len(documents))
     return scores.view(len(pairs), 2).T
 
 
-def score_all(
-    engine: Engine,
-    pairs: Sequence[Pair],
-    pad_token_id: int,
-    passes: Passes,
-    reader: PictureReader | None = None,
-) -> np.ndarray:
+def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> np.ndarray:
     """Returns the scores of many pairs without gradient: (2, N). Each rank computes its share, every rank
     gets all."""
     parts = passes.in_order(pairs, passes.row_tokens)
@@ -155,7 +143,7 @@ def score_all(
         for own in passes_of_rank(len(parts), engine):
             part = parts[own.place]
             first = parts.starts[own.place]
-            found = pair_scores(engine, part, pad_token_id, passes, reader)
+            found = pair_scores(engine, part, pad_token_id, passes)
             if own.counted:
                 scores[:, first : first + len(part)] = found
     engine.module.train()

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-import rlhf_core.stages.dpo
 import rlhf_core.stages.sft
-from rlhf_core.config import DPO, SFT, Data, Lora
+from rlhf_core.config import SFT, Data, Lora
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.picture_reading import reads_pictures
@@ -119,16 +118,11 @@ def test_the_colour_of_a_square_is_learned_from_the_image(family: str, tmp_path:
 
 
 def test_what_is_not_built_is_refused(base: Path, tmp_path: Path) -> None:
-    row = {
-        "prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
-        "chosen": "a",
-        "rejected": "b",
-    }
-    pairs = Data(sources=str(write_rows(tmp_path / "pairs.jsonl", [row])))
-    config = DPO(policy="base", data=pairs, train_batch_size=2, micro_train_batch_size=1, max_len=96)
-    (tmp_path / "dpo").mkdir()
-    with pytest.raises(ValueError, match=r"pairs.jsonl, row 1: has images, and only an sft stage"):
-        rlhf_core.stages.dpo.run(stage_request(config, base), RunDir(tmp_path / "dpo"))
+    """Scored answers, here."""
+    rows = [{"prompt": "What?", "image": "a.png", "response": "a", "reward": reward} for reward in (0, 1)]
+    scored = Data(sources=str(write_rows(tmp_path / "scored.jsonl", rows)))
+    with pytest.raises(ValueError, match=r"scored.jsonl, row 1: has images, which are read only by sft"):
+        train(base, tmp_path / "run", scored, condition="reward")
 
 
 def test_rows_with_images_are_not_split_over_ranks(base: Path) -> None:
