@@ -75,8 +75,8 @@ class SharedSlot:
 
     @contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """Holds the slot until the block ends. If the server fails meanwhile, the stage continues. Raises
-        like `Slot.wait`."""
+        """Holds the slot until the block ends. If the server fails in the meantime, the stage
+        continues. Raises the same errors as `Slot.wait`."""
         while not self._turn.acquire(timeout=1.0):
             check_stop()  # another stage of this run is waiting for the slot
         try:

@@ -264,8 +264,8 @@ def check_limit(limit: int, frame_len: int) -> None:
 
 
 def reward_suffix(rewards: Sequence[float]) -> Callable[[float], str]:
-    """Returns the function from an answer's reward to its prompt's suffix: the reward standardised with the
-    mean and standard deviation of `rewards`.
+    """Returns a function that maps an answer's reward to the suffix of its prompt: the reward standardised
+    with the mean and standard deviation of `rewards`.
 
     Raises ValueError when all rewards are equal.
     """

@@ -17,8 +17,8 @@ from rlhf_core.system.files import digest
 
 @dataclass(frozen=True)
 class Question:
-    """Holds a prompt as chat messages. `row`: the whole row, in which a rule judge finds the known answer.
-    `where`: its file and number."""
+    """Holds a prompt as chat messages. `row`: the whole row, with the known answer that a rule judge needs.
+    `where`: the row's file and number."""
 
     uid: str
     category: str

@@ -208,8 +208,8 @@ class _Reader:
         self.script.remarks.append(Remark(self.line(self.start), text))
 
     def heredocs(self) -> str:
-        """Reads the heredocs of the line that has ended. Returns the body of the last one, expanded if its
-        delimiter has no quotes."""
+        """Reads the heredocs announced on the line just read. Returns the body of the last one, expanded if
+        its delimiter is unquoted."""
         text = ""
         for match in self.pending:
             dash, quote, delimiter = match.groups()

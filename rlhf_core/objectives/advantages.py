@@ -99,13 +99,13 @@ class Credit(NamedTuple):
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: float, after: Tensor | None = None
 ) -> Credit:
-    """Computes generalised advantage estimation (Schulman et al. 2016, eq. 16), all (..., T); `values[t] =
-    V(tokens[<t])`.
+    """Computes generalised advantage estimation (Schulman et al. 2016, eq. 16). Inputs and results are
+    (..., T); `values[t] = V(tokens[<t])`.
 
     `A_t = delta_t + gamma lambd A_next`, `delta_t = r_t + gamma V_next - V_t`, where next is the next
     response token and both are 0 after the last one. Returns are `A + V`, before whitening. `after` (...): V
-    after the last response token, instead of 0 (Pardo et al. 2018, "Time limits in reinforcement learning",
-    eq. 6: an answer that a limit cut).
+    after the last response token, instead of 0, for an answer that a limit truncated (Pardo et al. 2018,
+    "Time limits in reinforcement learning", eq. 6).
     """
     rows, places = np.nonzero(mask.reshape(-1, mask.shape[-1]).numpy())
     counts = np.bincount(rows, minlength=1)

@@ -54,12 +54,12 @@ class Batch:
     """Tensors of shape (B, T).
 
     tokens: int64, the pad token on padding. positions: int64, 0, 1, ... in each sequence of each document;
-    every pad has position 0, so that attention treats it as its own document. A document with a shared prompt
-    begins at a later position: it attends to the first tokens of the last document that began at 0.
-    documents: int64, index of the document in the flattened rows, -1 on pads. mask: bool, True for tokens in
-    the loss. experts: int16, (B, T, layers, k), the experts that a sampler chose for each token, -1 if
-    unknown; None if not requested or no document has them. pictures: None if no document has images. on_host:
-    the same batch in host memory, if this one is on a GPU.
+    every pad has position 0, so that attention treats it as its own document. A document that continues a
+    shared prompt starts at a later position, and attends to the first tokens of the last document that
+    started at 0. documents: int64, index of the document in the flattened rows, -1 on pads. mask: bool, True
+    for tokens in the loss. experts: int16, (B, T, layers, k), the experts that a sampler chose for each
+    token, -1 if unknown; None if not requested or no document has them. pictures: None if no document has
+    images. on_host: the same batch in host memory, if this one is on a GPU.
     """
 
     tokens: torch.Tensor

@@ -18,9 +18,9 @@ KILLS = 100  # rounds, since a process may start another while they are being lo
 
 
 def begin_under_supervision(alive: int) -> None:
-    """Forks, and returns in the new process. That process and all that it starts, in whatever session, end
-    with the process that has the other end of the pipe `alive`. They also end when the new process ends, and
-    this process then ends in the same way."""
+    """Forks, and returns in the child. The parent supervises: when the process at the other end of the pipe
+    `alive` ends, it kills the child and everything that the child started, in any session. When the child
+    ends, the parent kills the rest and then ends with the child's exit status or signal."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child = os.fork()

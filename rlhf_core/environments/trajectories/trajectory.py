@@ -83,9 +83,10 @@ class Trajectory:
         self._experts: np.ndarray | None = None
 
     def ask(self, new: Sequence[Message], left: int = NO_LIMIT) -> tuple[list[int], int]:
-        """Adds messages. Returns all tokens, and how many the next answer may have. `left`: tokens that the
-        episode has left. Raises Full, or ValueError for messages that the template rejects; in both cases
-        nothing is added. After Full the conversation is not `finished`, unless another answer follows."""
+        """Adds messages. Returns all tokens and the token limit of the next answer. `left`: how many tokens
+        the episode may still use. Raises Full, or ValueError for messages that the template rejects; in both
+        cases nothing is added. After Full the conversation is not `finished`, unless another answer
+        follows."""
         if not self._answers:
             return self._open(new, left)
         if self.turns >= self._limits.turns:
