@@ -59,6 +59,7 @@ print(json.dumps(norms))
     [
         ("qwen3_vl", {}),
         pytest.param("gemma3", {"gradient_checkpointing": True}, marks=pytest.mark.long),
+        pytest.param("gemma4", {}, marks=pytest.mark.long),
         pytest.param("mistral3", {}, marks=pytest.mark.long),
         pytest.param("qwen3_5", {}, marks=pytest.mark.long),
         pytest.param("qwen3_vl", {"lora": {"rank": 4}}, marks=pytest.mark.long),

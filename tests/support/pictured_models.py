@@ -13,7 +13,7 @@ import transformers
 from PIL import Image
 
 from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.families import DELTA, SHAPE
+from tests.support.families import DELTA, GEMMA4, SHAPE
 
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
 PARTS = (
@@ -30,6 +30,11 @@ GEMMA_TEMPLATE = (
     + PARTS.replace("IMAGE", "<start_of_image>")
     + "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
 )
+GEMMA4_TEMPLATE = (
+    "{% for message in messages %}<|turn>{{ 'model' if message.role == 'assistant' else message.role }}\n"
+    + PARTS.replace("IMAGE", "<|image|>")
+    + "<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
 MISTRAL_TEMPLATE = (
     "<s>{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content }}</s>"
     "{% else %}[INST]" + PARTS.replace("IMAGE", "[IMG]") + "[/INST]{% endif %}{% endfor %}"
@@ -41,6 +46,10 @@ QWEN_TOKENS = (
 GEMMA_TOKENS = (
     *("<pad>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+)
+GEMMA4_TOKENS = (
+    *("<bos>", "<turn|>", "<pad>", "<|turn>", "<|image>", "<image|>", "<|image|>"),
+    *("<|audio>", "<audio|>", "<|audio|>", "<|video|>"),
 )
 MISTRAL_TOKENS = (*("<pad>", "</s>", "<s>", "[INST]", "[/INST]"), *("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -74,7 +83,7 @@ def make_pictured(family: str, folder: Path, **larger: Any) -> Path:
     number = {token: index for index, token in enumerate(about.tokens)}
     tokenizer = byte_tokenizer(about.tokens, pad_token="<pad>", eos_token=about.tokens[1], **about.named)
     tokenizer.chat_template = about.template
-    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    ids = {"pad_token_id": number["<pad>"], "eos_token_id": 1, "bos_token_id": None}
     text = {"vocab_size": len(tokenizer), "initializer_range": 0.2, **SHAPE, **ids}
     text |= {"max_position_embeddings": 512, **larger}
     torch.manual_seed(0)
@@ -157,6 +166,36 @@ def _gemma(text: dict[str, Any], number: dict[str, int]) -> Any:
     return model
 
 
+def _gemma4(text: dict[str, Any], number: dict[str, int]) -> Any:
+    """With images that are seen in both directions, as in the large releases, and embeddings for each layer, as
+    in the small ones."""
+    vision = dict(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        patch_size=4,
+        position_embedding_size=256,
+        initializer_range=0.2,
+    )
+    text = {**GEMMA4, "use_bidirectional_attention": "vision", "num_kv_shared_layers": 0} | text
+    text |= {"vocab_size_per_layer_input": text["vocab_size"], "num_hidden_layers": len(text["layer_types"])}
+    config = transformers.Gemma4Config(
+        text_config=text,
+        vision_config=vision,
+        boi_token_id=number["<|image>"],
+        eoi_token_id=number["<image|>"],
+        image_token_id=number["<|image|>"],
+        boa_token_id=number["<|audio>"],
+        eoa_token_index=number["<audio|>"],
+        audio_token_id=number["<|audio|>"],
+        video_token_id=number["<|video|>"],
+    )
+    return transformers.Gemma4ForConditionalGeneration(config)
+
+
 def _mistral(text: dict[str, Any], number: dict[str, int]) -> Any:
     vision = dict(
         hidden_size=32,
@@ -196,6 +235,23 @@ PICTURED = {
             }
         },
         {"processor_class": "Gemma3Processor", "image_seq_length": 4},
+    ),
+    "gemma4": PicturedFamily(
+        GEMMA4_TOKENS,
+        GEMMA4_TEMPLATE,
+        {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "processor_class": "Gemma4Processor",
+            **{"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70},
+        },
+        _gemma4,
+        {
+            "extra_special_tokens": {
+                **{"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"},
+                **{"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"},
+            }
+        },
+        {"processor_class": "Gemma4Processor", "image_seq_length": 70},
     ),
     "mistral3": PicturedFamily(
         MISTRAL_TOKENS,

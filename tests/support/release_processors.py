@@ -12,14 +12,12 @@ from typing import Any
 
 from transformers import ProcessorMixin
 
+from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.chat.picture_rendering import PictureRenderer, _OfImages
 
 MODELS = "transformers.models"
-# Modules that import torchvision, and the names that processors take from them but do not use here.
-UNUSED = {
-    f"{MODELS}.pixtral.image_processing_pixtral": ("get_resize_output_image_size",),
-}
-PLACES = {"mistral3": f"{MODELS}.pixtral.processing_pixtral"}
+# Where processors are, and the name of their modules that import torchvision.
+PLACES = {"gemma4": (f"{MODELS}.gemma4", "gemma4"), "mistral3": (f"{MODELS}.pixtral", "pixtral")}
 
 
 def release_processor(pictures: PictureRenderer) -> Any:
@@ -30,22 +28,21 @@ def release_processor(pictures: PictureRenderer) -> Any:
     folder = Path(own.tokenizer.name_or_path)
     family = json.loads((folder / "config.json").read_text())["model_type"]
     stored = json.loads((folder / "processor_config.json").read_text())
-    whole = getattr(_code(PLACES[family]), stored.pop("processor_class"))
-    known = {"image_processor": own.image_processor, "tokenizer": own.tokenizer}
+    whole = getattr(_code(*PLACES[family]), stored.pop("processor_class"))
+    # some add tokens to theirs
+    known = {"image_processor": own.image_processor, "tokenizer": load_tokenizer(str(folder))}
     parts = {name: known.get(name) for name in whole.get_attributes()}
     return type(whole.__name__, (_OfImages, whole), {})(**parts, **stored)
 
 
-def _code(place: str) -> ModuleType:
+def _code(folder: str, name: str) -> ModuleType:
+    """A processor's module. Where it imports torchvision's way of resizing, it gets Pillow's."""
+    place = f"{folder}.processing_{name}"
     if importlib.util.find_spec("torchvision"):
         return importlib.import_module(place)
-    for name, attributes in UNUSED.items():
-        stand_in = ModuleType(name)
-        for attribute in attributes:
-            setattr(stand_in, attribute, Any)
-        sys.modules[name] = stand_in
+    absent = f"{folder}.image_processing_{name}"
+    sys.modules[absent] = importlib.import_module(f"{folder}.image_processing_pil_{name}")
     try:
         return importlib.import_module(place)
     finally:
-        for name in UNUSED:
-            del sys.modules[name]
+        del sys.modules[absent]

@@ -45,5 +45,38 @@ class Mistral3Pictures:
         }
 
 
+class Gemma4Pictures:
+    """Gemma 4: an image token for each square of pooled patches, between a token that begins an image and one
+    that ends it. `stored` is not used."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        image_processor: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        stored: Mapping[str, Any],
+    ):
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
+        begin, own, end = (
+            str(tokenizer.convert_ids_to_tokens(number))
+            for number in (config.boi_token_id, config.image_token_id, config.eoi_token_id)
+        )
+        self.image_token = own
+        self._begin = begin
+        self._end = end
+        self.picture_options = {"do_convert_rgb": True}
+
+    def replace_image_token(self, features: Mapping[str, Any], index: int) -> str:
+        """Returns the text that stands for the image with this index in `features`."""
+        count = int(features["num_soft_tokens_per_image"][index])
+        return self._begin + self.image_token * count + self._end
+
+    def picture_tensors(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Returns the patches of one image, (1, patches, values), and their columns and rows in it, (1,
+        patches, 2), -1 for padding."""
+        return {name: np.asarray(features[name]) for name in ("pixel_values", "image_position_ids")}
+
+
 # by the family's `model_type`
-OWN_PROCESSORS = {"mistral3": Mistral3Pictures}
+OWN_PROCESSORS = {"gemma4": Gemma4Pictures, "mistral3": Mistral3Pictures}

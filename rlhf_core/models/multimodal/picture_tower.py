@@ -7,23 +7,28 @@ training the encoder, and rows that several ranks compute together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
-from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.gemma4 import modeling_gemma4
 
 from rlhf_core.hub.model_config import PICTURE_FAMILIES
 from rlhf_core.models.kernels.attention import takes_varlen
 from rlhf_core.models.multimodal.wrapper import without_reports
 from rlhf_core.objectives.collate import BatchPictures
 
-# Tokens of an image attend to each other in both directions (Gemma 3, section 2), which varlen kernels cannot
-# mask.
-BOTH_WAYS = ("gemma3",)
+Masks = Callable[..., dict[str, Tensor | None]]
+# Masks by which tokens of an image attend to each other in both directions: in all layers (Gemma 3, section
+# 2), or in those with a window (Gemma 4, the larger models). Varlen kernels cannot mask so.
+BOTH_WAYS: dict[str, Masks] = {
+    "gemma3": modeling_gemma3.create_masks_for_vision_model,
+    "gemma4": modeling_gemma4.create_masks_for_vision_model,
+}
 # Tokens of an image have a position per axis: time, height, width (M-RoPE; Qwen2-VL, section 2.1).
 THREE_AXES = ("qwen3_5", "qwen3_vl")
 # Encoders that pad the images of a pass to one size and mask all their patches against each other: they get
@@ -35,14 +40,15 @@ class SeenPictures(NamedTuple):
     """The images of a pass as the language model receives them. tokens: (B, T), image tokens replaced by a
     token with an embedding. places: (B, T) bool, the image tokens. features: (image tokens, H). deep:
     features that layers add to their outputs, each like `features`. axes: positions per axis, (3, B, T), or
-    None. both_ways: whether an image's tokens attend to each other in both directions."""
+    None. masks: returns the masks by which an image's tokens attend to each other in both directions; None if
+    they do not."""
 
     tokens: Tensor
     places: Tensor
     features: Tensor
     deep: tuple[Tensor, ...]
     axes: Tensor | None
-    both_ways: bool
+    masks: Masks | None
 
     @contextmanager
     def embedded(self, model: PreTrainedModel, shape: torch.Size) -> Iterator[None]:
@@ -73,9 +79,9 @@ class SeenPictures(NamedTuple):
                 "visual_pos_masks": self.places.view(tokens.shape),
                 "deepstack_visual_embeds": list(self.deep),
             }
-        if not self.both_ways:
+        if self.masks is None:
             return {}
-        masks = create_masks_for_vision_model(
+        masks = self.masks(
             config=model.config,
             inputs_embeds=torch.empty(*tokens.shape, 1, dtype=model.dtype, device=tokens.device),
             attention_mask=None,
@@ -102,11 +108,14 @@ def _each_alone(pixels: Tensor, sizes: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 
 class PictureTower:
-    """Turns images into features. `whole` is the multimodal model without its language model."""
+    """Turns images into features. `whole`: the multimodal model without its language model. `stand_in`: the
+    token in place of image tokens."""
 
-    def __init__(self, whole: PreTrainedModel, family: str):
+    def __init__(self, whole: PreTrainedModel, family: str, masks: Masks | None, stand_in: int):
         self._whole = whole.eval().requires_grad_(False)
         self._family = family
+        self._masks = masks
+        self._stand_in = stand_in
 
     def seen(self, tokens: Tensor, positions: Tensor, pictures: BatchPictures) -> SeenPictures:
         """Returns the images of a pass. Raises ValueError if the number of features differs from that of
@@ -122,9 +131,9 @@ class PictureTower:
                 f"images have {len(features)} features for {count} tokens: a file has changed since the data"
                 " was read, or the processor is from another model"
             )
-        known = tokens.masked_fill(pictures.places, 0)
+        known = tokens.masked_fill(pictures.places, self._stand_in)
         axes = self._axes(tokens, positions, pictures) if self._family in THREE_AXES else None
-        return SeenPictures(known, pictures.places, features, deep, axes, self._family in BOTH_WAYS)
+        return SeenPictures(known, pictures.places, features, deep, axes, self._masks)
 
     def _features(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns the features of all images, (image tokens, H), and those that layers add."""
@@ -168,14 +177,33 @@ def load_tower(model: PreTrainedModel, path: str, dtype: str) -> PictureTower:
             f" of the families {', '.join(PICTURE_FAMILIES)}, or one that a stage has trained on images"
         )
     text = config.get_text_config()
-    text.num_hidden_layers = 1  # the language model is already loaded
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:1]
+    masks = _masks_of(family, text)
+    # the embeddings of Gemma 4's layers take image tokens for padding
+    stand_in = text.pad_token_id if getattr(text, "hidden_size_per_layer_input", 0) else 0
+    _leave_out(config, text)
     with without_reports():  # about the missing layers
         whole = AutoModelForImageTextToText.from_pretrained(
             path, config=config, dtype=getattr(torch, dtype), use_safetensors=True
         ).base_model
     del whole.language_model
-    if family in BOTH_WAYS and takes_varlen(model):
+    if masks is not None and takes_varlen(model):
         model.set_attn_implementation("sdpa")
-    return PictureTower(whole, family)
+    return PictureTower(whole, family, masks, stand_in)
+
+
+def _masks_of(family: str, text: PretrainedConfig) -> Masks | None:
+    if family == "gemma4" and text.use_bidirectional_attention != "vision":
+        return None
+    return BOTH_WAYS.get(family)
+
+
+def _leave_out(config: PretrainedConfig, text: PretrainedConfig) -> None:
+    """Changes the configs so that the model has no part for sound, and one layer of the language model, which
+    is already loaded."""
+    text.num_hidden_layers = 1
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    if config.model_type == "gemma4":
+        text.num_kv_shared_layers = 0
+        text.hidden_size_per_layer_input = 0
+        config.audio_config = None

@@ -25,8 +25,14 @@ ALL = [
     talk("No image here.", "None."),
     talk([image("blue"), text("What?")], "red\n\n"),  # as the first, but for the image
 ]
+CAUSAL = "small gemma4"
 # the argument that marks image tokens
-TYPES = {"gemma3": "token_type_ids", "qwen3_5": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
+TYPES = {
+    "gemma3": "token_type_ids",
+    "gemma4": "mm_token_type_ids",
+    "qwen3_5": "mm_token_type_ids",
+    "qwen3_vl": "mm_token_type_ids",
+}
 
 
 class Pictured:
@@ -55,9 +61,13 @@ class Pictured:
         return [found[(batch.documents == index) & batch.mask] for index in range(count)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, CAUSAL])
 def pictured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pictured:
-    return Pictured(make_pictured(request.param, tmp_path_factory.mktemp("models") / request.param))
+    folder = tmp_path_factory.mktemp("models") / request.param
+    if request.param == CAUSAL:
+        small = {"use_bidirectional_attention": None, "num_kv_shared_layers": 2}
+        return Pictured(make_pictured("gemma4", folder, **small))
+    return Pictured(make_pictured(request.param, folder))
 
 
 @torch.no_grad()
@@ -96,14 +106,17 @@ def test_attention_by_bounds_gives_the_same(
     kernel: list[int],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As varlen kernels compute on GPUs, with state layers that restart; Gemma 3 goes on with masks."""
+    """As varlen kernels compute on GPUs, with state layers that restart. Masks stay where an image's tokens
+    attend to each other in both directions."""
     theirs = expected(pictured)
     policy = load_policy(str(pictured.folder)).eval()
     if is_stateful(policy.model):
         take_edges(policy.model, monkeypatch)
     policy.model.set_attn_implementation(VARLEN if is_stateful(policy.model) else PLAIN)
     policy.tower = load_tower(policy.model, str(pictured.folder), "float32")
-    assert takes_varlen(policy.model) == (policy.model.config.model_type != "gemma3_text")
+    config = policy.model.config
+    both_ways = getattr(config, "use_bidirectional_attention", None) == "vision"
+    assert takes_varlen(policy.model) != (both_ways or config.model_type == "gemma3_text")
     rows = [pictured.documents[:2], pictured.documents[2:]]
     for own, other in zip(pictured.logprobs(policy, rows), theirs, strict=True):
         torch.testing.assert_close(own, other, atol=2e-5, rtol=1e-5)
