@@ -184,7 +184,7 @@ TEXT_PARTS = (
 
 
 # Families trained with images: `models/multimodal/picture_tower.py` loads their image encoders.
-PICTURE_FAMILIES = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_vl")
+PICTURE_FAMILIES = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
 # Language models that transformers has only inside the whole (`picture_language_models.py` beside it),
 # and kinds of stages that train them: vLLM cannot run them alone.
 ONLY_TRAINED = {"qwen3_vl_text": ("sft", "reward_model", "dpo", "kto")}

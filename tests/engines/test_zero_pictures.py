@@ -62,6 +62,7 @@ print(json.dumps(norms))
         pytest.param("gemma4", {}, marks=pytest.mark.long),
         pytest.param("mistral3", {}, marks=pytest.mark.long),
         pytest.param("qwen3_5", {}, marks=pytest.mark.long),
+        pytest.param("qwen3_5_moe", {}, marks=pytest.mark.long),
         pytest.param("qwen3_vl", {"lora": {"rank": 4}}, marks=pytest.mark.long),
     ],
 )

@@ -13,7 +13,7 @@ import transformers
 from PIL import Image
 
 from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.families import DELTA, GEMMA4, SHAPE
+from tests.support.families import DELTA, GEMMA4, SHAPE, SHARED_EXPERT
 
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
 PARTS = (
@@ -120,7 +120,7 @@ def _qwen(text: dict[str, Any], number: dict[str, int]) -> Any:
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
-def _qwen_states(text: dict[str, Any], number: dict[str, int]) -> Any:
+def _qwen_states(text: dict[str, Any], number: dict[str, int], kind: str = "Qwen3_5", **more: Any) -> Any:
     """Qwen3.5: a layer with a state and one with attention."""
     rope = {
         **{"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
@@ -136,8 +136,8 @@ def _qwen_states(text: dict[str, Any], number: dict[str, int]) -> Any:
         patch_size=4,
         initializer_range=0.2,
     )
-    config = transformers.Qwen3_5Config(
-        text_config=text | DELTA | {"rope_parameters": rope, "tie_word_embeddings": False},
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text | DELTA | more | {"rope_parameters": rope, "tie_word_embeddings": False},
         vision_config=vision,
         image_token_id=number["<|image_pad|>"],
         video_token_id=number["<|video_pad|>"],
@@ -145,7 +145,11 @@ def _qwen_states(text: dict[str, Any], number: dict[str, int]) -> Any:
         vision_end_token_id=number["<|vision_end|>"],
         tie_word_embeddings=False,
     )
-    return transformers.Qwen3_5ForConditionalGeneration(config)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
+def _qwen_experts(text: dict[str, Any], number: dict[str, int]) -> Any:
+    return _qwen_states(text, number, "Qwen3_5Moe", **SHARED_EXPERT)
 
 
 def _gemma(text: dict[str, Any], number: dict[str, int]) -> Any:
@@ -274,6 +278,7 @@ PICTURED = {
         },
     ),
     "qwen3_5": PicturedFamily(QWEN_TOKENS, QWEN_TEMPLATE, QWEN_PROCESSOR, _qwen_states),
+    "qwen3_5_moe": PicturedFamily(QWEN_TOKENS, QWEN_TEMPLATE, QWEN_PROCESSOR, _qwen_experts),
     "qwen3_vl": PicturedFamily(QWEN_TOKENS, QWEN_TEMPLATE, QWEN_PROCESSOR, _qwen),
 }
 FAMILIES = tuple(PICTURED)

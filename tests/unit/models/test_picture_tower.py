@@ -12,7 +12,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.models.kernels.attention import PLAIN, VARLEN, is_stateful, takes_varlen
 from rlhf_core.models.load_model import load_policy, recompute
-from rlhf_core.models.multimodal.picture_tower import load_tower
+from rlhf_core.models.multimodal.picture_tower import THREE_AXES, load_tower
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import PictureReader, collate
 from tests.support.pictured_models import FAMILIES, make_pictured
@@ -27,12 +27,7 @@ ALL = [
 ]
 CAUSAL = "small gemma4"
 # the argument that marks image tokens
-TYPES = {
-    "gemma3": "token_type_ids",
-    "gemma4": "mm_token_type_ids",
-    "qwen3_5": "mm_token_type_ids",
-    "qwen3_vl": "mm_token_type_ids",
-}
+TYPES = {"gemma3": "token_type_ids", **dict.fromkeys(("gemma4", *THREE_AXES), "mm_token_type_ids")}
 
 
 class Pictured:
