@@ -65,7 +65,7 @@ QWEN_PROCESSOR = {
 class PicturedFamily(NamedTuple):
     """What a family's folder has beside its weights. `tokens`: control tokens, the second ends a text.
     `named`: the tokenizer's names for some. `processor`, `whole_processor`: the contents of
-    preprocessor_config.json and processor_config.json. `make`: the model, from the language model's config and
+    preprocessor_config.json and processor_config.json, which may hold the former. `make`: the model, from the language model's config and
     the numbers of the tokens."""
 
     tokens: tuple[str, ...]
@@ -89,7 +89,8 @@ def make_pictured(family: str, folder: Path, **larger: Any) -> Path:
     torch.manual_seed(0)
     about.make(text, number).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(about.processor))
+    if about.processor:
+        (folder / "preprocessor_config.json").write_text(json.dumps(about.processor))
     if about.whole_processor:
         (folder / "processor_config.json").write_text(json.dumps(about.whole_processor))
     return folder
@@ -243,11 +244,7 @@ PICTURED = {
     "gemma4": PicturedFamily(
         GEMMA4_TOKENS,
         GEMMA4_TEMPLATE,
-        {
-            "image_processor_type": "Gemma4ImageProcessor",
-            "processor_class": "Gemma4Processor",
-            **{"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70},
-        },
+        {},
         _gemma4,
         {
             "extra_special_tokens": {
@@ -255,7 +252,14 @@ PICTURED = {
                 **{"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"},
             }
         },
-        {"processor_class": "Gemma4Processor", "image_seq_length": 70},
+        {
+            "processor_class": "Gemma4Processor",
+            "image_seq_length": 70,
+            "image_processor": {
+                "image_processor_type": "Gemma4ImageProcessor",
+                **{"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70},
+            },
+        },
     ),
     "mistral3": PicturedFamily(
         MISTRAL_TOKENS,

@@ -28,6 +28,7 @@ def release_processor(pictures: PictureRenderer) -> Any:
     folder = Path(own.tokenizer.name_or_path)
     family = json.loads((folder / "config.json").read_text())["model_type"]
     stored = json.loads((folder / "processor_config.json").read_text())
+    stored.pop("image_processor", None)
     whole = getattr(_code(*PLACES[family]), stored.pop("processor_class"))
     # some add tokens to theirs
     known = {"image_processor": own.image_processor, "tokenizer": load_tokenizer(str(folder))}

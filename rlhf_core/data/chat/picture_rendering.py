@@ -151,7 +151,7 @@ def _load(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{folder}: no image processor can be loaded from it ({str(error).splitlines()[0]}): copy"
-            " preprocessor_config.json of the model's release into it"
+            " preprocessor_config.json or processor_config.json of the model's release into it"
         ) from error
     stored = Path(folder) / "processor_config.json"
     about = read_json(stored) if stored.is_file() else {}
