@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers
 from PIL import Image
 
+from rlhf_core.models.multimodal.picture_tower import THREE_AXES
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.families import DELTA, GEMMA4, SHAPE, SHARED_EXPERT
 
@@ -286,6 +288,13 @@ PICTURED = {
     "qwen3_vl": PicturedFamily(QWEN_TOKENS, QWEN_TEMPLATE, QWEN_PROCESSOR, _qwen),
 }
 FAMILIES = tuple(PICTURED)
+# the argument of transformers' whole model that marks image tokens
+IMAGE_TYPES = {"gemma3": "token_type_ids", **dict.fromkeys(("gemma4", *THREE_AXES), "mm_token_type_ids")}
+# Families with masks and with positions of their own, which go through every stage; the others in long tests.
+STAGED = [
+    family if family in ("gemma3", "qwen3_vl") else pytest.param(family, marks=pytest.mark.long)
+    for family in FAMILIES
+]
 
 
 def square(colour: str, width: int = 16, height: int = 16, kind: str = "PNG") -> bytes:

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 from rlhf_core.config import Data
 from rlhf_core.data.documents import Document
 from rlhf_core.objectives.collate import PictureReader
-from tests.support.pictured_models import square, write_rows
+from tests.support.pictured_models import IMAGE_TYPES, square, write_rows
 
 PAIR = ("red", "green")
 
@@ -46,11 +46,13 @@ def whole_outputs(
     whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = torch.tensor(list(document.tokens))[None]
     types = (tokens == reader.token_id).int()
-    is_gemma = whole.config.model_type == "gemma3"
-    inputs: dict[str, Any] = {"token_type_ids" if is_gemma else "mm_token_type_ids": types}
+    family = whole.config.model_type
+    inputs: dict[str, Any] = {IMAGE_TYPES[family]: types} if family in IMAGE_TYPES else {}
     sent = [reader.tensors(picture.source) for picture in document.pictures]
     for name in sent[0] if sent else ():
         inputs[name] = torch.cat([torch.from_numpy(part[name].copy()) for part in sent])
+    if "image_sizes" in inputs:  # of Mistral 3, here for one image
+        inputs["pixel_values"] = inputs["pixel_values"].view(1, 3, *inputs["image_sizes"][0].tolist())
     found = whole(input_ids=tokens, output_hidden_states=True, **inputs)
     logprobs = found.logits.float().log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
     return found.hidden_states[-1][0], logprobs

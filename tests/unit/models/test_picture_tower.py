@@ -12,10 +12,10 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.models.kernels.attention import PLAIN, VARLEN, is_stateful, takes_varlen
 from rlhf_core.models.load_model import load_policy, recompute
-from rlhf_core.models.multimodal.picture_tower import THREE_AXES, load_tower
+from rlhf_core.models.multimodal.picture_tower import load_tower
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import PictureReader, collate
-from tests.support.pictured_models import FAMILIES, make_pictured
+from tests.support.pictured_models import FAMILIES, IMAGE_TYPES, make_pictured
 from tests.support.state_kernels import take_edges
 from tests.unit.data.pictures.test_picture_rendering import TALKS, image, own_tokens, talk, text
 from tests.unit.models.test_attention import kernel  # noqa: F401
@@ -26,8 +26,6 @@ ALL = [
     talk([image("blue"), text("What?")], "red\n\n"),  # as the first, but for the image
 ]
 CAUSAL = "small gemma4"
-# the argument that marks image tokens
-TYPES = {"gemma3": "token_type_ids", **dict.fromkeys(("gemma4", *THREE_AXES), "mm_token_type_ids")}
 
 
 class Pictured:
@@ -75,8 +73,8 @@ def expected(pictured: Pictured) -> list[torch.Tensor]:
         types = (tokens == pictured.reader.token_id).int()
         _, sent = own_tokens(pictured.renderer, messages)
         inputs = {name: torch.from_numpy(values.copy()) for name, values in sent.items()}
-        if whole.config.model_type in TYPES:
-            inputs[TYPES[whole.config.model_type]] = types
+        if whole.config.model_type in IMAGE_TYPES:
+            inputs[IMAGE_TYPES[whole.config.model_type]] = types
         logits = whole(input_ids=tokens, **inputs).logits.float().log_softmax(-1)[0, :-1]
         values = logits.gather(1, tokens[0, 1:, None])[:, 0]
         found.append(values[torch.tensor(document.mask)[1:]])

@@ -16,7 +16,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.sources import preference_pairs
-from rlhf_core.models.kernels.attention import PLAIN, can_share
+from rlhf_core.models.kernels.attention import PLAIN, can_share, is_stateful
 from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.runs.metrics_log import read_metrics
@@ -25,7 +25,7 @@ from rlhf_core.stages.dpo import pair_logprobs
 from rlhf_core.stages.kto import mismatch
 from rlhf_core.stages.reference_logprobs import answer_logprobs, reference_logprobs
 from rlhf_core.training.engine import AdamW, TorchEngine
-from tests.support.pictured_models import FAMILIES, make_pictured
+from tests.support.pictured_models import STAGED, make_pictured
 from tests.support.pictured_pairs import colour_pairs, whole_outputs
 from tests.support.stage_request import stage_request
 
@@ -44,7 +44,7 @@ def train(
     return module.run(stage_request(config, inputs, seed=3), RunDir(folder))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=STAGED)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_pictured(request.param, tmp_path_factory.mktemp("models") / request.param)
 
@@ -66,7 +66,8 @@ def test_logprobs_of_both_answers_are_those_of_the_whole_model(
     engine = TorchEngine(policy, AdamW((0.9, 0.95), 0.0, 1.0))
     shares = can_share(policy.model, engine.device)
     assert shares == (tokens is not None and "gemma3" not in str(base))
-    found = pair_logprobs(engine, pairs, 0, False, Passes(8, tokens, share=shares)).responses
+    passes = Passes(8, tokens, share=shares, apart=is_stateful(policy.model))
+    found = pair_logprobs(engine, pairs, 0, False, passes).responses
     for index, pair in enumerate(pairs):
         for side, document in enumerate((pair.chosen, pair.rejected)):
             _, logprobs = whole_outputs(base, reader, document)
@@ -94,9 +95,7 @@ def test_packed_padded_and_split_steps_have_the_same_loss(base: Path, kind: str,
 )
 def test_only_the_language_model_changes(base: Path, fields: dict[str, Any], tmp_path: Path) -> None:
     """With other losses, and another model as the reference, which gets its own encoder."""
-    other = make_pictured(
-        "gemma3" if "gemma3" in str(base) else "qwen3_vl", tmp_path / "other", initializer_range=0.1
-    )
+    other = make_pictured(base.name, tmp_path / "other", initializer_range=0.1)
     data = colour_pairs(tmp_path, 8, texts=True)
     train(base, tmp_path / "run", "dpo", data, other, **fields)
     before = load_file(base / "model.safetensors")
@@ -109,7 +108,7 @@ def test_only_the_language_model_changes(base: Path, fields: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", STAGED)
 def test_a_preference_that_only_the_image_decides_is_learned(family: str, kind: str, tmp_path: Path) -> None:
     """A policy that sees no image prefers one answer for all squares: half of the held-out pairs."""
     base = make_pictured(family, tmp_path / "base", initializer_range=0.05)

@@ -18,7 +18,7 @@ from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.models.reward_scoring import RewardScorer
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir
-from tests.support.pictured_models import FAMILIES, make_pictured
+from tests.support.pictured_models import STAGED, make_pictured
 from tests.support.pictured_pairs import colour_pairs, whole_outputs
 from tests.support.stage_request import stage_request
 
@@ -39,7 +39,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=STAGED)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_pictured(request.param, tmp_path_factory.mktemp("models") / request.param)
 
@@ -98,7 +98,7 @@ def test_packed_padded_and_split_steps_have_the_same_loss(base: Path, tmp_path: 
         assert other == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", STAGED)
 def test_a_preference_that_only_the_image_decides_is_learned(family: str, tmp_path: Path) -> None:
     base = make_pictured(family, tmp_path / "base", initializer_range=0.05)
     data = colour_pairs(tmp_path, 72)

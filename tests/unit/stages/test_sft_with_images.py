@@ -18,7 +18,7 @@ from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir
-from tests.support.pictured_models import COLOURS, FAMILIES, asked, make_pictured, square, write_rows
+from tests.support.pictured_models import COLOURS, STAGED, asked, make_pictured, square, write_rows
 from tests.support.stage_request import stage_request
 
 QUESTION = {"type": "text", "text": "Colour?"}
@@ -48,7 +48,7 @@ def train(base: Path, folder: Path, data: Data, **fields: object) -> Outcome:
     return rlhf_core.stages.sft.run(stage_request(config, base, seed=3), RunDir(folder))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=STAGED)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_pictured(request.param, tmp_path_factory.mktemp("models") / request.param)
 
@@ -96,7 +96,7 @@ def test_two_runs_are_the_same(base: Path, tmp_path: Path) -> None:
     assert whole.metrics["loss"] == again.metrics["loss"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", STAGED)
 def test_the_colour_of_a_square_is_learned_from_the_image(family: str, tmp_path: Path) -> None:
     """A model that does not see the image reaches log 3 on the colour at best."""
     base = make_pictured(family, tmp_path / "base", initializer_range=0.05)
