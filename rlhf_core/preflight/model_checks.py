@@ -60,10 +60,11 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
             continue
         where = "base_model" if reference.name == "base" else f"stages.{node.name}.{reference.place}"
         config = _config(place)
+        used_as = "reward_model" if reference.kinds == REWARD else node.kind
         if (
             _loads(node.config, reference)
             and wraps_text_by_config(config)
-            and not _has_language_model(config, node.kind)
+            and not _has_language_model(config, used_as)
         ):
             named = (config.get("architectures") or [config.get("model_type")])[0]
             problems[place, "wrapper"] = f"{where}: {more_than_text(place, str(named))}"

@@ -17,38 +17,50 @@ PROGRAM = """
 import json, logging, os, sys
 logging.disable(logging.WARNING)
 import torch
-from rlhf_core.config import SFT
+from rlhf_core.config import SFT, RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.models.kernels.attention import is_stateful
-from rlhf_core.models.load_model import trained_policy
-from rlhf_core.models.multimodal.picture_tower import load_tower
-from rlhf_core.models.policy import masked_logprobs
+from rlhf_core.models.load_model import trained_policy, trained_scorer
+from rlhf_core.models.picture_reading import reads_pictures
+from rlhf_core.models.policy import masked_logprobs, token_scores
 from rlhf_core.models.weights import shards
-from rlhf_core.objectives.collate import PictureReader, collate
+from rlhf_core.objectives.collate import collate
+from rlhf_core.objectives.masked import gather_last
 from rlhf_core.training.ranks import make_engine, shards_of
 from tests.unit.data.pictures.test_picture_rendering import TALKS, talk
 
 shards.SMALL = 500
 count = int(os.environ["WORLD_SIZE"])
 whole = {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}, "zero_stage": 3} if count > 1 else {}
-config = SFT.model_validate({
+fields = json.loads(sys.argv[2])
+scores = fields.pop("scores", False)
+config = (RewardModel if scores else SFT).model_validate({
     "model": "base", "data": {"sources": "none"}, "ranks": {"num_ranks_per_node": count},
-    "train_batch_size": 2, "micro_train_batch_size": 1, **json.loads(sys.argv[2]), **whole,
+    "train_batch_size": 2, "micro_train_batch_size": 1, **fields, **whole,
 })
-renderer = Renderer(load_tokenizer(sys.argv[1]), "chat")
-reader = PictureReader(renderer.pictures.token_id, renderer.pictures.tensors)
-policy = trained_policy(sys.argv[1], "float32", False, config.lora, 0, shards=shards_of(config))
-policy.tower = load_tower(policy.model, sys.argv[1], "float32")
-engine = make_engine(policy, config, packed=True)
+tokenizer = load_tokenizer(sys.argv[1])
+renderer = Renderer(tokenizer, "chat")
+if scores:
+    module = trained_scorer(sys.argv[1], 0, "float32", False, config.lora, 0, shards=shards_of(config))
+else:
+    module = trained_policy(sys.argv[1], "float32", False, config.lora, 0, shards=shards_of(config))
+reader = reads_pictures(module, sys.argv[1], tokenizer, "float32")
+engine = make_engine(module, config, packed=True)
+
+def loss_of(batch, count):
+    if scores:
+        return -gather_last(token_scores(engine, batch), batch.documents, count).sum() / 5
+    return -masked_logprobs(engine, batch).logprobs.sum() / 50
+
 plain = renderer.conversation(talk("No image here.", "None.", "Why?", "So."))
 pictured = [renderer.conversation(messages) for messages in TALKS]
 norms = []
 for whole in ([pictured[:2], [plain]], [[plain], pictured[2:]], [[plain], [plain]]):
     mine = whole[engine.rank :: count]
     for number, row in enumerate(mine, 1):
-        rows = [[document] for document in row] if is_stateful(policy.model) else [row]
+        rows = [[document] for document in row] if is_stateful(module.model) else [row]
         batch = collate(rows, 0, reader=reader).to(engine.device)
-        engine.backward(-masked_logprobs(engine, batch).logprobs.sum() / 50, number == len(mine))
+        engine.backward(loss_of(batch, len(row)), number == len(mine))
     norms.append(engine.step(1e-3))
 print(json.dumps(norms))
 """
@@ -58,6 +70,8 @@ print(json.dumps(norms))
     ("family", "fields"),
     [
         ("qwen3_vl", {}),
+        ("gemma3", {"scores": True}),
+        pytest.param("qwen3_vl", {"scores": True}, marks=pytest.mark.long),
         pytest.param("gemma3", {"gradient_checkpointing": True}, marks=pytest.mark.long),
         pytest.param("gemma4", {}, marks=pytest.mark.long),
         pytest.param("mistral3", {}, marks=pytest.mark.long),

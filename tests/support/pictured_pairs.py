@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from rlhf_core.config import Data
 from rlhf_core.data.documents import Document
@@ -37,6 +37,22 @@ def colour_pairs(folder: Path, count: int, name: str = "pairs.jsonl", texts: boo
     return Data(sources=str(write_rows(folder / name, rows)))
 
 
+def whole_inputs(
+    whole: PreTrainedModel, reader: PictureReader, document: Document
+) -> dict[str, torch.Tensor]:
+    """The inputs of a multimodal model, as its own processor makes them."""
+    tokens = torch.tensor(list(document.tokens))[None]
+    inputs = {"input_ids": tokens}
+    if whole.config.model_type in IMAGE_TYPES:
+        inputs[IMAGE_TYPES[whole.config.model_type]] = (tokens == reader.token_id).int()
+    sent = [reader.tensors(picture.source) for picture in document.pictures]
+    for name in sent[0] if sent else ():
+        inputs[name] = torch.cat([torch.from_numpy(part[name].copy()) for part in sent])
+    if "image_sizes" in inputs:  # of Mistral 3, here for one image
+        inputs["pixel_values"] = inputs["pixel_values"].view(1, 3, *inputs["image_sizes"][0].tolist())
+    return inputs
+
+
 @torch.no_grad()
 def whole_outputs(
     folder: Path, reader: PictureReader, document: Document
@@ -44,15 +60,8 @@ def whole_outputs(
     """The last hidden states (T, H) and the log-probs of all tokens after the first, (T - 1,), that the whole
     model of transformers computes from the inputs of the model's own processor."""
     whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = torch.tensor(list(document.tokens))[None]
-    types = (tokens == reader.token_id).int()
-    family = whole.config.model_type
-    inputs: dict[str, Any] = {IMAGE_TYPES[family]: types} if family in IMAGE_TYPES else {}
-    sent = [reader.tensors(picture.source) for picture in document.pictures]
-    for name in sent[0] if sent else ():
-        inputs[name] = torch.cat([torch.from_numpy(part[name].copy()) for part in sent])
-    if "image_sizes" in inputs:  # of Mistral 3, here for one image
-        inputs["pixel_values"] = inputs["pixel_values"].view(1, 3, *inputs["image_sizes"][0].tolist())
-    found = whole(input_ids=tokens, output_hidden_states=True, **inputs)
+    inputs = whole_inputs(whole, reader, document)
+    tokens = inputs["input_ids"]
+    found = whole(output_hidden_states=True, **inputs)
     logprobs = found.logits.float().log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
     return found.hidden_states[-1][0], logprobs

@@ -98,8 +98,8 @@ def _added(planned: dict[str, Tensor], whole: Path) -> dict[str, Tensor]:
 
 
 def describe_scorer(file: Path, model: PreTrainedModel) -> None:
-    """Changes the config.json of a multimodal model to that of a reward model. Gemma 3's is read by
-    transformers, which has no class for Qwen3-VL's."""
+    """Changes the config.json of a multimodal model to that of a reward model, which transformers loads as a
+    whole; for Qwen3-VL with a class of ours (`score_classes.py`)."""
     config = read_json(file)
     names = config.get("architectures") or [type(model).__name__]
     config["architectures"] = [OF_HEAD.sub("ForSequenceClassification", names[0])]

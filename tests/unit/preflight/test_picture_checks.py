@@ -15,6 +15,7 @@ from rlhf_core.preflight.rows.template_length import RowsToRender, measure, meas
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
 from tests.support.pictured_models import FAMILIES, asked, make_pictured, square, write_rows
+from tests.support.pictured_pairs import colour_row
 
 
 def test_rows_with_images_are_rendered(tmp_path: Path) -> None:
@@ -48,7 +49,14 @@ def test_a_recipe_with_images_has_no_problem(family: str, tmp_path: Path, monkey
     make_pictured(family, tmp_path / "base")
     (tmp_path / "a.png").write_bytes(square("red"))
     write_rows(tmp_path / "rows.jsonl", [asked([{"type": "image", "image": "a.png"}])] * 4)
-    stages = {"sft": {"data": {"sources": "rows.jsonl"}, "max_len": 100}}
+    write_rows(tmp_path / "pairs.jsonl", [colour_row("red", "a.png")] * 4)
+    pairs = {"data": {"sources": "pairs.jsonl"}, "max_len": 100}
+    stages = {
+        "sft": {"data": {"sources": "rows.jsonl"}, "max_len": 100},
+        "reward_model": {"model": "base", **pairs},
+        "dpo": {"policy": "base", **pairs},
+        "kto": {"policy": "base", **pairs},
+    }
     Path(tmp_path / "recipe.yaml").write_text(
         json.dumps({"name": "reads-images", "base_model": "base", "stages": stages})
     )

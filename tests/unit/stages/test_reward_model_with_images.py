@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import rlhf_core.stages.reward_model
 from rlhf_core.config import Data, Lora, RewardModel
@@ -16,10 +17,11 @@ from rlhf_core.hub.model_files import layout_fault, stored_tensors
 from rlhf_core.models.load_model import load_scorer, trained_scorer
 from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.models.reward_scoring import RewardScorer
+from rlhf_core.models.score_classes import add_score_class
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir
 from tests.support.pictured_models import STAGED, make_pictured
-from tests.support.pictured_pairs import colour_pairs, whole_outputs
+from tests.support.pictured_pairs import colour_pairs, whole_inputs, whole_outputs
 from tests.support.stage_request import stage_request
 
 
@@ -84,6 +86,25 @@ def test_scores_are_those_of_the_whole_model(trained: tuple[Path, Data]) -> None
     expected = [float(whole_outputs(made, reader, each)[0][-1] @ head[0]) for each in documents]
     assert scorer.score(documents) == pytest.approx(expected, rel=1e-4, abs=2e-5)
     assert len({round(score, 3) for score in expected[:6]}) > 3
+
+
+@torch.no_grad()
+def test_transformers_loads_the_checkpoint(trained: tuple[Path, Data]) -> None:
+    """The whole reward model with its encoder; Qwen3-VL's class is added (`add_score_class`)."""
+    run, data = trained
+    made = run / "checkpoint"
+    add_score_class(AutoConfig.from_pretrained(made))
+    whole = AutoModelForSequenceClassification.from_pretrained(made, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(str(made))
+    pairs = preference_pairs(data, Renderer(tokenizer, "chat"), 96, 0).items[:2]
+    documents = [document for pair in pairs for document in (pair.chosen, pair.rejected)]
+    scorer = RewardScorer(str(made), "float32", 4)
+    scores = scorer.score(documents)
+    assert scorer.scorer.reader is not None
+    for document, score in zip(documents, scores, strict=True):
+        inputs = whole_inputs(whole, scorer.scorer.reader, document)
+        logits = whole(attention_mask=torch.ones_like(inputs["input_ids"]), **inputs).logits
+        assert float(logits) == pytest.approx(score, rel=1e-4, abs=2e-5)
 
 
 def test_packed_padded_and_split_steps_have_the_same_loss(base: Path, tmp_path: Path) -> None:
