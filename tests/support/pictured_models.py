@@ -215,7 +215,7 @@ def _mistral(text: dict[str, Any], number: dict[str, int]) -> Any:
         initializer_range=0.2,
     )
     config = transformers.Mistral3Config(
-        text_config=text | {"model_type": "ministral3", "tie_word_embeddings": False},
+        text_config={"model_type": "ministral3", **text, "tie_word_embeddings": False},
         vision_config=vision | {"model_type": "pixtral"},
         image_token_index=number["[IMG]"],
         tie_word_embeddings=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,11 @@ ALL = [
     talk("No image here.", "None."),
     talk([image("blue"), text("What?")], "red\n\n"),  # as the first, but for the image
 ]
-CAUSAL = "small gemma4"
+# other releases of a family
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "small gemma4": ("gemma4", {"use_bidirectional_attention": None, "num_kv_shared_layers": 2}),
+    "mistral3 around mistral": ("mistral3", {"model_type": "mistral", "sliding_window": None}),
+}
 
 
 class Pictured:
@@ -54,13 +59,10 @@ class Pictured:
         return [found[(batch.documents == index) & batch.mask] for index in range(count)]
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, CAUSAL])
+@pytest.fixture(scope="module", params=[*FAMILIES, *VARIANTS])
 def pictured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pictured:
-    folder = tmp_path_factory.mktemp("models") / request.param
-    if request.param == CAUSAL:
-        small = {"use_bidirectional_attention": None, "num_kv_shared_layers": 2}
-        return Pictured(make_pictured("gemma4", folder, **small))
-    return Pictured(make_pictured(request.param, folder))
+    family, larger = VARIANTS.get(request.param, (request.param, {}))
+    return Pictured(make_pictured(family, tmp_path_factory.mktemp("models") / "base", **larger))
 
 
 @torch.no_grad()
