@@ -181,13 +181,20 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Holds a prompt for sampling. `messages`: the whole prompt as in the data. `tokens`: cut to the limit.
-    `row`: all columns of its row."""
+    """Holds a prompt for sampling. `messages`: the whole prompt as in the data; JSON, an image is only named.
+    `tokens`: cut to the limit. `row`: all columns of its row. `pictures`: the images, which any process of
+    the machine can read."""
 
     messages: tuple[Message, ...]
     tokens: list[int]
     row: dict[str, Any]
     truncated: bool
+    pictures: tuple[EncodedPicture, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Returns what is equal for prompts with equal tokens and images."""
+        return (*self.tokens, *(picture.source.identity for picture in self.pictures))
 
 
 class Lazy(Sequence[Item]):
@@ -242,15 +249,21 @@ def answered(prompt: list[int], response: list[int], pictures: tuple[EncodedPict
     return Document(prompt + response, mask, pictures=pictures)
 
 
-def compact(prompt: Sequence[int], response: Sequence[int], experts: np.ndarray | None = None) -> Document:
-    """Like `answered`, but stores 5 bytes per token, which are sent between processes without conversion."""
+def compact(
+    prompt: Sequence[int],
+    response: Sequence[int],
+    experts: np.ndarray | None = None,
+    pictures: tuple[EncodedPicture, ...] = (),
+) -> Document:
+    """Like `answered`, but stores 5 bytes per token, which are sent between processes without conversion.
+    `pictures`: those of the prompt."""
     start = len(prompt)
     tokens = np.empty(start + len(response), np.int32)
     mask = np.zeros(start + len(response), np.int8)
     tokens[:start] = prompt
     tokens[start:] = response
     mask[start:] = 1
-    return Document(tokens.data, mask.data, experts=experts)
+    return Document(tokens.data, mask.data, experts=experts, pictures=pictures)
 
 
 def check_limit(limit: int, frame_len: int) -> None:

@@ -11,7 +11,10 @@ import numpy as np
 
 from rlhf_core.config.loop_kinds import Rewarded
 from rlhf_core.data.documents import received, to_send
+from rlhf_core.data.pictures.picture_source import EncodedPicture
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
+
+Pictures = tuple[EncodedPicture, ...]  # of one prompt
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,14 @@ def answer_of(
     return SampledAnswer(array("i", tokens), array("f", logprobs), finished, experts)
 
 
+def refuse_pictures(pictures: Sequence[Pictures]) -> None:
+    """Raises ValueError if a prompt has images, for an engine that reads none."""
+    if any(pictures):
+        raise ValueError(
+            "a prompt has images, which engines of vllm do not read: set engine.kind to transformers"
+        )
+
+
 class Sampling(NamedTuple):
     """Describes how answers are sampled: `n` per prompt, with log-probs if `logprobs`. A text in `stop` ends
     an answer and stays in it.
@@ -80,12 +91,14 @@ class Sampling(NamedTuple):
 
 class Request(NamedTuple):
     """Asks for one answer (`sampling.n` is ignored) alongside others that the engine works on. `key`: a
-    number chosen by the caller."""
+    number chosen by the caller. `pictures`: those of the prompt, whose placeholders in `tokens` are already
+    expanded."""
 
     key: int
     tokens: list[int]
     seed: int
     sampling: Sampling
+    pictures: Pictures = ()
 
 
 class RolloutEngine(Protocol):
@@ -94,19 +107,28 @@ class RolloutEngine(Protocol):
     in `rlhf_core.config.engines.ABILITIES`.
 
     `first`: the number of processes of the engines before it. `version`: the trainer's count of the weights.
+    `pictures`: the images of each prompt or document, as in `Request`; empty if none has any.
     """
 
     first: int
     version: int
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Pictures] = (),
     ) -> list[list[SampledAnswer]]:
         """Returns `n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled
         with seed `seeds[i] + j`."""
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Pictures] = (),
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         """Like `generate`, but yields each prompt as its answers finish: the prompt's index and its `n`
         answers."""
@@ -118,7 +140,9 @@ class RolloutEngine(Protocol):
         `seconds`, or until none is left. Returns the finished answers with the keys of their requests; the
         other requests continue in the next call."""
 
-    def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
+    def prompt_logprobs(
+        self, documents: Sequence[Sequence[int]], pictures: Sequence[Pictures] = ()
+    ) -> list[list[float]]:
         """Returns the log-prob of every token of each document given the tokens before it (0 for the first),
         to check a weight sync."""
 

@@ -10,7 +10,7 @@ import torch
 
 from rlhf_core.cluster.rank_environment import RANK_VARIABLES
 from rlhf_core.config.engines import EngineConfig
-from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer, Sampling
 from rlhf_core.rollout.engine_kinds import import_engine, open_engine
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system.gc_pause import uncollected
@@ -39,21 +39,30 @@ class SamplerRole:
         self._seed_whole = torch.cuda.is_available() and not config.seed_answers
 
     def generate_share(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Pictures] = (),
     ) -> list[tuple[int, list[SampledAnswer]]]:
         """Returns the answers to this engine's share of the prompts, with the prompts' indices."""
         with uncollected():
-            return list(self.stream_share(prompts, seeds, sampling))
+            return list(self.stream_share(prompts, seeds, sampling, pictures))
 
     def stream_share(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Pictures] = (),
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         """Like `generate_share`, but yields each prompt as its answers finish."""
         mine = range(self.rank, len(prompts), self.world_size)
         own_prompts = [prompts[i] for i in mine]
         own_seeds = [seeds[i] for i in mine]
+        own_pictures = [pictures[i] for i in mine] if pictures else ()
         sampling = sampling._replace(seed_whole=self._seed_whole)
-        for i, group in self._engine.stream(own_prompts, own_seeds, sampling):
+        for i, group in self._engine.stream(own_prompts, own_seeds, sampling, own_pictures):
             yield mine[i], group
 
     def advance(
@@ -65,8 +74,10 @@ class SamplerRole:
         ]
         return self._engine.advance(own, seconds, gone)
 
-    def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._engine.prompt_logprobs(documents)
+    def prompt_logprobs(
+        self, documents: Sequence[Sequence[int]], pictures: Sequence[Pictures] = ()
+    ) -> list[list[float]]:
+        return self._engine.prompt_logprobs(documents, pictures)
 
     def load(self, model: str) -> None:
         self._engine.load(model)

@@ -35,9 +35,11 @@ from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.logprobs.fp32_head import fp32_forward
 from rlhf_core.models.multimodal.wrapper import text_names
+from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.models.policy import Policy
-from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling, answer_of
+from rlhf_core.objectives.collate import PictureReader, collate
+from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer, Sampling, answer_of
+from rlhf_core.rollout.pictured_sampling import sample_pictured
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu, gpu_uuid
 from rlhf_core.system import progress
 
@@ -71,12 +73,14 @@ class TransformersEngine:
         self._channel: Channel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._policy: Policy | None = None
+        self._reader: PictureReader | None = None  # once a prompt has images
         self.load(model)
         self.version = 0
 
     def load(self, model: str) -> None:
         self._free()
         self._path = model
+        self._reader = None
         policy = load_policy(model, self._dtype, self._trust_remote_code, on_host=True)
         policy.leave_out_padding(model)
         ends = policy.model.generation_config.eos_token_id
@@ -110,17 +114,25 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Pictures] = (),
     ) -> list[list[SampledAnswer]]:
-        answers = dict(self.stream(prompts, seeds, sampling))
+        answers = dict(self.stream(prompts, seeds, sampling, pictures))
         return [answers[i] for i in range(len(prompts))]
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Pictures] = (),
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         n = sampling.n
         requests = [
-            Request(i * n + j, list(prompts[i]), seed + j, sampling)
+            Request(i * n + j, list(prompts[i]), seed + j, sampling, pictures[i] if pictures else ())
             for i, seed in enumerate(seeds)
             for j in range(n)
         ]
@@ -151,10 +163,11 @@ class TransformersEngine:
         return [(request.key, answer) for request, answer in zip(batch, answers, strict=True)]
 
     def _batches(self, requests: Sequence[Request]) -> list[list[Request]]:
-        """Returns requests that can be sampled together: prompts of one length, with the same settings."""
+        """Returns requests that can be sampled together: prompts of one length, with the same settings,
+        all with images or none."""
 
-        def kind(request: Request) -> tuple[int, str]:
-            return len(request.tokens), repr(request.sampling)
+        def kind(request: Request) -> tuple[int, bool, str]:
+            return len(request.tokens), bool(request.pictures), repr(request.sampling)
 
         groups = [list(group) for _, group in groupby(sorted(requests, key=kind), kind)]
         size = self._batch_size
@@ -163,10 +176,13 @@ class TransformersEngine:
     @torch.no_grad()
     def _answers(self, batch: Sequence[Request]) -> list[SampledAnswer]:
         sampling = batch[0].sampling
-        tokens = torch.tensor([request.tokens for request in batch], device=self._device)
         draws = SeededDraws([request.seed for request in batch], sampling, self._sampled.known)
         ended_by = [*sampling.stop_token_ids, *self._end_tokens]
         ends = AnswerEnds(draws, sampling, ended_by, self._decoder() if sampling.stop else None)
+        if batch[0].pictures:
+            sample_pictured(self._sampled, self._reads_pictures(), batch, draws, ends)
+            return ends.answers()
+        tokens = torch.tensor([request.tokens for request in batch], device=self._device)
         self._sampled.model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
@@ -178,18 +194,28 @@ class TransformersEngine:
         )
         return ends.answers()
 
+    def _reads_pictures(self) -> PictureReader:
+        """Returns how images are read. Loads the frozen encoder when they come for the first time."""
+        if self._reader is None:
+            self._reader = reads_pictures(self._sampled, self._path, self._decoder(), self._dtype, 1)
+        return self._reader
+
     def _decoder(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._path, self._trust_remote_code)
         return self._tokenizer
 
     @torch.no_grad()
-    def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
+    def prompt_logprobs(
+        self, documents: Sequence[Sequence[int]], pictures: Sequence[Pictures] = ()
+    ) -> list[list[float]]:
         found = []
-        for tokens in documents:
-            batch = collate([[Document(list(tokens), [False] * len(tokens))]], pad_token_id=0)
-            placed = (part.to(self._device) for part in (batch.tokens, batch.positions, batch.documents))
-            logprobs = self._sampled(*placed).logprobs[0, : len(tokens)]
+        reader = self._reads_pictures() if any(pictures) else None
+        for tokens, own in zip(documents, pictures or [()] * len(documents), strict=True):
+            document = Document(list(tokens), [False] * len(tokens), pictures=own)
+            batch = collate([[document]], pad_token_id=0, reader=reader).to(self._device)
+            placed = (batch.tokens, batch.positions, batch.documents)
+            logprobs = self._sampled(*placed, pictures=batch.pictures).logprobs[0, : len(tokens)]
             found.append(logprobs.tolist())
             progress.made()
         return found
@@ -208,6 +234,7 @@ class TransformersEngine:
             "attn_implementation": before.model.config._attn_implementation,
         }
         known = before.known
+        tower = before.tower  # is frozen
         del before, sent
         self._free()
         model, told = kind.from_pretrained(None, output_loading_info=True, **options)
@@ -217,6 +244,7 @@ class TransformersEngine:
         del options
         policy = Policy(fuse(set_attention(model)))
         policy.known = known
+        policy.tower = tower
         self._use(policy)
         self.version += 1
 
@@ -242,6 +270,8 @@ class TransformersEngine:
     def sleep(self, keep_weights: bool) -> None:
         """Moves the weights to host memory, even those that will be replaced: they describe the model."""
         self._sampled.to("cpu")
+        if self._sampled.tower is not None:
+            self._sampled.tower.move("cpu")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

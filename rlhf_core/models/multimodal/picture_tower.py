@@ -50,6 +50,17 @@ class SeenPictures(NamedTuple):
     axes: Tensor | None
     masks: Masks | None
 
+    def next_positions(self) -> Tensor:
+        """Returns the position of the token after each row, (B,) or with axes (4, B), as `positions_of` gives
+        them. Every row is one document without padding."""
+        rows, length = self.tokens.shape
+        after = torch.full((rows,), length)
+        if self.axes is None:
+            return after
+        # text goes on after the largest position on any axis (Qwen2-VL, section 2.1)
+        largest = self.axes.amax((0, 2)).cpu() + 1
+        return torch.stack([after, largest, largest, largest])
+
     @contextmanager
     def embedded(self, model: PreTrainedModel, shape: torch.Size) -> Iterator[None]:
         """Replaces the embeddings of image tokens by the features. `shape` of the pass's tokens: (B, T) or
@@ -116,6 +127,10 @@ class PictureTower:
         self._family = family
         self._masks = masks
         self._stand_in = stand_in
+
+    def move(self, device: torch.device | str) -> None:
+        """Moves the encoder; a pass moves it to its own device."""
+        self._whole.to(device)
 
     def seen(self, tokens: Tensor, positions: Tensor, pictures: BatchPictures) -> SeenPictures:
         """Returns the images of a pass. Raises ValueError if the number of features differs from that of

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_core.config.engines import EngineConfig
-from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer, Sampling, refuse_pictures
 from rlhf_core.rollout.vllm.engine_arguments import engine_arguments, library, token_rows
 from rlhf_core.rollout.vllm.environment import config_of, require_known_options, whole_model
 from rlhf_core.rollout.vllm.patches.fp32_heads import FP32_HEAD
@@ -106,19 +106,28 @@ class VllmEngine:
         merged.close()  # here, since Ray ends its processes without letting them clean up
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Pictures] = (),
     ) -> list[list[SampledAnswer]]:
         """Returns `n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled
         with seed `seeds[i] + j`."""
         with uncollected():
-            answers = dict(self.stream(prompts, seeds, sampling))
+            answers = dict(self.stream(prompts, seeds, sampling, pictures))
         return [answers[i] for i in range(len(prompts))]
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Pictures] = (),
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         """Like `generate`, but yields each prompt as its answers finish: the prompt's index and its `n`
         answers."""
+        refuse_pictures(pictures)
         n = sampling.n
         found = dict[int, dict[int, SampledAnswer]]()
         for i, params in enumerate(self._params(seeds, sampling)):
@@ -168,6 +177,7 @@ class VllmEngine:
         engine = self.llm.llm_engine
         until = time.monotonic() + seconds
         self._abort(gone)
+        refuse_pictures([request.pictures for request in requests])
         for request in requests:
             own = self._add(
                 key := f"{ASKED}{request.key}",
@@ -212,9 +222,12 @@ class VllmEngine:
             output_kind=self._library.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
 
-    def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
+    def prompt_logprobs(
+        self, documents: Sequence[Sequence[int]], pictures: Sequence[Pictures] = ()
+    ) -> list[list[float]]:
         """Returns the log-prob of every token of each document given the tokens before it (0 for the first),
         to check a weight sync."""
+        refuse_pictures(pictures)
         params = self._library.SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False
         )
