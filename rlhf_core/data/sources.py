@@ -30,6 +30,7 @@ from rlhf_core.data.documents import (
 )
 from rlhf_core.data.pictures.message_parts import sources_in
 from rlhf_core.data.pictures.picture_source import CUT_AWAY, MISNAMED, PICTURE_FAULTS, PictureFault
+from rlhf_core.data.prompt_rows import prompt_within
 from rlhf_core.data.rows.columns import (
     Kind,
     Located,
@@ -37,7 +38,6 @@ from rlhf_core.data.rows.columns import (
     conversation_of,
     labelled_of,
     preference_of,
-    prompt_of,
     reward_of,
     tools_of,
 )
@@ -105,7 +105,7 @@ def maker_of(kind: Kind, renderer: Renderer, limit: int, suffix_of: SuffixOf | N
     if kind == "labelled":
         return partial(_labelled_within, renderer, limit)
     if kind == "prompt":
-        return partial(_prompt_within, renderer, limit)
+        return lambda located: prompt_within(renderer, limit, located)[1]
     return partial(_answer_within, renderer, limit, suffix_of)
 
 
@@ -187,15 +187,9 @@ def _answer_within(
     return BuiltItems([((document,), 0.0)], cut, 1, "", *lengths)
 
 
-def _prompt_within(renderer: Renderer, limit: int, located: Located) -> BuiltItems:
-    """Returns an item without a document: prompts are kept in memory with their rows."""
-    tokens, cut = at(located.where, renderer.prompt_within, prompt_of(located), limit, tools_of(located))
-    return BuiltItems([((), 0.0)], cut, 1, "", len(tokens))
-
-
 def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> Loaded[Prompt]:
     """Builds prompts of at most `prompt_max_len` tokens. A longer one keeps its end
-    (`Renderer.prompt_within`) and is counted.
+    (`Renderer.prompt_within`) and is counted; one with images is dropped.
 
     Errors as in `sft_documents`.
     """
@@ -204,17 +198,17 @@ def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> L
     surveyor = Surveyor(data, "prompt", prompt_max_len, renderer.control_tokens)
     found: list[tuple[int, int, Prompt]] = []
     for placed in placed_rows(data, seed, "prompt", mixture):
-        located = placed.located
-        messages = prompt_of(placed.located)
-        tokens, truncated = at(
-            located.where, renderer.prompt_within, messages, prompt_max_len, tools_of(located)
-        )
-        prompt = Prompt(tuple(messages), tokens, located.row, truncated)
-        found.append((placed.place, placed.source, prompt))
-        surveyor.see(placed, BuiltItems([((), 0.0)], truncated, 1, "", len(tokens)))
+        prompt, counted = prompt_within(renderer, prompt_max_len, placed.located)
+        if prompt is not None:
+            found.append((placed.place, placed.source, prompt))
+        surveyor.see(placed, counted)
     found.sort(key=lambda entry: entry[0])
     items = [item for _, _, item in found]
-    report = surveyor.finish(mixture, sum(len(item.tokens) for item in items))
+    images = sum(len(item.pictures) for item in items)
+    report = surveyor.finish(mixture, sum(len(item.tokens) for item in items), images)
+    if not items:
+        told = ", ".join(f"{why}: {count}" for why, count in report.survey.dropped.items())
+        raise ValueError(f"{names(data)}: all prompts were dropped ({told}): correct them")
     return Loaded(items, report, array("i", (source for _, source, _ in found)))
 
 

@@ -26,8 +26,8 @@ from rlhf_core.data.rows.columns import (
     Located,
     conversation_of,
     labelled_of,
+    pictured_prompt_of,
     preference_of,
-    prompt_of,
     reward_of,
     written,
 )
@@ -294,7 +294,7 @@ class Surveyor:
                 [content_text(message["content"]) for message in after if message["role"] != "assistant"],
             )
         if self._kind == "prompt":
-            return as_text(prompt_of(located)), [], []
+            return as_text(pictured_prompt_of(located)), [], []
         if self._kind == "labelled":
             prompt, labelled = labelled_of(located)
             self._labels += len(labelled)

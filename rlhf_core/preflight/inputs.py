@@ -23,6 +23,7 @@ from rlhf_core.config import (
 from rlhf_core.config.data import Text
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task
 from rlhf_core.data.documents import check_limit
+from rlhf_core.data.prompt_rows import picture_refusal
 from rlhf_core.data.rows.columns import Kind
 from rlhf_core.data.rows.mixture import check_columns
 from rlhf_core.preflight.families.family import family_problems, option_problems
@@ -154,8 +155,9 @@ def text_problems(
     elif frame is not None:
         limit = f"stages.{node.name}.{text.limit_field}"
         problems += _refused(limit, check_limit, text.limit, frame.length)
-        refused = rendered(frame, text).refused
-        problems += [f"{where}: {refused}"] if refused else []
+        found = rendered(frame, text)
+        refused = picture_refusal(node.config) if found.images and text.rows == "prompt" else ""
+        problems += [f"{where}: {told}" for told in (found.refused, refused) if told]
     return problems
 
 

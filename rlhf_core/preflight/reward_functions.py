@@ -14,7 +14,8 @@ from pathlib import Path
 
 from rlhf_core.config import Data, Rewarded
 from rlhf_core.config.rewards import FunctionReward
-from rlhf_core.data.rows.columns import prompt_of
+from rlhf_core.data.pictures.message_parts import content_text, named_pictures
+from rlhf_core.data.rows.columns import pictured_prompt_of
 from rlhf_core.data.rows.mixture import checked_rows
 from rlhf_core.recipe.plan import Node
 from rlhf_core.recipe.sentences import unknown
@@ -91,12 +92,13 @@ def _trial_problems(prompts: Data, functions: list[FunctionReward]) -> list[str]
         return []
     try:
         located = next(checked_rows(prompts, "prompt"), None)
-        messages = prompt_of(located) if located is not None else []
+        messages = pictured_prompt_of(located) if located is not None else []
     except ValueError:  # reported with the data
         return []
     if located is None:
         return []
-    query = "\n".join(message["content"] for message in messages)
+    query = "\n".join(content_text(message["content"]) for message in messages)
+    messages = named_pictures(messages)
     samples = [
         Sample(messages, text, located.row, True, f"{query}\n{text}") for text in made_up_answers(located.row)
     ]

@@ -232,11 +232,30 @@ def texts_of(content: Content) -> list[str]:
     return [part["text"] for part in content if part["type"] == "text"]
 
 
+def named_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages as JSON, with `{"type": "image", "image": name}` for an image, or just the type if
+    it has no name."""
+    return [
+        dict(message)
+        if isinstance(message["content"], str)
+        else {**message, "content": [_with_name(part) for part in message["content"]]}
+        for message in messages
+    ]
+
+
+def _with_name(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] != "image":
+        return part
+    name = part["picture"].name
+    return {"type": "image", "image": name} if name else {"type": "image"}
+
+
 def content_text(content: Content) -> str:
-    """Returns content as text, with each image replaced by its identity."""
+    """Returns content as text, with each image replaced by its identity, or by its name if that is all that
+    is known of it (`named_pictures`)."""
     if isinstance(content, str):
         return content
-    return "".join(part["text"] if part["type"] == "text" else _named(part["picture"]) for part in content)
+    return "".join(part["text"] if part["type"] == "text" else _marker(part) for part in content)
 
 
 def shown_text(content: Content) -> str:
@@ -246,5 +265,7 @@ def shown_text(content: Content) -> str:
     return "".join(texts_of(content))
 
 
-def _named(picture: PictureSource | None) -> str:
-    return MARKER if picture is None else f"<image {picture.identity}>"
+def _marker(part: Mapping[str, Any]) -> str:
+    picture: PictureSource | None = part.get("picture")
+    name = part.get("image", "") if picture is None else picture.identity
+    return f"<image {name}>" if name else MARKER

@@ -22,6 +22,7 @@ ANIMATED = "image animated"
 TOO_THIN = "image refused by the model's processor"
 MISNAMED = "image with another suffix"  # but used
 CUT_AWAY = "images cut away"
+TOO_LONG = "prompt with images too long"
 # Why a row is dropped for an image, as text for the data report.
 PICTURE_FAULTS = {
     MISSING: "missing images (no such file, or an empty cell)",
@@ -37,6 +38,7 @@ PICTURE_FACTS = {
     **{fact: (0.0, sentence) for fact, sentence in PICTURE_FAULTS.items()},
     MISNAMED: (0.0, "images with another format's suffix (they are read by their content)"),
     CUT_AWAY: (0.01, "images beyond the token limit, left out with everything after them"),
+    TOO_LONG: (0.01, "prompts with images that are longer than the token limit, which are not cut"),
 }
 # The first bytes of each format, and the suffixes of its files.
 SUFFIXES = {
@@ -73,6 +75,14 @@ class PictureSource(NamedTuple):
         if len(self.data):
             return hashlib.blake2b(self.data, digest_size=16).hexdigest()
         return os.path.join(self.folder or "", self.name)
+
+    def anywhere(self) -> PictureSource:
+        """Returns the image with an absolute path or bytes of its own, for processes in other folders. Raises
+        PictureFault if its path is outside the data's folder."""
+        if len(self.data):
+            return PictureSource(self.name, None, bytes(self.data))
+        folder, name = os.path.split(self.file)
+        return PictureSource(name, folder)
 
     @property
     def file(self) -> str:

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config.data import Rows
 from rlhf_core.data.documents import Message
-from rlhf_core.data.pictures.message_parts import parts_of, shown_text, sources_in, with_pictures
+from rlhf_core.data.pictures.message_parts import (
+    content_text,
+    parts_of,
+    shown_text,
+    sources_in,
+    with_pictures,
+)
 
 Kind = Rows
 Row = dict[str, Any]
@@ -71,6 +77,12 @@ def prompt_of(located: Located) -> list[Message]:
     messages = _prompt_of(located)
     _refuse_pictures(located, messages)
     return messages
+
+
+def pictured_prompt_of(located: Located) -> list[Message]:
+    """Returns `prompt_of` a row that may have images. The content of a message with images is a list of parts
+    (`message_parts`)."""
+    return with_pictures(_prompt_of(located), located.row, located.where, located.folder)
 
 
 def _prompt_of(located: Located) -> list[Message]:
@@ -202,7 +214,7 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 READERS = {
     "sft": conversation_of,
     "preference": preference_of,
-    "prompt": prompt_of,
+    "prompt": pictured_prompt_of,
     "answer": answer_of,
     "labelled": labelled_of,
     "scored": lambda located: (answer_of(located), reward_of(located)),
@@ -297,7 +309,7 @@ def written(answer: str | Message) -> str:
     calls = [
         json.dumps(call["function"], ensure_ascii=False, default=str) for call in answer.get("tool_calls", ())
     ]
-    return "\n".join([answer["content"], *calls]).strip()
+    return "\n".join([content_text(answer["content"]), *calls]).strip()
 
 
 def tools_of(located: Located) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from rlhf_core.data.pictures.picture_source import TOO_LONG
 from rlhf_core.data.sources import SAME_CUT
 from rlhf_core.data.survey import ANSWER_CUT, LIMITS, BuiltItems
 
@@ -80,6 +81,6 @@ class RowSample:
         return ", ".join(f"{why}: {count}" for why, count in self.left_out.most_common())
 
     def _advice(self) -> str:
-        if {ANSWER_CUT, SAME_CUT} & self.left_out.keys():
+        if {ANSWER_CUT, SAME_CUT, TOO_LONG} & self.left_out.keys():
             return f"raise {self.limit_field}, which is {self.limit}, or correct the data"
         return "correct the data"

@@ -149,8 +149,8 @@ def _read(line: list[object] | str | None, rows: Sequence[RowsToRender]) -> Meas
     assert isinstance(length, int)
     found = {}
     for each, of_rows in zip(rows, rendered, strict=True):
-        refused, warned, items = cast("tuple[str, list[str], int | None]", of_rows)
-        found[each] = Rendered(refused, tuple(warned), items)
+        refused, warned, items, images = cast("tuple[str, list[str], int | None, bool]", of_rows)
+        found[each] = Rendered(refused, tuple(warned), items, images)
     return MeasuredTemplate(length, found)
 
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import Data
 from rlhf_core.data.documents import SUFFIX, Message
-from rlhf_core.data.pictures.message_parts import content_text
+from rlhf_core.data.pictures.message_parts import content_text, sources_in
 from rlhf_core.data.rows.columns import (
     Kind,
     Located,
     answer_of,
     conversation_of,
     labelled_of,
+    pictured_prompt_of,
     preference_of,
-    prompt_of,
     tools_of,
     written,
 )
@@ -44,11 +44,13 @@ class Rendered(NamedTuple):
     not), and what is odd in them.
 
     `items`: the most items that the stage would train on or sample from; None if not all rows were read.
+    `images`: whether a row has images.
     """
 
     refused: str = ""
     warned: tuple[str, ...] = ()
     items: int | None = None
+    images: bool = False
 
 
 def render_rows(
@@ -72,6 +74,7 @@ def render_rows(
     sample = RowSample(limit_field, limit, noun_of(kind))
     shapes = set[Any]()
     control_token = ""
+    images = False
     read = later = 0  # rows read, and items in rows after the sample
     try:
         for located in checked_rows(data, kind):
@@ -82,6 +85,7 @@ def render_rows(
                     sample.see(located.where, BuiltItems((), 0, 1, lacks))
                 continue
             messages, answers = _texts(kind, located)
+            images = images or bool(sources_in(messages))
             control_token = control_token or _control_token(renderer, located.where, messages, answers)
             shape = (
                 _shape(messages),
@@ -97,22 +101,22 @@ def render_rows(
                 with limited():
                     made = make(located)
             except ValueError as error:
-                return Rendered(str(error), _told(control_token))
+                return Rendered(str(error), _told(control_token), images=images)
             if made.prompt_tokens is not None:
                 shapes.add(shape)
             if is_sampled:
                 sample.see(located.where, made)
     except ValueError:
-        return Rendered("", _told(control_token))
+        return Rendered("", _told(control_token), images=images)
     are_all = len(data.sources) == 1 and (read < CHECKED_ROWS or read == data.max_samples)
     warned = [control_token]
     if is_limited:
         in_sample = are_all and sample.rows == read
         refusal = sample.refusal(in_sample)
         if refusal:
-            return Rendered(f"{names(data)}: {refusal}", _told(control_token))
+            return Rendered(f"{names(data)}: {refusal}", _told(control_token), images=images)
         warned += sample.warnings(in_sample)
-    return Rendered("", _told(*warned), sample.kept + later if are_all else None)
+    return Rendered("", _told(*warned), sample.kept + later if are_all else None, images)
 
 
 def _told(*sentences: str) -> tuple[str, ...]:
@@ -124,7 +128,7 @@ def _texts(kind: Kind, located: Located) -> tuple[list[Message], list[str | Mess
     if kind == "sft":
         return conversation_of(located), []
     if kind == "prompt":
-        return prompt_of(located), []
+        return pictured_prompt_of(located), []
     if kind == "preference":
         preference = preference_of(located)
         return preference.prompt, [preference.chosen, preference.rejected]

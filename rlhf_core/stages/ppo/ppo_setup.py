@@ -45,10 +45,7 @@ def setup_of(
     n = config.n_samples_per_prompt
     normalize: Literal["none", "stored"] = "stored" if config.normalize_reward else "none"
     terms = [term_of(source, paths.get(f"reward:{source.title}"), normalize) for source in config.reward]
-    probe = [
-        Document(p.tokens[-PROBE_TOKENS:], [True] * len(p.tokens[-PROBE_TOKENS:]))
-        for p in prompts[:PROBE_DOCUMENTS]
-    ]
+    probe = [probe_of(prompt) for prompt in prompts[:PROBE_DOCUMENTS]]
     return Setup(
         config=config,
         order=PromptOrder(
@@ -60,6 +57,12 @@ def setup_of(
         allowed_failures=int(config.max_failed_rewards * config.rollout_batch_size * n),
         actor=paths.get("actor", ""),
     )
+
+
+def probe_of(prompt: Prompt) -> Document:
+    """Returns the end of a prompt, or all of one with images, as a document whose log-probs are compared."""
+    tokens = prompt.tokens if prompt.pictures else prompt.tokens[-PROBE_TOKENS:]
+    return Document(tokens, [True] * len(tokens), pictures=prompt.pictures)
 
 
 def curriculum_of(

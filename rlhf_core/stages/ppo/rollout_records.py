@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -81,12 +81,20 @@ def stored(rollout: Rollout) -> dict[str, Any]:
     }
     if rollout.document.starts:
         row["starts"] = list(rollout.document.starts)
+    if rollout.document.pictures:
+        row["pictures"] = picture_names(rollout.prompt)
     if rollout.own is None:
         return row
     early = None if rollout.own.early is None else rollout.own.early.tolist()
     given = {"early": early, "reward": None if np.isnan(rollout.own.reward) else rollout.own.reward}
     of_prompt = {"prompt_messages": rollout.prompt.messages, "truncated": rollout.prompt.truncated}
     return row | of_prompt | {"messages": rollout.messages, "own": rollout.own._asdict() | given}
+
+
+def picture_names(prompt: Prompt) -> list[str]:
+    """Returns a name of each image: of its file, or a digest of its bytes."""
+    sources = [picture.source for picture in prompt.pictures]
+    return [source.identity if len(source.data) else source.name for source in sources]
 
 
 def restored(row: Mapping[str, Any], prompt: Prompt, experts: np.ndarray | None) -> Rollout:
@@ -100,6 +108,7 @@ def restored(row: Mapping[str, Any], prompt: Prompt, experts: np.ndarray | None)
     document = Document(array("i", row["tokens"]), array("b", mask.tobytes()), experts=experts, starts=starts)
     versions = [(start, version) for start, version in row["versions"]]
     if "own" not in row:
+        document = replace(document, pictures=prompt.pictures)
         return Rollout(prompt, document, logprobs, row["finished"], versions=versions)
     own = Own(**row["own"])
     early = None if own.early is None else np.array(own.early, np.float32)

@@ -62,18 +62,19 @@ def start_fleet(
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
     cache: Path | None = None,
     judges: Mapping[str, EngineChat] = MappingProxyType({}),
+    pictures: bool = False,
 ) -> Fleet:
     """Starts all roles in their processes side by side and waits until each has loaded its model.
 
     `paths`: each role's model. `engines`: those of the groups `sampler` and `actor`. `resumed_zero_stage`:
     the ZeRO stage of a resume state, used when the recipe says `auto`. `own_tokens`: the entries of reward
     models with another tokenizer, by title. `cache`: folder for judges' verdicts. `judges`: those on engines,
-    which are already loading, by title.
+    which are already loading, by title. `pictures`: prompts have images.
     """
     # before loading anything, because it may raise
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)
     decided = config.model_copy(update={"zero_stage": chosen.stage})
-    spec = partial(spec_of, config, paths, tokenizer.pad_token_id, trust_remote_code, own_tokens)
+    spec = partial(spec_of, config, paths, tokenizer.pad_token_id, trust_remote_code, own_tokens, pictures)
     sampler = []
     if config.has_engines:
         sampler.append(start_sampler(groups["sampler"], config, paths["actor"], seed, trust_remote_code))
@@ -119,6 +120,7 @@ def spec_of(
     pad_token_id: int,
     trust_remote_code: bool,
     own_tokens: Mapping[str, OwnTokens],
+    pictures: bool,
     role: str,
 ) -> ModelSpec:
     """Returns what the processes of a role need to load its model. `pad_token_id`: the actor's."""
@@ -133,6 +135,7 @@ def spec_of(
         sharing=config.sharing_of(role),
         float8=config.float8,
         fp32_head=config.fp32_head,
+        pictures=pictures,
     )
 
 

@@ -20,6 +20,7 @@ from rlhf_core.config.training.optimiser_fields import EMA
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.data_report import JSON, write_data_report
 from rlhf_core.data.documents import Prompt
+from rlhf_core.data.prompt_rows import has_pictures
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.environments.environment_trial import try_environment
 from rlhf_core.environments.episodes import Episodes
@@ -76,6 +77,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     resumed_zero_stage = resume_state.kept_zero_stage(run, config)
     # Before any model is loaded: functions and environment may be faulty.
     held_out_prompts = held_out.prompts if held_out else ()
+    pictures = has_pictures(config, [*data.items, *held_out_prompts])
     require_environments(config.environments, data.items, held_out_prompts)
     require_teachers(config.teachers, [prompt.row for prompt in data.items])
     agreement: dict[str, float] = {}
@@ -104,6 +106,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         own_tokens,
         run / JUDGE_CACHE,
         judges,
+        pictures,
     )
     with closing(fleet):
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)

@@ -25,6 +25,7 @@ from rlhf_core.config.rewards import ModelReward
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.data_report import JSON, write_data_report
 from rlhf_core.data.documents import Document, Prompt, compact, stored_suffix
+from rlhf_core.data.prompt_rows import has_pictures
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.environments.verifiers.verifier_checks import require_verifiable
 from rlhf_core.hub.positions import require_positions, stored_config
@@ -62,6 +63,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     renderer = Renderer(tokenizer, config.prompts.template, template_args=config.prompts.template_args)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     write_data_report(run, request.name, prompts=data.report)
+    has_pictures(config, data.items)
     prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
     require_verifiable(config.reward, prompts)
     try_rewards(config.reward, prompts, renderer)

@@ -33,6 +33,7 @@ from rlhf_core.stages.ppo.roles.role_passes import (
     Scored,
     collate_rows,
     parts_of,
+    read_pictures,
     score_share,
     teacher_rows,
     token_values,
@@ -65,6 +66,7 @@ class Actor(Trained):
         )
         policy.leave_out_padding(model.path)
         policy.fp32_head = config.fp32_head
+        read_pictures(policy, model)
         if config.engine.adapters == "alone":
             require_linear(policy.model)
         if config.replays_routing:

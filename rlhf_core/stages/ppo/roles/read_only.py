@@ -24,7 +24,7 @@ from rlhf_core.models.weights.shards import Shards
 from rlhf_core.objectives.collate import Batch
 from rlhf_core.rollout.weight_transfer import gpu_uuid
 from rlhf_core.stages.ppo.measured.roofline import ModelShape, shape_of
-from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, Scored, score_share
+from rlhf_core.stages.ppo.roles.role_passes import ModelSpec, Scored, read_pictures, score_share
 from rlhf_core.stages.ppo.rollout_records import TeacherTokens
 from rlhf_core.system import progress
 from rlhf_core.system.gpu_allocator import move_to_pinned
@@ -125,6 +125,7 @@ class ReferenceModel(ReadOnlyModel):
         policy = load_policy(model.path, model.dtype, model.trust_remote_code, on_host=offload, shards=shards)
         policy.leave_out_padding(model.path)
         policy.fp32_head = model.fp32_head
+        read_pictures(policy, model)
         if routing_replay:
             policy.replay_routing()
         super().__init__(policy, model, offload, shards)

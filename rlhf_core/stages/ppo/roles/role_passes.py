@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.kernels.attention import can_share, row_width
 from rlhf_core.models.logprobs.teacher_kl import TopTokens
+from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.models.policy import Policy
-from rlhf_core.objectives.collate import Batch, collate, sent
+from rlhf_core.objectives.collate import Batch, PictureReader, collate, sent
 from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.system import progress
 from rlhf_core.training.engine import Engine
@@ -46,8 +48,8 @@ class ModelHolder(Holder, Protocol):
 
 class ModelSpec(NamedTuple):
     """Specifies the model that a role loads, how many documents or tokens one scoring pass has, how many
-    ranks compute it together, whether a model that is not trained multiplies in FP8, and whether a reference
-    computes its logits in fp32."""
+    ranks compute it together, whether a model that is not trained multiplies in FP8, whether a reference
+    computes its logits in fp32, and whether the documents may have images."""
 
     path: str
     dtype: str
@@ -58,6 +60,14 @@ class ModelSpec(NamedTuple):
     sharing: int = 1
     float8: bool = False
     fp32_head: bool = False
+    pictures: bool = False
+
+
+def read_pictures(policy: Policy, model: ModelSpec) -> None:
+    """Gives a policy the frozen image encoder of its checkpoint if the documents may have images."""
+    if model.pictures:
+        tokenizer = load_tokenizer(model.path, model.trust_remote_code)
+        policy.reader = reads_pictures(policy, model.path, tokenizer, model.dtype, model.sharing)
 
 
 def score_share(
@@ -69,7 +79,7 @@ def score_share(
     parts = parts_of(documents, passes)
     for own in passes_of_rank(len(parts), holder):
         rows = passes.rows_of([documents[i] for i in parts[own.place]])
-        batch = collate(rows, model.pad_token_id, replays(holder)).to(holder.device)
+        batch = collate(rows, model.pad_token_id, replays(holder), reader_of(holder)).to(holder.device)
         with torch.no_grad():
             values = forward(batch).float()
         progress.made()
@@ -105,6 +115,11 @@ def replays(holder: ModelHolder) -> bool:
     return isinstance(holder.module, Policy) and holder.module.replays
 
 
+def reader_of(holder: ModelHolder) -> PictureReader | None:
+    reader: PictureReader | None = holder.module.reader
+    return reader
+
+
 def parts_of(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
     """Returns the indices of the documents of each pass. Answers to a prompt stay together if the prompt can
     be shared; otherwise similar lengths do, to keep padding small."""
@@ -124,7 +139,8 @@ def collate_rows(
 ) -> tuple[Batch, list[list[Document]]]:
     """Returns the batch, and its rows of documents."""
     rows = passes.rows_of([item.document for item in items])
-    return collate(rows, pad_token_id, replays(engine)).to(engine.device), rows
+    batch = collate(rows, pad_token_id, replays(engine), reader_of(engine))
+    return batch.to(engine.device), rows
 
 
 def token_values(

@@ -26,7 +26,7 @@ from rlhf_core.environments.episode_contract import Episode, EpisodeRequest
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.episodes_by_row import EpisodesByRow
 from rlhf_core.rollout.dispatch import Background, Engines
-from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import Pictures, SampledAnswer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.stages.ppo import weight_sync
 from rlhf_core.stages.ppo.rollout_records import Own, Rollout
@@ -82,8 +82,8 @@ class RolloutGroup:
             ]
             running = self.background.start(self.episodes.run(requests, sampling))
             return lambda: [of_episode(episode) for episode in self._waited(running)]
-        tokens, seeds = sent_to_engines(seeded)
-        pending = self.sampler.call("generate", SamplerRole.generate_share, tokens, seeds, sampling)
+        tokens, seeds, pictures = sent_to_engines(seeded)
+        pending = self.sampler.call("generate", SamplerRole.generate_share, tokens, seeds, sampling, pictures)
 
         def wait() -> list[Rollout]:
             groups = in_order(pending.wait(self.config.timeout))
@@ -99,9 +99,9 @@ class RolloutGroup:
         self, seeded: Sequence[SeededPrompt], sampling: Sampling
     ) -> Iterator[tuple[int, list[Rollout]]]:
         """Yields each prompt's index and answers, in the order of completion."""
-        tokens, seeds = sent_to_engines(seeded)
+        tokens, seeds, pictures = sent_to_engines(seeded)
         arriving = self.sampler.stream(
-            "generate", self.config.timeout, SamplerRole.stream_share, tokens, seeds, sampling
+            "generate", self.config.timeout, SamplerRole.stream_share, tokens, seeds, sampling, pictures
         )
         for index, answers in arriving:
             yield index, [rollout(seeded[index][0], answer) for answer in answers]
@@ -193,7 +193,9 @@ class RolloutGroup:
     def prompt_logprobs(self, documents: Sequence[Document]) -> list[list[list[float]]]:
         """Returns, from each engine, the log-probs of all tokens of the documents."""
         tokens = [document.tokens for document in documents]
-        return self.sampler.call("probe", SamplerRole.prompt_logprobs, tokens).wait(self.config.timeout)
+        pictures = [document.pictures for document in documents]
+        call = self.sampler.call("probe", SamplerRole.prompt_logprobs, tokens, pictures)
+        return call.wait(self.config.timeout)
 
     def draft_metrics(self) -> dict[str, float]:
         """Returns how many tokens a step has yielded since the last call, for engines that draft tokens."""
@@ -204,9 +206,18 @@ class RolloutGroup:
         return {"rollout/tokens_per_step": float(tokens / steps)} if steps else {}
 
 
-def sent_to_engines(seeded: Sequence[SeededPrompt]) -> tuple[Sequence[Sequence[int]], list[int]]:
-    """Returns the prompts' tokens, put on the nodes, and their seeds."""
-    return put_on_nodes([prompt.tokens for prompt, _ in seeded]), [seed for _, seed in seeded]
+def sent_to_engines(
+    seeded: Sequence[SeededPrompt],
+) -> tuple[Sequence[Sequence[int]], list[int], Sequence[Pictures]]:
+    """Returns the prompts' tokens, put on the nodes, their seeds, and their images, put on the nodes; () if
+    there are none."""
+    pictures = [prompt.pictures for prompt, _ in seeded]
+    seeds = [seed for _, seed in seeded]
+    return (
+        put_on_nodes([prompt.tokens for prompt, _ in seeded]),
+        seeds,
+        put_on_nodes(pictures) if any(pictures) else (),
+    )
 
 
 def episode_requests(prompt: Prompt, seed: int, n: int) -> list[EpisodeRequest]:
@@ -217,7 +228,7 @@ def episode_requests(prompt: Prompt, seed: int, n: int) -> list[EpisodeRequest]:
 def rollout(prompt: Prompt, answer: SampledAnswer) -> Rollout:
     """Joins a prompt and its answer into one document; the mask marks the answer, including its
     end-of-sequence token. Log-probs are 0 if they were not requested."""
-    document = compact(prompt.tokens, answer.tokens, answer.experts)
+    document = compact(prompt.tokens, answer.tokens, answer.experts, prompt.pictures)
     logprobs = np.empty(len(document), np.float32)
     logprobs[: len(prompt.tokens)] = 0
     logprobs[len(prompt.tokens) :] = answer.logprobs or 0

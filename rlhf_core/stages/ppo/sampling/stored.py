@@ -17,6 +17,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running
 from rlhf_core.stages.ppo.rollout_records import (
     Rollout,
+    picture_names,
     restored,
     restored_rewards,
     stored,
@@ -182,7 +183,8 @@ def answers_prompt(row: Mapping[str, Any], prompt: Prompt | None, of_row: str | 
         return False
     if "own" in row:
         return digest_of_row(prompt) == of_row
-    return list(prompt.tokens) == row["tokens"][: row["prompt"]]
+    same_images = picture_names(prompt) == row.get("pictures", [])
+    return same_images and list(prompt.tokens) == row["tokens"][: row["prompt"]]
 
 
 def digest_of_row(prompt: Prompt) -> str:

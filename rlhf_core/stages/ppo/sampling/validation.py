@@ -82,7 +82,7 @@ def load_validation(
     ValueError when none is left."""
     if config.eval_prompts is None:
         return None
-    known = {tuple(prompt.tokens) for prompt in training}
+    known = {prompt.key for prompt in training}
     prompts: list[Prompt] = []
     groups: dict[str, list[int]] = {}
     of_files: set[str] = set()  # names of groups that are whole files
@@ -94,8 +94,10 @@ def load_validation(
         data = config.eval_prompts.model_copy(
             update={"sources": (source.model_copy(update={"probability": 1.0}),)}
         )
-        found = load_prompts(data, own_renderer, config.prompt_max_len, seed).items
-        own = [prompt for prompt in found if tuple(prompt.tokens) not in known]
+        found, report, _ = load_prompts(data, own_renderer, config.prompt_max_len, seed)
+        for why, count in report.survey.dropped.items():
+            print(f"{count} eval_prompts of {source.path} are left out: {why}", flush=True)
+        own = [prompt for prompt in found if prompt.key not in known]
         shared += len(found) - len(own)
         places = range(len(prompts), len(prompts) + len(own))
         column = "task" if source.reasoning_gym is not None else ENVIRONMENT

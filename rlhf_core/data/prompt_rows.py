@@ -1,0 +1,69 @@
+"""Builds prompts from rows, and says which stages sample no answers to prompts with images. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf_core.config import PPO, StageConfig
+from rlhf_core.data.documents import Prompt
+from rlhf_core.data.pictures.message_parts import named_pictures, sources_in
+from rlhf_core.data.pictures.picture_source import MISNAMED, TOO_LONG, PictureFault
+from rlhf_core.data.rows.columns import Located, pictured_prompt_of, tools_of
+from rlhf_core.data.survey import BuiltItems
+
+if TYPE_CHECKING:  # chat imports transformers
+    from rlhf_core.data.chat import Renderer
+
+
+def prompt_within(renderer: Renderer, limit: int, located: Located) -> tuple[Prompt | None, BuiltItems]:
+    """Returns the prompt of a row, and what is counted of it. A prompt of more than `limit` tokens keeps its
+    end (`Renderer.prompt_within`). One with images is None if it is longer, or an image cannot be used.
+    Raises ValueError, with the row's place, for wrong types and for a row that the template rejects."""
+    messages = pictured_prompt_of(located)
+    sources = sources_in(messages)
+    try:
+        if not sources:
+            tokens, cut = renderer.prompt_within(messages, limit, tools_of(located))
+            counted = BuiltItems([((), 0.0)], cut, 1, "", len(tokens))
+            return Prompt(tuple(messages), tokens, located.row, cut), counted
+        document = renderer.prompt_document(messages, tools_of(located))
+        marks = [MISNAMED] if any(source.is_misnamed for source in sources) else []
+        pictures = tuple(image._replace(source=image.source.anywhere()) for image in document.pictures)
+    except PictureFault as fault:
+        return None, BuiltItems((), 0, 1, fault.fact, marks=(fault.fact,))
+    except ValueError as error:
+        raise ValueError(f"{located.where}: {error}") from error
+    length = len(document)
+    if length > limit:
+        return None, BuiltItems((), 0, 1, TOO_LONG, length, marks=(*marks, TOO_LONG))
+    shown = tuple(named_pictures(messages))
+    prompt = Prompt(shown, list(document.tokens), located.row, False, pictures)
+    return prompt, BuiltItems([((), 0.0)], 0, 1, "", length, marks=marks)
+
+
+def has_pictures(config: StageConfig, prompts: Sequence[Prompt]) -> bool:
+    """Returns whether some prompts have images. Raises ValueError if they do and the stage reads none."""
+    if not any(prompt.pictures for prompt in prompts):
+        return False
+    if refusal := picture_refusal(config):
+        raise ValueError(refusal)
+    return True
+
+
+def picture_refusal(config: StageConfig) -> str:
+    """Returns why a stage does not sample answers to prompts with images, in a sentence; "" if it does."""
+    has = "the prompts have images, which"
+    if not isinstance(config, PPO):
+        return f"{has} only sft and ppo read: drop them"
+    if config.has_engines and not config.engine.abilities.images:
+        return f"{has} engines of {config.engine.kind} do not read: set engine.kind to transformers"
+    if config.environment is not None or config.environments:
+        return f"{has} environments do not read: leave the environment out, or drop the images"
+    if config.reward_models and config.has_engines:
+        return f"{has} reward models do not read: name a function as the reward, or drop the images"
+    if config.has_critic:
+        return f"{has} a critic does not read: set advantage_estimator to grpo, or drop the images"
+    if config.sequence_parallel_size > 1:
+        return f"{has} ranks do not split: set sequence_parallel_size to 1"
+    return ""
