@@ -41,7 +41,7 @@ class SamplingFields(Config):
         1024,
         description=(
             "longest prompt in tokens; longer ones lose their oldest messages, then the beginning of the last"
-            " one, and are counted"
+            " one, and are counted; one with images is left out"
         ),
     )
     generate_max_len: Positive = Field(1024, description="longest answer in tokens; cut answers are counted")

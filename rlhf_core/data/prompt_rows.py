@@ -60,10 +60,6 @@ def picture_refusal(config: StageConfig) -> str:
         return f"{has} engines of {config.engine.kind} do not read: set engine.kind to transformers"
     if config.environment is not None or config.environments:
         return f"{has} environments do not read: leave the environment out, or drop the images"
-    if config.reward_models and config.has_engines:
-        return f"{has} reward models do not read: name a function as the reward, or drop the images"
-    if config.has_critic:
-        return f"{has} a critic does not read: set advantage_estimator to grpo, or drop the images"
     if config.sequence_parallel_size > 1:
         return f"{has} ranks do not split: set sequence_parallel_size to 1"
     return ""

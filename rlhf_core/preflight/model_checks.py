@@ -64,7 +64,7 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
         if (
             _loads(node.config, reference)
             and wraps_text_by_config(config)
-            and not _has_language_model(config, used_as)
+            and not _has_language_model(config, node, used_as)
         ):
             named = (config.get("architectures") or [config.get("model_type")])[0]
             problems[place, "wrapper"] = f"{where}: {more_than_text(place, str(named))}"
@@ -105,15 +105,20 @@ def _loads(config: StageConfig, reference: ConfigReference) -> bool:
     return reference.kinds == REWARD or config.loads(reference.place)
 
 
-def _has_language_model(config: dict[str, Any], kind: str) -> bool:
-    """Returns whether there is a class for the language model inside a multimodal model that a stage of this
-    kind can use. True without transformers."""
+def _has_language_model(config: dict[str, Any], node: Node, used_as: str) -> bool:
+    """Returns whether there is a class for the language model inside a multimodal model that the stage can
+    use. `used_as`: the kind of stage, or of one that trains such a model. True without transformers."""
     if importlib.util.find_spec("transformers") is None:
         return True
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # takes seconds
 
     inner = str((config.get("text_config") or {}).get("model_type"))
-    return inner in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in ONLY_TRAINED.get(inner, ())
+    if inner in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return True
+    # such engines load a model as the trainer does
+    engine = getattr(node.config, "engine", None)
+    is_sampled = engine is not None and engine.abilities.images
+    return inner in ONLY_TRAINED and (is_sampled or used_as in ONLY_TRAINED[inner])
 
 
 def _config(place: str) -> dict[str, Any]:

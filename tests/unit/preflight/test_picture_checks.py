@@ -65,6 +65,34 @@ def test_a_recipe_with_images_has_no_problem(family: str, tmp_path: Path, monkey
     assert check_inputs(planned, planned.nodes) == []
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_prompts_with_images_need_an_engine_that_reads_them(
+    family: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    make_pictured(family, tmp_path / "base")
+    (tmp_path / "a.png").write_bytes(square("red"))
+    (tmp_path / "right.py").write_text("def right(responses): return [1.0 for _ in responses]\n")
+    prompt = asked([{"type": "image", "image": "a.png"}])["messages"][:1]
+    write_rows(tmp_path / "asks.jsonl", [{"prompt": prompt}] * 4)
+    monkeypatch.chdir(tmp_path)
+
+    def problems(**engine: str) -> list[str]:
+        stage = {
+            **{"actor": "base", "prompts": {"sources": "asks.jsonl"}},
+            "reward": {"function": "right.py:right"},
+            **{"advantage_estimator": "grpo", "n_samples_per_prompt": 2, "rollout_batch_size": 4},
+            **{"train_batch_size": 8, "micro_train_batch_size": 1, "prompt_max_len": 100},
+            **{"generate_max_len": 8, "dtype": "float32", "engine": engine},
+        }
+        recipe = {"name": "reads-images", "base_model": "base", "stages": {"ppo": stage}}
+        Path(tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+        planned = plan(load_recipe("recipe.yaml"))
+        return check_inputs(planned, planned.nodes)
+
+    assert problems(kind="transformers") == []
+    assert any("set engine.kind to transformers" in told for told in problems())
+
+
 def test_families_are_named_once() -> None:
     assert PICTURE_FAMILIES == FAMILIES
     assert set(ONLY_TRAINED) <= {f"{family}_text" for family in PICTURE_FAMILIES}

@@ -18,7 +18,7 @@ from rlhf_core.models.kernels.attention import split_attention
 from rlhf_core.models.kernels.float8 import use_float8
 from rlhf_core.models.kernels.sequence_ranks import ALONE, sequence_ranks
 from rlhf_core.models.load_model import load_policy, load_scorer
-from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
+from rlhf_core.models.policy import Policy, Scorer, masked_logprobs, token_scores
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.weights.shards import Shards
 from rlhf_core.objectives.collate import Batch
@@ -170,11 +170,12 @@ class Reward(ReadOnlyModel):
             on_host=offload,
             shards=shards,
         )
+        read_pictures(scorer, model)
         super().__init__(scorer, model, offload, shards)
 
     def scores(self, documents: Sequence[Document]) -> Scored:
         """Returns the score at each document's last token, as an array of one."""
-        everywhere = self.score(documents, lambda b: self.run(b.tokens, b.host.positions))
+        everywhere = self.score(documents, lambda batch: token_scores(self.run, batch))
         return [(index, values[-1:]) for index, values in everywhere]
 
 

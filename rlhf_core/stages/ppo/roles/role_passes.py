@@ -16,7 +16,7 @@ from rlhf_core.data.packing import Passes
 from rlhf_core.models.kernels.attention import can_share, row_width
 from rlhf_core.models.logprobs.teacher_kl import TopTokens
 from rlhf_core.models.picture_reading import reads_pictures
-from rlhf_core.models.policy import Policy
+from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.objectives.collate import Batch, PictureReader, collate, sent
 from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.system import progress
@@ -63,11 +63,11 @@ class ModelSpec(NamedTuple):
     pictures: bool = False
 
 
-def read_pictures(policy: Policy, model: ModelSpec) -> None:
-    """Gives a policy the frozen image encoder of its checkpoint if the documents may have images."""
+def read_pictures(module: Policy | Scorer, model: ModelSpec) -> None:
+    """Gives a model the frozen image encoder of its checkpoint if the documents may have images."""
     if model.pictures:
         tokenizer = load_tokenizer(model.path, model.trust_remote_code)
-        policy.reader = reads_pictures(policy, model.path, tokenizer, model.dtype, model.sharing)
+        module.reader = reads_pictures(module, model.path, tokenizer, model.dtype, model.sharing)
 
 
 def score_share(

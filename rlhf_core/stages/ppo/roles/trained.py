@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load_model import trained_scorer
-from rlhf_core.models.policy import Policy, Scorer
+from rlhf_core.models.policy import Policy, Scorer, token_scores
 from rlhf_core.objectives.actor_loss import count
 from rlhf_core.objectives.collate import Batch
 from rlhf_core.objectives.losses import Loss, value_loss
@@ -27,6 +27,7 @@ from rlhf_core.stages.ppo.roles.role_passes import (
     collate_rows,
     parts_of,
     passes_of,
+    read_pictures,
     score_share,
     token_values,
 )
@@ -137,6 +138,7 @@ class Critic(Trained):
             seed,
             shards_of(config, "critic"),
         )
+        read_pictures(scorer, model)
         super().__init__("critic", scorer, model, config)
 
     def values(self, documents: Sequence[Document]) -> Scored:
@@ -147,7 +149,7 @@ class Critic(Trained):
         """Returns `V(tokens)` of each whole document, as an array of one."""
 
         def outputs(batch: Batch) -> Tensor:
-            return self.engine(batch.tokens, batch.host.positions)
+            return token_scores(self.engine, batch)
 
         everywhere = score_share(self.engine, documents, self.model, outputs)
         return [(index, values[-1:]) for index, values in everywhere]
@@ -169,4 +171,4 @@ class Critic(Trained):
         return metrics | self.step("value", update.learning_rate)
 
     def _values(self, batch: Batch) -> Tensor:
-        return before(self.engine(batch.tokens, batch.host.positions), batch.host.positions)
+        return before(token_scores(self.engine, batch), batch.host.positions)
