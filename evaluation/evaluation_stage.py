@@ -30,6 +30,7 @@ from evaluation.answers.local_answers import (
     read_answers,
     write_answers,
 )
+from evaluation.answers.question_pictures import store_pictures
 from evaluation.answers.remote_answers import answer_remotely, answering_metrics
 from evaluation.judges.factory import (
     judge_names,
@@ -46,16 +47,17 @@ from evaluation.scores.reports import judging_metrics, make_reports, report_metr
 from evaluation.scores.style import style_of
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.data.documents import Document, answered, stored_suffix
+from rlhf_core.data.documents import Document, answered, as_text, stored_suffix
 from rlhf_core.data.questions import Question, load_questions
-from rlhf_core.data.rows.columns import Located, text_preference_of, tools_of
-from rlhf_core.data.rows.mixture import load_rows
+from rlhf_core.data.rows.columns import preference_of, tools_of
+from rlhf_core.data.rows.mixture import placed_rows, unusable
+from rlhf_core.data.sources import at
 from rlhf_core.models.precision import stored_dtype
 from rlhf_core.records import Answering, EvalReport, Judging, Judgment
 from rlhf_core.runs.awaited_servers import require_servers
 from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
-from rlhf_core.system.files import digest, write_text
+from rlhf_core.system.files import write_text
 
 if TYPE_CHECKING:
     from rlhf_core.rollout.engine_contract import RolloutEngine
@@ -76,6 +78,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     questions = load_questions(config.questions, config.max_questions, request.seed)
     rule = rule_of(config, questions)
     require_servers(config.servers, readers_with_replies(config, run))
+    store_pictures(run / REPORT, questions)
     answers, answering = answer_all(request, config, run, questions)
     texts = {model: [answer.text for answer in given] for model, given in answers.items()}
     judgments, use = judge_all(request, config, run, questions, texts)
@@ -328,11 +331,9 @@ def evaluate_reward_models(
 
     Raises ValueError when no pair has two different answers.
     """
-    rows = load_rows(wanted.data, request.seed, "preference")
-    found = [
-        (row, text_preference_of(Located(f"reward_evaluation.data, row {number}", row)))
-        for number, row in enumerate(rows, 1)
-    ]
+    placed = sorted(placed_rows(wanted.data, request.seed, "preference"), key=lambda each: each.place)
+    rows = [each.located for each in placed if not unusable(each.located, "preference")]
+    found = [(row, preference_of(row)) for row in rows]
     found = [(row, pair) for row, pair in found if pair.chosen != pair.rejected]
     if not found:
         raise ValueError(
@@ -344,19 +345,21 @@ def evaluate_reward_models(
         scorer, renderer = load_reward_model(name, request, config, wanted.data)
         documents: list[Document] = []
         for row, pair in found:
-            tools = tools_of(Located("reward_evaluation.data", row))
-            prompt, _ = renderer.prompt_within(pair.prompt, config.prompt_max_len, tools)
+            tools = tools_of(row)
+            limit = config.prompt_max_len
+            prompt, _ = at(row.where, renderer.document_within, pair.prompt, limit, tools)
+            tokens = list(prompt.tokens)
             whole = [
-                answered(prompt, renderer.response_tokens(pair.prompt, text, tools))
+                answered(tokens, renderer.response_tokens(pair.prompt, text, tools), prompt.pictures)
                 for text in (pair.chosen, pair.rejected)
             ]
             documents += [document.cut(len(prompt) + config.generate_max_len) for document in whole]
         scores = np.array(scorer.score(documents)).reshape(-1, 2)
         differences[name] = scores[:, 0] - scores[:, 1]
         if pairs is None:  # lengths according to the first model's tokenizer
-            tokens = np.array([sum(document.mask) for document in documents]).reshape(-1, 2)
-            prompts = [digest(list(pair.prompt)) for _, pair in found]
-            subsets = [str(row.get(wanted.subset_key) or "all") for row, _ in found]
-            pairs = reward_accuracy.HeldOutPairs(prompts, subsets, tokens[:, 0], tokens[:, 1])
+            lengths = np.array([sum(document.mask) for document in documents]).reshape(-1, 2)
+            prompts = [as_text(pair.prompt) for _, pair in found]
+            subsets = [str(row.row.get(wanted.subset_key) or "all") for row, _ in found]
+            pairs = reward_accuracy.HeldOutPairs(prompts, subsets, lengths[:, 0], lengths[:, 1])
     assert pairs is not None
     return reward_accuracy.evaluate(pairs, differences, wanted.bins)

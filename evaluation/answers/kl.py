@@ -4,6 +4,7 @@ samples estimates the KL."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from rlhf_core.data.documents import Document, stored_suffix
 from rlhf_core.data.questions import Question
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load_model import load_policy
+from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.models.policy import Policy
 from rlhf_core.stages.reference_logprobs import answer_logprobs
 
@@ -42,13 +44,12 @@ def log_ratios(
             stored_suffix(place),
             template_args=config.template_args,
         )
-        prompts = [
-            renderer.prompt_within(question.messages, config.prompt_max_len)[0] for question in questions
-        ]
-        return [
-            renderer.answer_tokens(prompt, text).cut(len(prompt) + config.generate_max_len)
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
+        made = []
+        for question, text in zip(questions, texts, strict=True):
+            prompt, _ = renderer.document_within(question.messages, config.prompt_max_len)
+            answer = renderer.answer_tokens(list(prompt.tokens), text)
+            made.append(replace(answer.cut(len(prompt) + config.generate_max_len), pictures=prompt.pictures))
+        return made
 
     baseline = config.baseline
     models = [model for model in answers if model != config.baseline]
@@ -78,11 +79,14 @@ def _logprobs(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy: Policy = load_policy(place, config.dtype, trust_remote_code).eval().to(device)
     detect_document_leak(policy, policy, device, packed=False)
-    pad = load_tokenizer(place, trust_remote_code).pad_token_id
+    tokenizer = load_tokenizer(place, trust_remote_code)
+    if any(document.pictures for document in documents):
+        reads_pictures(policy, place, tokenizer, str(policy.model.dtype).removeprefix("torch."))
     size = config.micro_rollout_batch_size
     batches = [documents[start : start + size] for start in range(0, len(documents), size)]
     with torch.no_grad():
         parts = [
-            answer_logprobs(policy, batch, pad, False, device).double().cpu().numpy() for batch in batches
+            answer_logprobs(policy, batch, tokenizer.pad_token_id, False, device).double().cpu().numpy()
+            for batch in batches
         ]
     return np.concatenate(parts) if parts else np.zeros(0)

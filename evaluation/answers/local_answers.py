@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from evaluation.answers.question_pictures import stored_messages
 from evaluation.scores.style import markdown
 from rlhf_core.config import Evaluation
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.questions import Question
+from rlhf_core.data.sources import at
 from rlhf_core.hub.positions import require_positions
 from rlhf_core.models.lora import base_of
 from rlhf_core.system.files import digest, write_text
@@ -56,11 +58,16 @@ def generate(
     question's uid, so the order has no effect."""
     from rlhf_core.rollout.engine_contract import Sampling
 
-    prompts = [renderer.prompt_within(question.messages, config.prompt_max_len) for question in questions]
+    prompts = [
+        at(question.where, renderer.document_within, question.messages, config.prompt_max_len)
+        for question in questions
+    ]
+    pictures = [document.pictures for document, _ in prompts]
     samples = sampler.generate(
-        [tokens for tokens, _ in prompts],
+        [list(document.tokens) for document, _ in prompts],
         [int(digest([seed, question.uid])[:8], 16) for question in questions],
         Sampling(1, config.temperature, config.generate_max_len, renderer.stop_token_ids, logprobs=False),
+        pictures if any(pictures) else (),
     )
     answers = []
     for question, (_, cut), (sample,) in zip(questions, prompts, samples, strict=True):
@@ -140,7 +147,7 @@ def _row(model: str, question: Question, answer: ModelAnswer) -> dict[str, Any]:
     return {
         "uid": answer.uid,
         "model": model,
-        "messages": [*question.messages, {"role": "assistant", "content": {"answer": answer.text}}],
+        "messages": [*stored_messages(question), {"role": "assistant", "content": {"answer": answer.text}}],
         "metadata": answer.metadata,
         "prompt_truncated": answer.prompt_truncated,
         "answer_truncated": answer.answer_truncated,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from evaluation.answers.local_answers import ModelAnswer
+from evaluation.answers.question_pictures import chat_messages
 from rlhf_core.config import Evaluation
 from rlhf_core.data.questions import Question
 from rlhf_core.judging.chat_client import NO_REPLY, ChatClient, ChatReply, cost_of, remote
@@ -17,7 +19,7 @@ from rlhf_core.judging.record_lines import appending, records_of
 from rlhf_core.records import Answering, Frozen
 from rlhf_core.system.files import digest
 
-Messages = tuple[dict[str, str], ...]
+Messages = tuple[dict[str, Any], ...]
 
 
 class StoredReply(Frozen):
@@ -116,7 +118,7 @@ def answering_metrics(answering: dict[str, Answering]) -> dict[str, float]:
 
 
 def _messages(question: Question, system: str | None) -> Messages:
-    own = tuple(question.messages)
+    own = tuple(chat_messages(question.messages))
     return ({"role": "system", "content": system}, *own) if system and own[0]["role"] != "system" else own
 
 

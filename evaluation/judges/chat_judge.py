@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evaluation.answers.question_pictures import with_images_of
 from evaluation.judges.judge_prompt import PROMPT_VERSION, judge_prompt, reminder
 from evaluation.judges.offline import Match
 from rlhf_core.judging.chat_client import NO_REPLY, ChatClient, ChatReply
@@ -89,19 +90,22 @@ class LlmJudge:
         return [known[key].game for key in keys]
 
     def _key(self, match: Match) -> str:
-        return digest([list(judge_prompt(match)), self.client.asked, self.identity, PROMPT_VERSION])
+        seen = [source.content_digest for source in match.question.pictures]
+        asked = [list(judge_prompt(match)), self.client.asked, self.identity, PROMPT_VERSION]
+        return digest([*asked, seen] if seen else asked)
 
     async def _game(self, match: Match) -> CachedVerdict:
         prompt = judge_prompt(match)
+        sent = with_images_of(match.question, prompt)
         replies: list[ChatReply] = []
         try:
-            replies.append(await self.client.ask(prompt))
+            replies.append(await self.client.ask(sent))
             verdict = _verdict(replies[-1], match)
             if verdict.label is None:
                 said = replies[0].text
                 first = ({"role": "assistant", "content": said},) if said.strip() else ()
                 again = {"role": "user", "content": reminder(verdict.problem)}
-                replies.append(await self.client.ask((*prompt, *first, again)))
+                replies.append(await self.client.ask((*sent, *first, again)))
                 verdict = _verdict(replies[-1], match)
             score = verdict.label
             failure = "" if score is not None else f"(no verdict: {verdict.problem})"

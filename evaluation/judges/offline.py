@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rlhf_core.data.chat import Renderer
@@ -130,8 +130,9 @@ class RewardModelJudge:
 
     def document(self, question: Question, text: str) -> Document:
         """Returns the tokens of prompt and answer for the reward model."""
-        prompt, _ = self.renderer.prompt_within(question.messages, self.prompt_max_len)
-        return self.renderer.answer_tokens(prompt, text).cut(len(prompt) + self.answer_max_len)
+        prompt, _ = self.renderer.document_within(question.messages, self.prompt_max_len)
+        document = self.renderer.answer_tokens(list(prompt.tokens), text)
+        return replace(document.cut(len(prompt) + self.answer_max_len), pictures=prompt.pictures)
 
     def _game(self, a: float, b: float) -> Game:
         words = {"answer": SCORES.format(a, b)}

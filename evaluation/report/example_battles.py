@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from evaluation.answers.question_pictures import PICTURE_FILE, small_picture
 from evaluation.report.summary import Evaluated
 from rlhf_core.records import Judgment
 
@@ -18,12 +19,22 @@ EXAMPLES = {"won": 5, "lost": 3, "tied": 3}
 
 
 class Example(NamedTuple):
-    """One battle. `before` and `after`: answers of the baseline and the final model."""
+    """One battle. `pictures`: data URLs of the prompt's images, made small. `before` and `after`: answers of
+    the baseline and the final model."""
 
     battle: Judgment
     prompt: str
+    pictures: list[str]
     before: str
     after: str
+
+
+class Conversation(NamedTuple):
+    """A stored prompt and its answer. `pictures`: files of the prompt's images in the report's folder."""
+
+    prompt: str
+    answer: str
+    pictures: list[str]
 
 
 class Group(NamedTuple):
@@ -38,7 +49,7 @@ class Group(NamedTuple):
 def examples(evaluated: Evaluated) -> list[Group]:
     """Reads the report's answers and judgments, and returns a group for each outcome; an empty list when
     there is no battle to show."""
-    answers: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
+    answers: dict[str, dict[str, Conversation]] = defaultdict(dict)
     for row in _jsonl(evaluated.folder / "answers"):
         answers[str(row.get("model"))][str(row.get("uid"))] = _conversation(row.get("messages"))
     before = answers[evaluated.report.baseline]
@@ -60,7 +71,7 @@ def examples(evaluated: Evaluated) -> list[Group]:
     groups = []
     for outcome, played in battles.items():
         chosen = [
-            Example(battle, *before[battle.uid], after[battle.uid][1])
+            _example(evaluated.folder, battle, before[battle.uid], after[battle.uid])
             for battle in _by_turns(played, EXAMPLES[outcome])
         ]
         groups.append(Group(outcome, len(played), total, chosen))
@@ -77,14 +88,24 @@ def _by_turns(battles: Sequence[Judgment], limit: int) -> list[Judgment]:
     return [battle for *_, battle in sorted(turns, key=lambda turn: turn[:2])[:limit]]
 
 
-def _conversation(messages: Any) -> tuple[str, str]:
-    """Returns (prompt, answer) from Arena-Hard's messages. An assistant's content may be a string or
-    `{"answer": ...}`."""
+def _example(folder: Path, battle: Judgment, before: Conversation, after: Conversation) -> Example:
+    pictures = [small_picture(folder / name) for name in before.pictures if PICTURE_FILE.fullmatch(name)]
+    return Example(battle, before.prompt, [url for url in pictures if url], before.answer, after.answer)
+
+
+def _conversation(messages: Any) -> Conversation:
+    """Reads Arena-Hard's messages. The content of an assistant may be a string or `{"answer": ...}`, that of
+    a message with images a list of parts."""
     texts = []
+    pictures: list[str] = []
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            parts = [part for part in content if isinstance(part, dict)]
+            pictures += [str(part.get("image", "")) for part in parts if part.get("type") == "image"]
+            content = "".join(str(part.get("text", "")) for part in parts)
         texts.append(str(content.get("answer", "")) if isinstance(content, dict) else str(content or ""))
-    return ("\n\n".join(texts[:-1]), texts[-1]) if texts else ("", "")
+    return Conversation("\n\n".join(texts[:-1]), texts[-1] if texts else "", pictures)
 
 
 def _jsonl(folder: Path) -> Iterator[dict[str, Any]]:

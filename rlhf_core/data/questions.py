@@ -3,22 +3,24 @@ prompt} and v0.1's {question_id, category, turns}."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config import Data, Source
 from rlhf_core.data.documents import Message, as_text
-from rlhf_core.data.rows.columns import Located, prompt_of
-from rlhf_core.data.rows.mixture import load_rows
+from rlhf_core.data.pictures.message_parts import marked_text, sources_in
+from rlhf_core.data.pictures.picture_source import PictureFault, PictureSource
+from rlhf_core.data.rows.columns import Located, pictured_prompt_of
+from rlhf_core.data.rows.mixture import placed_rows
 from rlhf_core.data.rows.required_columns import key_to_set
 from rlhf_core.system.files import digest
 
 
 @dataclass(frozen=True)
 class Question:
-    """Holds a prompt as chat messages. `row`: the whole row, with the known answer that a rule judge needs.
-    `where`: the row's file and number."""
+    """Holds a prompt as chat messages; content with images is a list of parts (`message_parts`). `row`: the
+    whole row, with the known answer that a rule judge needs. `where`: the row's file and number."""
 
     uid: str
     category: str
@@ -28,8 +30,13 @@ class Question:
 
     @property
     def prompt(self) -> str:
-        """Returns the prompt as one string, for the judge."""
-        return as_text(self.messages)
+        """Returns the prompt as one string, for the judge, with `<image>` for each image."""
+        return as_text([{**each, "content": marked_text(each["content"])} for each in self.messages])
+
+    @property
+    def pictures(self) -> list[PictureSource]:
+        """Returns the images of the prompt, in order."""
+        return sources_in(self.messages)
 
     def known_answer(self, key: str) -> str:
         """Returns the column `key` as a string. Raises ValueError if it is missing, null or blank."""
@@ -56,11 +63,12 @@ class Question:
 def load_questions(source: Source, max_questions: int | None, seed: int) -> list[Question]:
     """Returns the first `max_questions` questions of a file or Hub data set (None: all).
 
-    Raises ValueError when there are no questions, when a row has no prompt, or when two questions have the
-    same uid.
+    Raises ValueError when there are no questions, when a row has no prompt, when an image cannot be read, or
+    when two questions have the same uid.
     """
-    rows = load_rows(Data(sources=(source,), max_samples=max_questions), seed)
-    questions = [to_question(row, source, number) for number, row in enumerate(rows, 1)]
+    placed = placed_rows(Data(sources=(source,), max_samples=max_questions), seed, None)
+    located = [each.located for each in sorted(placed, key=lambda each: each.place)]
+    questions = [to_question(each.row, source, number, each.folder) for number, each in enumerate(located, 1)]
     seen: dict[str, int] = {}
     for number, question in enumerate(questions, 1):
         if question.uid in seen:
@@ -72,10 +80,11 @@ def load_questions(source: Source, max_questions: int | None, seed: int) -> list
     return questions
 
 
-def to_question(row: Mapping[str, Any], source: Source, number: int) -> Question:
+def to_question(row: Mapping[str, Any], source: Source, number: int, folder: str | None = None) -> Question:
     """Converts a row of `load_rows` to a question; a digest of the prompt replaces a missing uid.
 
-    `number` (from 1) is for error messages. Raises ValueError when the prompt is missing or empty.
+    `number` (from 1) is for error messages. `folder`: of the row's images. Raises ValueError when the prompt
+    is missing or empty, and when an image cannot be read.
     """
     where = f"{source.path}, row {number}"
     value = row.get("prompt")
@@ -86,8 +95,28 @@ def to_question(row: Mapping[str, Any], source: Source, number: int) -> Question
             f"{where}: there is no column {source.prompt_key!r}, nor 'turns'; its columns are"
             f" {', '.join(row)}: set {key_to_set('prompt_key', source.prompt_key, row)} in the questions"
         )
-    messages = tuple(prompt_of(Located(where, {"prompt": value})))
-    if not any(message["content"].strip() for message in messages):
+    messages = tuple(pictured_prompt_of(Located(where, {**row, "prompt": value}, folder=folder)))
+    if not any(marked_text(message["content"]).strip() for message in messages):
         raise ValueError(f"{where}: the prompt is empty: fill it or drop the row")
-    uid = row.get("uid") or row.get("question_id") or digest(list(messages))
+    identity = _identity(messages, where)
+    uid = row.get("uid") or row.get("question_id") or digest(identity)
     return Question(str(uid), str(row.get("category") or "all"), messages, row, where)
+
+
+def _identity(messages: Sequence[Message], where: str) -> list[Message]:
+    """Returns the messages with the digest of each image's content in its place."""
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [_identified(part, where) for part in message["content"]]}
+        for message in messages
+    ]
+
+
+def _identified(part: dict[str, Any], where: str) -> dict[str, Any]:
+    if part["type"] == "text":
+        return part
+    try:
+        return {"type": "image", "digest": part["picture"].content_digest}
+    except PictureFault as fault:
+        raise ValueError(f"{where}: {fault}") from fault

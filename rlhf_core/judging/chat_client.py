@@ -108,7 +108,7 @@ class Chat(Protocol):
         done: Callable[[str, Found], None],
     ) -> None: ...
 
-    async def ask(self, messages: Sequence[Mapping[str, str]]) -> ChatReply: ...
+    async def ask(self, messages: Sequence[Mapping[str, Any]]) -> ChatReply: ...
 
     def reason(self, error: Exception) -> str: ...
 
@@ -215,7 +215,7 @@ class ChatClient:
             await self.api.close()
             self._running = None
 
-    async def ask(self, messages: Sequence[Mapping[str, str]]) -> ChatReply:
+    async def ask(self, messages: Sequence[Mapping[str, Any]]) -> ChatReply:
         """Sends messages and returns the reply, with retries. Call it only from inside `each`.
 
         Raises one of NO_REPLY, or ValueError when no attempt can succeed.

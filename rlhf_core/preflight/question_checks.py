@@ -3,16 +3,18 @@ first rows of Hub data sets are read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from rlhf_core.config import Calibration, Data, Drift, Rewarded, RuleJudge, Select
+from rlhf_core.config import Calibration, Data, Drift, Evaluation, Rewarded, RuleJudge, Select, VllmJudge
 from rlhf_core.config.gates import Asked
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.data.anchors import load_anchors
 from rlhf_core.data.documents import as_text
 from rlhf_core.data.labels import load_labels
+from rlhf_core.data.pictures.picture_decoding import decoded
+from rlhf_core.data.pictures.picture_source import PictureFault
 from rlhf_core.data.questions import Question, load_questions
-from rlhf_core.data.rows.columns import prompt_of
+from rlhf_core.data.rows.columns import pictured_prompt_of
 from rlhf_core.data.rows.mixture import check_columns, placed_rows
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.recipe.plan import Node, Plan
@@ -39,12 +41,37 @@ def question_problems(node: Node, seed: int) -> list[str]:
         questions = load_questions(*config.asks, seed)
     except ValueError as error:
         return [f"{where}: {error}"]
-    lacking = (
+    lacking = [
         _without_answer(questions, judge.answer_key)
         for judge in config.judges_of_answers
         if isinstance(judge, RuleJudge)
-    )
+    ]
+    pictured = [question for question in questions if question.pictures]
+    if pictured and isinstance(config, Evaluation):
+        lacking += [_undecodable(pictured), *_cannot_see(config)]
     return [f"{where}: {told}" for told in lacking if told]
+
+
+def _cannot_see(config: Evaluation) -> Iterator[str]:
+    """Yields sentences about parts of an evaluation that read no images."""
+    if {config.baseline, *config.models} - config.endpoints.keys() and not config.engine.abilities.images:
+        yield (
+            f"they have images, which engines of {config.engine.kind} do not read: set engine.kind to"
+            " transformers"
+        )
+    if any(isinstance(judge, VllmJudge) for judge in config.judges):
+        yield "they have images, which judges of kind vllm do not read: use rule, reward or openai judges"
+
+
+def _undecodable(questions: Sequence[Question]) -> str:
+    """Returns a sentence about the first image that cannot be decoded, or ""."""
+    for question in questions:
+        for source in question.pictures:
+            try:
+                decoded(source)
+            except PictureFault as fault:
+                return f"{question.where}: {fault}"
+    return ""
 
 
 def _pair_problems(stage: str, config: Rewarded) -> list[str]:
@@ -80,7 +107,7 @@ def shared_questions(plan: Plan) -> list[str]:
             continue
         try:
             rows = [placed.located for placed in placed_rows(held_out, plan.recipe.seed, "prompt")]
-            asked = [_plain(as_text(prompt_of(located))) for located in rows]
+            asked = [_plain(as_text(pictured_prompt_of(located))) for located in rows]
         except (OSError, ValueError):  # reported elsewhere
             continue
         for name, questions in judged.items():
@@ -135,7 +162,7 @@ def _questions(asked: Asked, seed: int) -> set[str]:
     try:
         if is_remote(asked.source.path):
             return set()
-        return {_plain(question.prompt) for question in load_questions(*asked, seed)}
+        return {_plain(as_text(question.messages)) for question in load_questions(*asked, seed)}
     except (OSError, ValueError):
         return set()
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from rlhf_core.config import Recipe, Source, StageConfig
 from rlhf_core.config.data import Rows, Text
 from rlhf_core.config.gates import Asked
+from rlhf_core.data.pictures.message_parts import marked_text
 from rlhf_core.data.questions import load_questions
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
@@ -110,7 +111,7 @@ def evaluation_texts(recipe: Recipe) -> list[str]:
         except (OSError, ValueError):
             continue
         texts += [
-            str(message["content"])
+            marked_text(message["content"])
             for question in questions
             for message in question.messages
             if message["role"] == "user"

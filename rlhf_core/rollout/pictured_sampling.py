@@ -37,7 +37,7 @@ def sample_pictured(
     cache = DynamicCache(config=model.config)
     logits, positions = _read(policy, reader, [requests[i] for i in first], cache)
     chosen = torch.tensor(rows, device=logits.device)
-    cache.batch_select_indices(chosen)
+    cache.reorder_cache(chosen)
     logits = logits[chosen]
     positions = positions[..., chosen.cpu()].to(logits.device)
     tokens = torch.tensor([request.tokens for request in requests], device=logits.device)

@@ -18,7 +18,7 @@ from rlhf_core.config import EngineConfig, Evaluation, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.records import EvalReport
-from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import Pictures, SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.stage_request import stage_request
@@ -78,9 +78,13 @@ class Double:
         self.log.append(("close", Path(self.model).name))
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Pictures] = (),
     ) -> list[list[SampledAnswer]]:
-        assert not sampling.logprobs and sampling.n == 1 and len(set(seeds)) == len(prompts)
+        assert not pictures and not sampling.logprobs and sampling.n == 1 and len(set(seeds)) == len(prompts)
         self.log.append(("generate", Path(self.model).name))
         tokenizer = load_tokenizer(self.model)
         skill = float((Path(self.model) / SKILL).read_text())

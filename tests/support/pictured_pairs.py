@@ -48,9 +48,19 @@ def whole_inputs(
     sent = [reader.tensors(picture.source) for picture in document.pictures]
     for name in sent[0] if sent else ():
         inputs[name] = torch.cat([torch.from_numpy(part[name].copy()) for part in sent])
-    if "image_sizes" in inputs:  # of Mistral 3, here for one image
-        inputs["pixel_values"] = inputs["pixel_values"].view(1, 3, *inputs["image_sizes"][0].tolist())
+    if "image_sizes" in inputs:
+        inputs["pixel_values"] = padded(inputs["pixel_values"], inputs["image_sizes"].tolist())
     return inputs
+
+
+def padded(pixels: torch.Tensor, sizes: list[list[int]]) -> torch.Tensor:
+    """Images, (N, 3, largest height, largest width), from the pixels of all in one dimension."""
+    highest, widest = (max(side) for side in zip(*sizes, strict=True))
+    made = torch.zeros(len(sizes), 3, highest, widest)
+    parts = pixels.split([3 * height * width for height, width in sizes])
+    for number, (part, (height, width)) in enumerate(zip(parts, sizes, strict=True)):
+        made[number, :, :height, :width] = part.view(3, height, width)
+    return made
 
 
 @torch.no_grad()

@@ -265,6 +265,13 @@ def shown_text(content: Content) -> str:
     return "".join(texts_of(content))
 
 
+def marked_text(content: Content) -> str:
+    """Returns content as text, with `<image>` for each image."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else MARKER for part in content)
+
+
 def _marker(part: Mapping[str, Any]) -> str:
     picture: PictureSource | None = part.get("picture")
     name = part.get("image", "") if picture is None else picture.identity

@@ -85,6 +85,12 @@ class PictureSource(NamedTuple):
         return PictureSource(name, folder)
 
     @property
+    def content_digest(self) -> str:
+        """Returns a digest of the encoded image, wherever it is stored. Raises PictureFault like
+        `encoded`."""
+        return hashlib.blake2b(self.encoded(), digest_size=16).hexdigest()
+
+    @property
     def file(self) -> str:
         """Returns the path of the image's file. Raises PictureFault if it is outside the data's folder."""
         if not self.name:

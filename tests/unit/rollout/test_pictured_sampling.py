@@ -25,6 +25,7 @@ from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer, 
 from rlhf_core.rollout.engine_kinds import open_engine
 from rlhf_core.rollout.transformers_engine import TransformersEngine
 from tests.support.pictured_models import FAMILIES, make_pictured
+from tests.support.pictured_pairs import whole_inputs
 from tests.unit.data.pictures.test_picture_rendering import image, text
 
 HOW = Sampling(3, 1.0, 12, [])
@@ -110,14 +111,8 @@ def test_greedy_answers_are_those_of_the_whole_model(asked: Asked) -> None:
     with asked.opened() as engine:
         found = engine.generate(asked.prompts, [0, 0, 0], Sampling(1, 0.0, 8, []), asked.pictures)
     for (answer,), prompt, pictures in zip(found, asked.prompts, asked.pictures, strict=True):
-        tokens = torch.tensor(prompt)[None]
-        types = (tokens == reader.token_id).int()
-        name = "token_type_ids" if whole.config.model_type == "gemma3" else "mm_token_type_ids"
-        sent = [reader.tensors(picture.source) for picture in pictures]
-        inputs = {key: torch.cat([torch.from_numpy(part[key].copy()) for part in sent]) for key in sent[0]}
-        theirs = whole.generate(
-            tokens, **{name: types}, **inputs, max_new_tokens=8, do_sample=False, pad_token_id=0
-        )
+        inputs = whole_inputs(whole, reader, Document(prompt, [False] * len(prompt), pictures=pictures))
+        theirs = whole.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=0)
         assert list(answer.tokens) == theirs[0, len(prompt) :].tolist()
 
 
