@@ -18,8 +18,9 @@ from tests.support.pictured_models import FAMILIES, asked, make_pictured, square
 from tests.support.pictured_pairs import colour_row
 
 
-def test_rows_with_images_are_rendered(tmp_path: Path) -> None:
-    folder = make_pictured("qwen3_vl", tmp_path / "base")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_with_images_are_rendered(family: str, tmp_path: Path) -> None:
+    folder = make_pictured(family, tmp_path / "base")
     (tmp_path / "a.png").write_bytes(square("red"))
     (tmp_path / "b.png").write_bytes(square("red")[:50])
     rows = [asked([{"type": "image", "image": name}]) for name in ("a.png", "b.png", "gone.png")]
