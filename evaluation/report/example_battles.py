@@ -29,7 +29,7 @@ class Example(NamedTuple):
     after: str
 
 
-class Conversation(NamedTuple):
+class StoredConversation(NamedTuple):
     """A stored prompt and its answer. `pictures`: files of the prompt's images in the report's folder."""
 
     prompt: str
@@ -49,7 +49,7 @@ class Group(NamedTuple):
 def examples(evaluated: Evaluated) -> list[Group]:
     """Reads the report's answers and judgments, and returns a group for each outcome; an empty list when
     there is no battle to show."""
-    answers: dict[str, dict[str, Conversation]] = defaultdict(dict)
+    answers: dict[str, dict[str, StoredConversation]] = defaultdict(dict)
     for row in _jsonl(evaluated.folder / "answers"):
         answers[str(row.get("model"))][str(row.get("uid"))] = _conversation(row.get("messages"))
     before = answers[evaluated.report.baseline]
@@ -88,12 +88,14 @@ def _by_turns(battles: Sequence[Judgment], limit: int) -> list[Judgment]:
     return [battle for *_, battle in sorted(turns, key=lambda turn: turn[:2])[:limit]]
 
 
-def _example(folder: Path, battle: Judgment, before: Conversation, after: Conversation) -> Example:
+def _example(
+    folder: Path, battle: Judgment, before: StoredConversation, after: StoredConversation
+) -> Example:
     pictures = [small_picture(folder / name) for name in before.pictures if PICTURE_FILE.fullmatch(name)]
     return Example(battle, before.prompt, [url for url in pictures if url], before.answer, after.answer)
 
 
-def _conversation(messages: Any) -> Conversation:
+def _conversation(messages: Any) -> StoredConversation:
     """Reads Arena-Hard's messages. The content of an assistant may be a string or `{"answer": ...}`, that of
     a message with images a list of parts."""
     texts = []
@@ -105,7 +107,7 @@ def _conversation(messages: Any) -> Conversation:
             pictures += [str(part.get("image", "")) for part in parts if part.get("type") == "image"]
             content = "".join(str(part.get("text", "")) for part in parts)
         texts.append(str(content.get("answer", "")) if isinstance(content, dict) else str(content or ""))
-    return Conversation("\n\n".join(texts[:-1]), texts[-1] if texts else "", pictures)
+    return StoredConversation("\n\n".join(texts[:-1]), texts[-1] if texts else "", pictures)
 
 
 def _jsonl(folder: Path) -> Iterator[dict[str, Any]]:
