@@ -55,7 +55,7 @@ def picture_refusal(config: StageConfig) -> str:
     """Returns why a stage does not sample answers to prompts with images, in a sentence; "" if it does."""
     has = "the prompts have images, which"
     if not isinstance(config, PPO):
-        return f"{has} only sft and ppo read: drop them"
+        return f"{has} only ppo reads: drop them"
     if config.has_engines and not config.engine.abilities.images:
         return f"{has} engines of {config.engine.kind} do not read: set engine.kind to transformers"
     if config.environment is not None or config.environments:
