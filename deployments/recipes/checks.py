@@ -3,7 +3,7 @@ rows, finished and query."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def bare(responses: Sequence[str], finished: Sequence[bool]) -> list[float]:
@@ -11,4 +11,14 @@ def bare(responses: Sequence[str], finished: Sequence[bool]) -> list[float]:
     otherwise 0."""
     return [
         float(done and response.strip().isdigit()) for response, done in zip(responses, finished, strict=True)
+    ]
+
+
+def right(
+    responses: Sequence[str], finished: Sequence[bool], rows: Sequence[Mapping[str, str]]
+) -> list[float]:
+    """Returns 1 for a finished answer that equals the row's column `answer`, otherwise 0."""
+    return [
+        float(done and response.strip() == row["answer"])
+        for response, done, row in zip(responses, finished, rows, strict=True)
     ]

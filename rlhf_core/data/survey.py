@@ -151,10 +151,6 @@ class DataReport:
             "tokens": found.tokens,
         }
 
-    @property
-    def has_images(self) -> bool:
-        return self.survey.images > 0
-
     def metrics(self, prefix: str) -> dict[str, float]:
         """Returns the counts as metrics `{prefix}/rows`, `{prefix}/kept`, ..."""
         return {f"{prefix}/{name}": float(count) for name, count in self.counts.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.chat.picture_rendering import PictureRenderer
+from rlhf_core.data.survey import DataReport
 from rlhf_core.models.load_model import keep_whole
 from rlhf_core.models.multimodal.picture_tower import load_tower
 from rlhf_core.models.policy import Policy, Scorer
@@ -28,3 +29,8 @@ def reads_pictures(
     images = PictureRenderer(tokenizer)
     module.reader = PictureReader(images.token_id, images.tensors)
     return module.reader
+
+
+def have_images(*reports: DataReport | None) -> bool:
+    """Returns whether any of the data has images."""
+    return any(report is not None and report.survey.images for report in reports)

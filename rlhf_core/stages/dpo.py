@@ -22,7 +22,7 @@ from rlhf_core.data.sources import preference_pairs
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.kernels.attention import can_share, row_width
-from rlhf_core.models.picture_reading import reads_pictures
+from rlhf_core.models.picture_reading import have_images, reads_pictures
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import MEAN_LOGPROBS, Loss, preference_loss, sft_loss, with_balance
@@ -89,7 +89,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     )
     held_out_pairs = held_out.items if held_out else []
     trained = policy_to_train(request, config, source)
-    has_images = data.report.has_images or (held_out is not None and held_out.report.has_images)
+    has_images = have_images(data.report, held_out.report if held_out else None)
     if has_images:
         reads_pictures(trained, source, tokenizer, config.dtype, config.sequence_parallel_size)
     engine = make_engine(trained, config)

@@ -22,7 +22,7 @@ from rlhf_core.data.documents import Document, store_suffix
 from rlhf_core.data.packing import Passes, best_fit
 from rlhf_core.data.sources import AnswerDocuments, SuffixOf, answer_documents, sft_documents
 from rlhf_core.models.kernels.attention import row_width
-from rlhf_core.models.picture_reading import reads_pictures
+from rlhf_core.models.picture_reading import have_images, reads_pictures
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
@@ -66,7 +66,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         ).documents
     policy = policy_to_train(request, config, source)
     reader = None
-    if data.report.has_images or (held_out is not None and held_out.report.has_images):
+    if have_images(data.report, held_out.report if held_out else None):
         reader = reads_pictures(policy, source, tokenizer, config.dtype, config.sequence_parallel_size)
     engine = make_engine(policy, config, packed=config.packing)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)

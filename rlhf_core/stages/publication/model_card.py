@@ -35,7 +35,8 @@ class CardModel(NamedTuple):
     """A model to publish: the lineage of its checkpoint, its name in the evaluation, the card's heading (a
     Hub id, or a name), the Hub repository of the model that an adapter belongs to (None: a whole model), and
     the branch where it is published. `needs_score_class`: transformers lacks its class
-    (`models.score_classes`). `terms`: the terms of its base model."""
+    (`models.score_classes`). `terms`: the terms of its base model. `reads_images`: whether it has an image
+    encoder."""
 
     lineage: Ancestor
     name: str
@@ -47,6 +48,14 @@ class CardModel(NamedTuple):
     branch: str = "main"
     needs_score_class: bool = False
     terms: Terms = Terms()
+    reads_images: bool = False
+
+    @property
+    def task(self) -> str:
+        """Returns the name of its task on the Hub."""
+        if self.is_reward_model:
+            return "text-classification"
+        return "image-text-to-text" if self.reads_images else "text-generation"
 
 
 def card(model: CardModel, report: EvalReport | None, gates: Sequence[Verdict] = ()) -> str:
@@ -86,7 +95,7 @@ def front_matter(model: CardModel) -> dict[str, Any]:
         **model.terms.license_fields(model.license),
         **model.terms.asking,
         "library_name": "peft" if model.adapts else "transformers",
-        "pipeline_tag": "text-classification" if model.is_reward_model else "text-generation",
+        "pipeline_tag": model.task,
         "tags": list(
             dict.fromkeys(["alignflow", *(["reward-model"] if model.is_reward_model else []), *kinds])
         ),
@@ -194,7 +203,7 @@ def _use(model: CardModel) -> str:
         turns = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
         prompt = ""
     else:
-        auto = "AutoModelForCausalLM"
+        auto = "AutoModelForImageTextToText" if model.reads_images else "AutoModelForCausalLM"
         labels = ""
         last = "print(tokenizer.decode(model.generate(tokens)[0]))"
         turns = '[{"role": "user", "content": "..."}]'
@@ -226,7 +235,10 @@ def _use(model: CardModel) -> str:
     else:
         lines.append(f"model = {auto}.from_pretrained({place})")
     lines += [f"tokenizer = AutoTokenizer.from_pretrained({place})", f"tokens = {tokens}", last]
-    return "\n".join(["```python", *lines, "```\n"])
+    images = [
+        "It reads images with `AutoProcessor.from_pretrained`, like its base model.\n"
+    ] * model.reads_images
+    return "\n".join(["```python", *lines, "```\n", *images])
 
 
 def _scores(report: EvalReport | None, name: str) -> str:

@@ -18,6 +18,7 @@ from huggingface_hub.utils import logging as hub_logging
 
 from rlhf_core.config import Publication
 from rlhf_core.hub.api import RETRIES, TOKEN_ENV, client_options, with_retries, write_refusal
+from rlhf_core.hub.model_config import PICTURE_FAMILIES
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.records import EvalReport
 from rlhf_core.runs.lineage import lineage, stage_of
@@ -147,7 +148,8 @@ def card_files(
             name = next((other for other, place in judged.items() if Path(place) == checkpoint), name)
         report, public = public_report(report)
         name = public.get(name, name)
-    architectures = read_json(checkpoint / "config.json").get("architectures") or [""]
+    stored = read_json(checkpoint / "config.json")
+    architectures = stored.get("architectures") or [""]
     chat = any(checkpoint.glob("chat_template.*")) or "chat_template" in read_json(
         checkpoint / "tokenizer_config.json"
     )
@@ -169,6 +171,9 @@ def card_files(
         has_chat_template=chat,
         adapts=base.repo_id if base else None,
         branch=config.branch,
+        reads_images=not is_reward_model
+        and stored.get("model_type") in PICTURE_FAMILIES
+        and any(checkpoint.glob("*processor_config.json")),
     )
     files = {CARD: card(model, report, request.gates)}
     if report:

@@ -49,7 +49,7 @@ def save(folder: Path, rows: list[dict[str, Any]], name: str = "asks.jsonl") -> 
     return Data(sources=str(write_rows(folder / name, rows)))
 
 
-def load(folder: Path, rows: list[dict[str, Any]], renderer: Renderer, limit: int = 96) -> Loaded[Prompt]:
+def load(folder: Path, rows: list[dict[str, Any]], renderer: Renderer, limit: int = 200) -> Loaded[Prompt]:
     data = save(folder, rows)
     check_columns(data, "prompt")
     return prompts(data, renderer, limit, 0)
@@ -59,7 +59,7 @@ def test_a_prompt_is_the_start_of_its_conversation(reader: Renderer, tmp_path: P
     found = load(tmp_path, [question(of_file("a.png"), TEXT, of_file("b.png"))], reader)
     (prompt,) = found.items
     chats = write_rows(tmp_path / "chats.jsonl", [asked([of_file("a.png"), TEXT, of_file("b.png")], "red")])
-    (whole,) = sft_documents(Data(sources=str(chats)), reader, 96, 0).items
+    (whole,) = sft_documents(Data(sources=str(chats)), reader, 200, 0).items
     start = whole.answer_start
     assert prompt.tokens == list(whole.tokens[:start])
     same = [(picture.start, picture.stop, picture.source.encoded()) for picture in prompt.pictures]
@@ -128,10 +128,10 @@ def test_prompts_whose_image_cannot_be_used_are_dropped_and_counted(reader: Rend
 
 def test_a_prompt_that_does_not_fit_is_dropped_whole(reader: Renderer, tmp_path: Path) -> None:
     rows = [question(of_file("a.png"), TEXT), question(of_file("a.png"), {"type": "text", "text": "x" * 60})]
-    found = load(tmp_path, rows, reader, 64)
+    exact = len(load(tmp_path, rows[:1], reader).items[0].tokens)
+    found = load(tmp_path, rows, reader, exact + 30)
     assert [prompt.row for prompt in found.items] == rows[:1]
     assert found.report.survey.dropped == {"prompt with images too long": 1}
-    exact = len(found.items[0].tokens)
     assert len(load(tmp_path, rows[:1], reader, exact).items) == 1
     with pytest.raises(ValueError, match="prompt with images too long: 1"):
         load(tmp_path, rows[:1], reader, exact - 1)

@@ -275,6 +275,16 @@ def test_the_card_of_a_class_that_transformers_lacks_says_how_to_load_it(chain: 
     assert "add_score_class" not in card(made._replace(needs_score_class=False), None)
 
 
+def test_the_card_of_a_model_that_reads_images_loads_all_of_it(chain: Chain) -> None:
+    made = CardModel(lineage(chain.checkpoint), "sft", "someone/sft", "mit", False, True, reads_images=True)
+    text = card(made, None)
+    assert "pipeline_tag: image-text-to-text" in text and "AutoProcessor" in text
+    code = text.split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+    assert 'AutoModelForImageTextToText.from_pretrained("someone/sft")' in code
+    assert "AutoModelForCausalLM" in card(made._replace(reads_images=False), None)
+
+
 def test_the_use_has_the_arguments_that_the_chat_template_was_trained_with(chain: Chain) -> None:
     given = {"date": "1 May", "enable_thinking": False}
     found = lineage(chain.checkpoint)
