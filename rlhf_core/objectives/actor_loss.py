@@ -1,5 +1,5 @@
-"""Computes the actor's loss: clipped surrogate, KL and entropy terms, averaged over tokens or answers. Pure
-functions of tensors."""
+"""Computes the actor's loss: clipped surrogate, KL and entropy terms, averaged over tokens or answers. All
+functions are pure functions of tensors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rlhf_core.objectives.masked import document_sum
 
 
 class ResponseCounts(NamedTuple):
-    """Numbers of response tokens and answers of one optimiser step, over all ranks."""
+    """The numbers of response tokens and answers of one optimiser step, over all ranks."""
 
     tokens: float
     answers: float
 
 
 class PerToken(NamedTuple):
-    """A micro-batch, all (B, T): log-probs and entropy of the policy, log-probs before the update and under
-    the reference, advantages, importance weights, mask of the tokens to train on, document index, KL to a
-    teacher."""
+    """A micro-batch of tensors, all (B, T): the policy's log-probs and entropy, log-probs before the update
+    and under the reference, advantages, importance weights, the mask of tokens to train on, document indices,
+    and the KL to a teacher."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -47,15 +47,15 @@ class PerToken(NamedTuple):
 
 
 def count(masks: Sequence[np.ndarray]) -> ResponseCounts:
-    """Counts the tokens and answers that an optimiser step trains on. `masks`: (T,), one per document. An
-    answer without tokens is not counted; an empty step counts as one, so that its loss is 0."""
+    """Counts the tokens and answers that an optimiser step trains on. `masks`: (T,), one per document.
+    Answers without tokens are not counted; an empty step counts one of each, so that its loss is 0."""
     lengths = [np.count_nonzero(mask) for mask in masks]
     return ResponseCounts(max(float(sum(lengths)), 1.0), max(float(np.count_nonzero(lengths)), 1.0))
 
 
 def denominator(aggregation: Aggregation, counted: ResponseCounts, constant_length: int) -> float:
-    """Returns the divisor of the sum over an optimiser step: its tokens, its answers, or its answers times a
-    constant (Dr. GRPO)."""
+    """Returns the divisor of a sum over an optimiser step: the number of its tokens, of its answers, or of
+    its answers times a constant (Dr. GRPO)."""
     match aggregation:
         case "token":
             return counted.tokens
@@ -66,10 +66,10 @@ def denominator(aggregation: Aggregation, counted: ResponseCounts, constant_leng
 
 
 def actor_loss(x: PerToken, num_documents: int, counted: ResponseCounts, config: PPO, kl_coef: float) -> Loss:
-    """Returns `policy_loss + kl_coef * KL - entropy_coef * entropy`, all with the same denominator.
+    """Returns `policy_loss + kl_coef * KL - entropy_coef * entropy`, with one denominator for all terms.
 
     Metrics: shares and ratios are means over tokens, or over answers with aggregation `sequence`;
-    policy/kl_old is of single tokens, also with `ratio: sequence`. Raises ValueError when the step has no
+    policy/kl_old is computed per token even with `ratio: sequence`. Raises ValueError when the step has no
     response token or answer.
     """
     divisor = denominator(config.aggregation, counted, config.generate_max_len)
@@ -116,7 +116,7 @@ def actor_loss(x: PerToken, num_documents: int, counted: ResponseCounts, config:
         metrics = metrics | kl.metrics
     if config.entropy_coef:
         loss = loss + config.entropy_coef * entropy.loss
-    # Dr. GRPO's constant applies to the loss only: metrics are means over tokens.
+    # Dr. GRPO's constant applies only to the loss; metrics are means over tokens.
     readable = divisor / counted.tokens if config.aggregation == "constant" else 1.0
     return Loss(
         loss, {name: value if name == "policy/loss" else value * readable for name, value in metrics.items()}

@@ -1,13 +1,16 @@
-"""Computes advantages from scores: KL estimates, token rewards, GAE, group estimators. No gradients.
+"""Computes advantages from scores: KL estimates, token rewards, GAE and group estimators. Nothing here has a
+gradient.
 
-Layout: the last dimension is time and a row is one document, so every function accepts one sample, (T,), or
-padded samples, (B, T), but not packed rows. `mask` is True on response tokens and may have holes (text from a
-tool or a user between them). Tokens off the mask are skipped, not zeroed: the token before a hole is followed
-by the token after it, with one discount between them. Order: normalise, clip, estimate, whiten
-(`masked.whiten`, over the whole rollout). Only the task's rewards are divided by a deviation. The KL is
-subtracted from advantages afterwards, so that answers of equal reward learn no more than coefficient x KL.
-GAE alone whitens both, since its critic predicts both. Group estimators take `scores` (G, n), n answers to
-each of G prompts, and return one advantage per answer, (G, n). They raise ValueError for n < 2.
+Layout: the last dimension is time and each row is one document, so every function accepts one sample, (T,),
+or padded samples, (B, T), but not packed rows. `mask` is True on response tokens and may have holes (text
+from a tool or a user). Tokens off the mask are skipped, not zeroed: the last token before a hole is followed
+by the first token after it, with one discount between them.
+
+The order of steps is normalise, clip, estimate, whiten (`masked.whiten`, over the whole rollout). Only the
+task's rewards are divided by a standard deviation. The KL is subtracted from the advantages afterwards, so
+that when all answers have the same reward, their advantages do not exceed coefficient x KL. Only GAE whitens
+both together, since its critic predicts both. Group estimators take `scores` (G, n), n answers to each of G
+prompts, and return one advantage per answer, (G, n). They raise ValueError for n < 2.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ RewardAt = Literal["last_token", "every_token"]
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimates KL(policy || reference) per token from tokens that the policy sampled, in nats; shape of
-    `logprobs`.
+    """Estimates KL(policy || reference) at each token from tokens sampled by the policy, in nats. The result
+    has the shape of `logprobs`.
 
     With d = logprobs - ref_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman 2020,
     "Approximating KL divergence").
@@ -45,7 +48,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
 
 
 def normalize_rewards(scores: Tensor, mean: float, std: float) -> Tensor:
-    """Returns `(scores - mean) / std`, with the statistics stored with the reward model. Raises ValueError
+    """Returns `(scores - mean) / std`, using the statistics stored with the reward model. Raises ValueError
     when `std` is not positive."""
     if not std > 0:
         raise ValueError(
@@ -55,11 +58,11 @@ def normalize_rewards(scores: Tensor, mean: float, std: float) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
-    """Returns `factor` times the soft overlong punishment of answers of `lengths` tokens (DAPO, Yu et al.
-    2025, eq. 13).
+    """Returns the soft overlong punishment of answers of `lengths` tokens, multiplied by `factor` (DAPO, Yu
+    et al. 2025, eq. 13).
 
-    The punishment is 0 up to `limit - buffer` tokens, falls linearly to -1 at `limit`, and is -1 beyond;
-    shape of `lengths`.
+    The punishment is 0 up to `limit - buffer` tokens, falls linearly to -1 at `limit`, and is -1 beyond. The
+    result has the shape of `lengths`.
     """
     return factor * ((limit - buffer - lengths) / buffer).clamp(-1, 0)
 
@@ -72,12 +75,12 @@ def token_rewards(
     at: RewardAt = "last_token",
     early: Tensor | None = None,
 ) -> Tensor:
-    """Returns `-coef * KL_t + [t is the last response token] * score` (Ziegler et al. 2019, eq. 2, per
-    token), (..., T); 0 off the mask.
+    """Returns `-coef * KL_t + [t is the last response token] * score` for each token (Ziegler et al. 2019,
+    eq. 2), (..., T); 0 off the mask.
 
-    `kl` and `mask` (..., T), `scores` (...). With `every_token` each response token gets `score / |answer|`
-    instead. A row without a response token gets 0. `early` (..., T): the parts of the score whose tokens
-    are known; the last token also gets the rest.
+    `kl` and `mask` are (..., T), `scores` (...). With `every_token`, each response token gets `score /
+    |answer|` instead. Rows without a response token are 0. `early` (..., T): the parts of the score that
+    belong to particular tokens; the remainder goes to the last token.
     """
     response_left = mask.flip(-1).cumsum(-1).flip(-1)
     is_last = mask & (response_left == 1)
@@ -90,7 +93,7 @@ def token_rewards(
 
 
 class Credit(NamedTuple):
-    """Holds advantages and value targets, (..., T), 0 off the mask."""
+    """Advantages and value targets, both (..., T) and 0 off the mask."""
 
     advantages: Tensor
     returns: Tensor
@@ -99,18 +102,18 @@ class Credit(NamedTuple):
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: float, after: Tensor | None = None
 ) -> Credit:
-    """Computes generalised advantage estimation (Schulman et al. 2016, eq. 16). Inputs and results are
-    (..., T); `values[t] = V(tokens[<t])`.
+    """Computes generalised advantage estimates (Schulman et al. 2016, eq. 16). Inputs and results are (...,
+    T), and `values[t] = V(tokens[<t])`.
 
-    `A_t = delta_t + gamma lambd A_next`, `delta_t = r_t + gamma V_next - V_t`, where next is the next
-    response token and both are 0 after the last one. Returns are `A + V`, before whitening. `after` (...): V
-    after the last response token, instead of 0, for an answer that a limit truncated (Pardo et al. 2018,
-    "Time limits in reinforcement learning", eq. 6).
+    `A_t = delta_t + gamma lambd A_next` and `delta_t = r_t + gamma V_next - V_t`, where next is the next
+    response token; A_next and V_next are 0 after the last one. Returns are `A + V`, before whitening. `after`
+    (...): V after the last response token, used instead of 0 for an answer that a limit truncated (Pardo et
+    al. 2018, "Time limits in reinforcement learning", eq. 6).
     """
     rows, places = np.nonzero(mask.reshape(-1, mask.shape[-1]).numpy())
     counts = np.bincount(rows, minlength=1)
     nth = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
-    # (response tokens, rows): for each token, the rows are contiguous in memory.
+    # (response tokens, rows): all rows of one token are contiguous in memory.
     reward, value, advantage = (
         np.zeros((counts.max() + 1, len(counts)), values.numpy().dtype) for _ in range(3)
     )
@@ -130,7 +133,8 @@ def gae(
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Returns `G_t = r_t + gamma G_next` over response tokens, (..., T): GAE with values 0 and lambda 1."""
+    """Returns `G_t = r_t + gamma G_next` over response tokens, (..., T): equal to GAE with values 0 and
+    lambda 1."""
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0).returns
 
 
@@ -138,7 +142,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Returns `1 - Var(returns - values) / Var(returns)` over response tokens: 1 for a perfect critic, 0 for
     a constant one.
 
-    When Var(returns) is 0 the result is nan or -inf.
+    The result is nan or -inf when Var(returns) is 0.
     """
     error = returns - values
     variance = masked_mean((returns - masked_mean(returns, mask)).square(), mask)
@@ -149,8 +153,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 
 def grpo(scores: Tensor, eps: float = 1e-4) -> Tensor:
-    """Returns `(r - mean) / (std + eps)` in each group (DeepSeekMath, Shao et al. 2024, section 4.1.2), with
-    the sample std (n - 1). Equal scores give 0."""
+    """Returns `(r - mean) / (std + eps)` in each group, with the sample std (n - 1) (DeepSeekMath, Shao et
+    al. 2024, section 4.1.2). Equal scores give 0."""
     _check_group(scores)
     return (scores - scores.mean(-1, keepdim=True)) / (scores.std(-1, keepdim=True) + eps)
 
@@ -168,25 +172,25 @@ def rloo(scores: Tensor) -> Tensor:
     return scores - (scores.sum(-1, keepdim=True) - scores) / (n - 1)
 
 
-# by the name that a recipe gives as advantage_estimator
+# keyed by the value of advantage_estimator in a recipe
 GROUPED = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-# Estimators for the KL of answers. In place of grpo, which would divide the KL by a deviation, rloo: the mean
-# of dr_grpo includes the answer's own KL, which would shrink it by 1 - 1 / n.
+# Estimators for the KL of answers. grpo would divide the KL by a standard deviation, so rloo replaces it; not
+# dr_grpo, whose mean includes the answer's own KL and would shrink it by 1 - 1 / n.
 KL_ESTIMATORS = GROUPED | {"grpo": rloo}
 
 
 class InGroups(NamedTuple):
-    """Holds one advantage per answer (N,), and whether the answer was compared with another (N,)."""
+    """One advantage per answer, (N,), and whether the answer was compared with another, (N,)."""
 
     advantages: Tensor
     compared: Tensor
 
 
 def in_groups(estimator: Callable[[Tensor], Tensor], scores: Tensor, scored: Tensor, n: int) -> InGroups:
-    """Applies a group estimator to `scores` (N,), `n` consecutive answers per prompt, skipping answers that
-    are not `scored`.
+    """Applies a group estimator to `scores` (N,), with `n` consecutive answers per prompt, skipping answers
+    that are not `scored`.
 
-    An answer whose group has no other scored answer gets 0 and is not `compared`.
+    An answer with no other scored answer in its group gets 0 and is not `compared`.
     """
     advantages = torch.zeros_like(scores)
     compared = torch.zeros_like(scored)
@@ -201,11 +205,12 @@ def in_groups(estimator: Callable[[Tensor], Tensor], scores: Tensor, scored: Ten
 
 
 def gdpo(scores: Tensor, scored: Tensor, n: int, eps: float = 1e-4) -> InGroups:
-    """Returns `(r - mean) / (std + eps)` over all answers that were compared (GDPO, Liu et al. 2026,
-    arXiv:2601.05242), with the sample std: `scores` (N,), sums of rewards that are standardised within their
-    groups, `n` consecutive answers per prompt.
+    """Returns `(r - mean) / (std + eps)` over all answers that were compared, with the sample std (GDPO, Liu
+    et al. 2026, arXiv:2601.05242).
 
-    In the paper the mean of each group is 0. Here penalties may have moved it, so it is subtracted first.
+    `scores` (N,): sums of rewards that were standardised within their groups, with `n` consecutive answers
+    per prompt. In the paper the mean of each group is 0. Here penalties may have moved it, so it is
+    subtracted first.
     """
     centred, compared = in_groups(dr_grpo, scores, scored, n)
     if not compared.any():
@@ -221,10 +226,10 @@ def reinforce_pp(
     rewards: Tensor, kl_costs: Tensor, mask: Tensor, gamma: float, whitened: bool = True
 ) -> Tensor:
     """Computes REINFORCE++ (Hu 2025): discounted returns of the task's token rewards, whitened over the whole
-    rollout, minus the returns of `kl_costs`, coefficient x KL; all (..., T).
+    rollout, minus the returns of `kl_costs`, which are coefficient x KL; all (..., T).
 
-    The paper whitens the sum, which divides the KL by its own deviation when all rewards are equal. Here the
-    KL's returns are only centred, and without whitening not even that.
+    The paper whitens the sum, which divides the KL by its own standard deviation when all rewards are equal.
+    Here the KL's returns are only centred, and without whitening they are left unchanged.
     """
     returns = discounted_returns(rewards, mask, gamma)
     costs = discounted_returns(kl_costs, mask, gamma)

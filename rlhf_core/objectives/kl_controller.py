@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class KLController:
-    """Holds the coefficient of the KL: constant without `target`, otherwise adapted so that the KL moves
-    towards it (Ziegler et al. 2019, section 2.2). `target`: nats per token; `horizon`: answers."""
+    """The KL coefficient: constant without `target`, otherwise adapted so that the KL moves towards the
+    target (Ziegler et al. 2019, section 2.2). `target`: nats per token; `horizon`: answers."""
 
     coef: float
     target: float | None = None
@@ -19,9 +19,9 @@ class KLController:
     def update(self, kl: float, n: int) -> KLController:
         """Returns the controller after `n` answers with mean KL `kl`, in nats per token.
 
-        The coefficient is multiplied by `(1 + error / horizon)^n`, the paper's factor once per answer. So it
-        stays positive however many answers come at once, and does not depend on how they are split into
-        iterations. One update changes it by at most a factor of e.
+        The coefficient is multiplied by `(1 + error / horizon)^n`, which applies the paper's factor once per
+        answer. It therefore stays positive however many answers arrive at once, and does not depend on how
+        they are split into iterations. One update changes it by at most a factor of e.
         """
         if self.target is None:
             return self

@@ -1,15 +1,15 @@
 """Computes losses and their metrics as pure functions of tensors.
 
-Each takes `denominator`, a number counted over the whole optimiser step and all data-parallel ranks (tokens,
-pairs or answers; each loss names its own), and returns sums divided by it. So losses, gradients and metrics
-of micro-batches and ranks ADD UP to those of the whole step, however it was split, packed or padded; an
-engine that averages gradients over ranks must multiply by the world size. All losses raise ValueError when
-the denominator is not positive.
+Each takes a `denominator` counted over the whole optimiser step and all data-parallel ranks (tokens, pairs or
+answers, as each loss states), and returns sums divided by it. Losses, gradients and metrics of micro-batches
+and ranks therefore ADD UP to those of the whole step, however it was split, packed or padded; an engine that
+averages gradients over ranks must multiply by the world size. All losses raise ValueError when the
+denominator is not positive.
 
-Shapes: per-token tensors (B, T), where index t is for token t, `mask` True on response tokens; per-document
-tensors (N,). Inputs are fp32 for any dtype of the model. Values off the mask, even inf or nan, affect neither
-the loss nor a gradient. Other modules run the model's forward pass, reduce over documents (`masked`) and
-choose the algorithm.
+Shapes: per-token tensors are (B, T), where index t belongs to token t and `mask` is True on response tokens;
+per-document tensors are (N,). Inputs are fp32 whatever the model's dtype. Values off the mask, even inf or
+nan, affect neither the loss nor its gradient. Running the model, reducing over documents (`masked`) and
+choosing the algorithm are left to other modules.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _loss(terms: dict[str, Tensor], denominator: float) -> Loss:
 
 
 def with_balance(loss: Loss, balance: Tensor | None, coef: float, documents: float) -> Loss:
-    """Adds `coef * balance / documents`, the balance loss of a mixture of experts (`models.experts`).
+    """Adds `coef * balance / documents`, the load-balancing loss of a mixture of experts (`models.experts`).
     Denominator: documents."""
     if balance is None:
         return loss
@@ -62,8 +62,8 @@ def with_balance(loss: Loss, balance: Tensor | None, coef: float, documents: flo
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor, denominator: float) -> Loss:
-    """Computes the negative log-likelihood of the tokens under `mask`; both (B, T). Denominator: tokens under
-    the mask."""
+    """Computes the negative log-likelihood of the tokens under `mask`, from (B, T) inputs. Denominator:
+    tokens under the mask."""
     return _loss({"loss": -masked_sum(logprobs, mask)}, denominator)
 
 
@@ -74,11 +74,11 @@ def reward_loss(
     centering: float,
     denominator: float,
 ) -> Loss:
-    """Computes Bradley-Terry `-log sigmoid(r_c - r_r - margin)` (Ouyang et al. 2022, eq. 1; margin: Llama 2,
-    eq. 2), scores (N,).
+    """Computes the Bradley-Terry loss `-log sigmoid(r_c - r_r - margin)` from scores (N,) (Ouyang et al.
+    2022, eq. 1; margin: Llama 2, eq. 2).
 
-    It equals the log-exp loss `log(1 + exp(margin - (r_c - r_r)))`. `centering * (r_c + r_r)^2` keeps scores
-    near 0 (Eisenstein et al. 2023). A tie counts as wrong in `accuracy`. Denominator: pairs.
+    It equals the log-exp loss `log(1 + exp(margin - (r_c - r_r)))`. The term `centering * (r_c + r_r)^2`
+    keeps scores near 0 (Eisenstein et al. 2023). A tie counts as wrong in `accuracy`. Denominator: pairs.
     """
     difference = chosen_scores - rejected_scores
     loss = F.softplus(margin - difference) + centering * (chosen_scores + rejected_scores).square()
@@ -94,7 +94,7 @@ def reward_loss(
     )
 
 
-NO_SPREAD = 1e-6  # relative to the largest number: a standard deviation below this share is fp32 rounding
+NO_SPREAD = 1e-6  # relative to the largest value: a standard deviation below this share is fp32 rounding
 # these losses average log-probs over an answer's tokens; the other losses sum them
 MEAN_LOGPROBS = ("ipo", "simpo", "orpo")
 
@@ -107,7 +107,7 @@ def preference_loss(
     ref_rejected: Tensor,
     denominator: float,
 ) -> Loss:
-    """Computes the loss that `config.loss` names from log-probs of responses (N,). Denominator: pairs."""
+    """Computes the loss named by `config.loss` from the log-probs of responses, (N,). Denominator: pairs."""
     beta = config.beta or 0.1
     smoothing = config.label_smoothing
     match config.loss:
@@ -135,13 +135,13 @@ def dpo_loss(
     loss: Literal["sigmoid", "ipo"],
     denominator: float,
 ) -> Loss:
-    """Computes direct preference optimisation from log-probs of responses, (N,), with h = (pi_c - ref_c) -
-    (pi_r - ref_r).
+    """Computes direct preference optimisation from the log-probs of responses, (N,), with h = (pi_c - ref_c)
+    - (pi_r - ref_r).
 
-    sigmoid: `-log sigmoid(beta h)`, log-probs summed over tokens (Rafailov et al. 2023, eq. 7), with
-    probability `label_smoothing` that a label is flipped (cDPO, Mitchell 2023). ipo: `(h - 1 / (2 beta))^2`,
-    log-probs averaged over tokens (Azar et al. 2023, eq. 17, as the authors implement it). Denominator:
-    pairs. Raises ValueError for ipo with `label_smoothing`.
+    sigmoid: `-log sigmoid(beta h)` with log-probs summed over tokens (Rafailov et al. 2023, eq. 7);
+    `label_smoothing` is the probability that a label is flipped (cDPO, Mitchell 2023). ipo: `(h - 1 / (2
+    beta))^2` with log-probs averaged over tokens (Azar et al. 2023, eq. 17, as the authors implement it).
+    Denominator: pairs. Raises ValueError for ipo with `label_smoothing`.
     """
     reward_chosen = beta * (policy_chosen - ref_chosen)
     reward_rejected = beta * (policy_rejected - ref_rejected)
@@ -159,7 +159,7 @@ def dpo_loss(
 def simpo_loss(
     policy_chosen: Tensor, policy_rejected: Tensor, beta: float, gamma: float, denominator: float
 ) -> Loss:
-    """Computes SimPO `-log sigmoid(beta (pi_c - pi_r) - gamma)` from log-probs averaged over tokens, (N,)
+    """Computes SimPO, `-log sigmoid(beta (pi_c - pi_r) - gamma)`, from log-probs averaged over tokens, (N,)
     (Meng et al. 2024, eq. 6).
 
     Denominator: pairs. Usual values: beta 2, gamma 1.
@@ -169,10 +169,10 @@ def simpo_loss(
 
 
 def orpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, lambd: float, denominator: float) -> Loss:
-    """Computes ORPO `NLL_c - lambd log sigmoid(log odds_c - log odds_r)`, log-probs averaged over tokens,
-    (N,) (Hong et al. 2024, eq. 6-7).
+    """Computes ORPO, `NLL_c - lambd log sigmoid(log odds_c - log odds_r)`, from log-probs averaged over
+    tokens, (N,) (Hong et al. 2024, eq. 6-7).
 
-    odds = p / (1 - p) with p = exp(mean log-prob); NLL_c is the negative mean log-prob, so every pair has the
+    odds = p / (1 - p) with p = exp(mean log-prob). NLL_c is the negative mean log-prob, so every pair has the
     same weight. Denominator: pairs.
     """
     log_odds_ratio = _log_odds(policy_chosen) - _log_odds(policy_rejected)
@@ -190,13 +190,13 @@ def kto_loss(
     w_undesirable: float,
     denominator: float,
 ) -> Loss:
-    """Computes KTO (Ethayarajh et al. 2024, eq. 8) from log-probs summed over tokens, (N,), `desirable` (N,)
-    bool, r = pi - ref.
+    """Computes KTO from log-probs summed over tokens, (N,), and `desirable` (N,) bool, with r = pi - ref
+    (Ethayarajh et al. 2024, eq. 8).
 
-    `w_d (1 - sigmoid(beta (r - KL)))` if desirable, else `w_u (1 - sigmoid(beta (KL - r)))`. `kl` is one
-    number for the whole optimiser step (mismatched pairs, averaged over all ranks); it is clamped at 0 and
-    has no gradient. accuracy: share with r > KL if desirable, r < KL if not; margin: `beta |r - KL|`,
-    negative when wrong. Denominator: answers.
+    The loss is `w_d (1 - sigmoid(beta (r - KL)))` if desirable, else `w_u (1 - sigmoid(beta (KL - r)))`. `kl`
+    is one number for the whole optimiser step (the average over the mismatched pairs of all ranks); it is
+    clamped at 0 and has no gradient. accuracy: share with r > KL if desirable, r < KL if not; margin: `beta
+    |r - KL|`, negative when wrong. Denominator: answers.
     """
     kl = torch.as_tensor(kl, dtype=policy_logps.dtype, device=policy_logps.device).detach().clamp(min=0)
     signed = beta * (policy_logps - ref_logps - kl) * torch.where(desirable, 1, -1)
@@ -209,7 +209,7 @@ def kto_loss(
 
 
 def _log_odds(logp: Tensor) -> Tensor:
-    # A mean log-prob of exactly 0 (fp32 rounds p to 1) has infinite odds, so clamp it below 0.
+    # A mean log-prob of exactly 0 (p rounds to 1 in fp32) has infinite odds, so clamp it below 0.
     logp = logp.clamp(max=-1e-6)
     return logp - torch.log(-torch.expm1(logp))
 
@@ -243,16 +243,16 @@ def policy_loss(
     weights: Tensor | None = None,
     cispo: bool = False,
 ) -> Loss:
-    """Computes PPO's clipped surrogate `-w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` (Schulman et
-    al. 2017, eq. 7); all (B, T).
+    """Computes PPO's clipped surrogate, `-w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)`; all (B, T)
+    (Schulman et al. 2017, eq. 7).
 
     rho = exp(logprobs - old_logprobs), both from the trainer; w = `is_weights` (see `sampler_weights.py`;
-    ones when off). `dual_clip` c > 1: the objective of a token with A < 0 is at least c A (Ye et al. 2020).
-    `cispo`: the objective is `sg(clip(rho)) A logprobs`, so that every token has a gradient (MiniMax-M1,
-    2025, eq. 4 and 5; its clip_low is 1). Denominator: response tokens. GRPO's mean per answer: `weights`
-    1/|answer| on its tokens, denominator answers. Dr. GRPO: denominator answers x a constant length, which
-    also divides the metrics. clip_share: tokens without gradient because of a clip (_low: those
-    with rho < 1, _high: > 1); ratio_gap: |rho - 1|.
+    ones when off). With `dual_clip` c > 1, the objective of a token with A < 0 is at least c A (Ye et al.
+    2020). With `cispo`, the objective is `sg(clip(rho)) A logprobs`, so that every token has a gradient
+    (MiniMax-M1, 2025, eq. 4 and 5; its clip_low is 1). Denominator: response tokens. For GRPO's mean per
+    answer, pass `weights` of 1/|answer| on its tokens and use the number of answers as denominator. For Dr.
+    GRPO, the denominator is answers x a constant length, which also divides the metrics. clip_share: tokens
+    without a gradient because of a clip (_low: those with rho < 1, _high: > 1); ratio_gap: |rho - 1|.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0)
     advantages = torch.where(mask, advantages, 0)
@@ -265,7 +265,7 @@ def policy_loss(
     objective = torch.minimum(surrogate, clipped * advantages)
     if cispo:
         surrogate = ratio
-        objective = clipped  # compared for clip_share
+        objective = clipped  # used for clip_share
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
     changed = objective != surrogate
@@ -289,8 +289,8 @@ def policy_loss(
 def kl_from_old(
     logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, denominator: float, weights: Tensor | None = None
 ) -> Tensor:
-    """Returns the k3 estimate (Schulman 2020) of KL(old || new) from each token's own log-ratio, all (B, T),
-    nats per token, without a gradient. `weights` and denominator as in `policy_loss`."""
+    """Returns the k3 estimate (Schulman 2020) of KL(old || new) at each token from its own log-ratio, all (B,
+    T), in nats per token, without a gradient. `weights` and denominator: as in `policy_loss`."""
     log_ratio = torch.where(mask, logprobs.detach() - old_logprobs, 0)
     kl = kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3")
     return _total(kl if weights is None else torch.where(mask, weights, 0) * kl, denominator)
@@ -302,9 +302,9 @@ def gspo_logprobs(
     """Returns log-probs (B, T) whose ratio to `old_logprobs` is `s = exp(mean_t(logprobs - old_logprobs))` on
     all tokens of an answer, and whose gradient is that of each token's own log-prob.
 
-    `policy_loss` with them as `logprobs`, and with `weights` 1/|answer|, is GSPO-token (Zheng et al. 2025,
-    eq. 13 to 17). If all tokens of an answer have one advantage, its value and gradient are those of GSPO
-    (eq. 5 and 7). A gradient through the mean would average advantages that differ within an answer.
+    Passing them to `policy_loss` as `logprobs`, with `weights` of 1/|answer|, gives GSPO-token (Zheng et al.
+    2025, eq. 13 to 17). If all tokens of an answer have the same advantage, its value and gradient are those
+    of GSPO (eq. 5 and 7). A gradient through the mean would average advantages that differ within an answer.
     """
     log_ratio = document_mean(logprobs - old_logprobs, mask, documents, num_documents).detach()
     own = logprobs - logprobs.detach()
@@ -321,14 +321,14 @@ def kl_loss(
     denominator: float,
     weights: Tensor | None = None,
 ) -> Loss:
-    """Computes the reverse KL to the reference as a loss from (B, T) inputs; all but `ref_logprobs` as in
-    `policy_loss`.
+    """Computes the reverse KL to the reference as a loss, from (B, T) inputs. All arguments but
+    `ref_logprobs` and `estimator` are as in `policy_loss`.
 
     The tokens come from the sampler, so each estimate is weighted by `is_weights` times rho = exp(logprobs -
-    old_logprobs). The gradient is then that of KL(policy || reference), in expectation: for k2 with rho as a
-    constant, for k3 with a gradient through rho too (Tang and Munos 2025, "On a few pitfalls in KL divergence
-    gradient estimation for RL"; DeepSeek-V3.2 2025, eq. 7). Unweighted k3 has the gradient of the forward KL.
-    Raises ValueError for k1: its expected gradient is zero.
+    old_logprobs). The expected gradient is then that of KL(policy || reference); rho is a constant for k2,
+    but has a gradient for k3 (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation
+    for RL"; DeepSeek-V3.2 2025, eq. 7). Unweighted k3 has the gradient of the forward KL. Raises ValueError
+    for k1, whose expected gradient is zero.
     """
     if estimator not in ("k2", "k3"):
         raise ValueError(
@@ -345,17 +345,18 @@ def kl_loss(
 
 
 def teacher_loss(teacher_kl: Tensor, mask: Tensor, denominator: float, weights: Tensor | None = None) -> Loss:
-    """Averages the KL to a teacher at each token, (B, T), nats (GKD, Agarwal et al. 2024, on the student's
-    answers). It is a sum over the vocabulary, so no importance weight. The rest: as in `policy_loss`."""
+    """Averages the KL to a teacher at each token, (B, T), in nats (GKD, Agarwal et al. 2024, on the student's
+    answers). The KL is summed over the vocabulary, so it needs no importance weight. The other arguments are
+    as in `policy_loss`."""
     counted = mask.to(teacher_kl.dtype) if weights is None else torch.where(mask, weights, 0)
     return _loss({"policy/teacher_kl": counted * torch.where(mask, teacher_kl, 0)}, denominator)
 
 
 def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Tensor | None = None) -> Loss:
-    """Computes the negative mean of the policy's entropy, (B, T), nats: an entropy bonus when added with a
-    positive coefficient.
+    """Computes the negative mean of the policy's entropy, (B, T), in nats. Adding it with a positive
+    coefficient gives an entropy bonus.
 
-    `weights` and denominator as in `policy_loss`.
+    `weights` and denominator: as in `policy_loss`.
     """
     counted = mask.to(entropy.dtype) if weights is None else torch.where(mask, weights, 0)
     mean = _total(counted * torch.where(mask, entropy, 0), denominator)
@@ -363,12 +364,13 @@ def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Ten
 
 
 def value_clip_range(returns: Tensor, values: Tensor, mask: Tensor, clip: float) -> float:
-    """Returns the range of `value_loss`: `clip` times the scale of the returns under the mask, all (B, T).
-    The scale is their standard deviation, or the root mean square of their distance to the critic's `values`
-    if that is larger: a critic that starts far from nearly equal returns must be able to move.
+    """Returns the clip range for `value_loss`: `clip` times the scale of the returns under the mask, all (B,
+    T).
 
-    Pass the whole rollout of all ranks: the scale of one rank or one micro-batch differs. Returns `clip`
-    itself if there is no scale beyond rounding.
+    The scale is the standard deviation of the returns, or the root mean square of their distance to the
+    critic's `values` if that is larger: a critic that starts far from nearly equal returns must be able to
+    move. Pass the whole rollout of all ranks, because the scale of one rank or one micro-batch differs.
+    Returns `clip` itself if the scale is no larger than rounding.
     """
     known = returns[mask].double()
     if not known.numel():
@@ -382,11 +384,11 @@ def value_clip_range(returns: Tensor, values: Tensor, mask: Tensor, clip: float)
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None, denominator: float
 ) -> Loss:
-    """Computes `0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`, all (B, T), like OpenAI's
-    PPO2; without a clip `0.5 (V - R)^2`.
+    """Computes `0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`, all (B, T), as in OpenAI's
+    PPO2; without a clip, `0.5 (V - R)^2`.
 
-    Denominator: response tokens. clip_share: tokens whose clipped error is larger, so that they have no
-    gradient.
+    Denominator: response tokens. clip_share: share of tokens whose clipped error is larger, so that they have
+    no gradient.
     """
     values, old_values, returns = (torch.where(mask, x, 0) for x in (values, old_values, returns))
     error = (values - returns).square()

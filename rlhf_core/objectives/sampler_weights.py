@@ -1,8 +1,8 @@
-"""Corrects for the difference between trainer and sampler: computes importance weights, the tokens that they
-keep, and how far apart the two are.
+"""Corrects for differences between trainer and sampler: computes importance weights, selects the tokens to
+keep, and measures how far apart the two are.
 
 Trainer and sampler use different kernels and precision, and the sampler may have older weights. An importance
-weight belongs to a token, or to a whole answer, whose tokens then share it (`sampler_is_level`).
+weight belongs either to a token or to a whole answer, whose tokens share it (`sampler_is_level`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rlhf_core.config import PPO
 from rlhf_core.objectives.masked import document_mean, document_sum
 
 WeightLevel = Literal["token", "sequence", "geometric"]
-SOME = 1_000_000  # maximum number of tokens for a percentile, taken as every k-th
-# of a weight that a metric reports, e^69 = 1e30: a product over a long answer may overflow
+SOME = 1_000_000  # most tokens used for a percentile; from more, every k-th is taken
+# of a weight in a metric, e^69 = 1e30: a product over a long answer may overflow
 LARGEST_LOG = 69.0
 
 
@@ -32,26 +32,26 @@ def importance_weights(
     level: WeightLevel = "token",
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Returns importance weights `exp(old - sampler)` within [low, high], (B, T), 0 off the mask, without
+    """Returns importance weights `exp(old - sampler)` within [low, high], (B, T), 0 off the mask, without a
     gradient.
 
-    Weights beyond the bounds are clamped (Yao et al. 2025, "TIS": low 0), or set to 0 with `masked`
+    Weights outside the bounds are clamped ("TIS", Yao et al. 2025, with low 0), or set to 0 with `masked`
     ("IcePop", Ling team 2025). The weight of an answer is the product of its tokens' weights (sequence) or
-    their geometric mean (geometric, like the ratio of GSPO, Zheng et al. 2025); both need `documents` (B, T),
+    their geometric mean (geometric, like the ratio of GSPO, Zheng et al. 2025). Both need `documents` (B, T),
     the index of each token's document.
     """
     log_weights = torch.where(mask, old_logprobs - sampler_logprobs, 0).detach()
     if level != "token":
         assert documents is not None, "weights of answers need the documents of the tokens"
         reduce = document_sum if level == "sequence" else document_mean
-        # an upper bound: there are fewer documents than tokens
+        # an upper bound, since there are fewer documents than tokens
         of_documents = reduce(log_weights, mask, documents, documents.numel())
         log_weights = of_documents[documents.clamp(min=0)]
     return torch.where(mask, bounded(log_weights.exp(), low, high, masked), 0)
 
 
 def bounded(weights: Tensor, low: float, high: float, masked: bool) -> Tensor:
-    """Returns weights within [low, high]. Others are clamped, or set to 0 with `masked`."""
+    """Returns weights within [low, high]; those outside are clamped, or set to 0 with `masked`."""
     if masked:
         return torch.where((weights >= low) & (weights <= high), weights, 0)
     return weights.clamp(low, high)
@@ -60,8 +60,8 @@ def bounded(weights: Tensor, low: float, high: float, masked: bool) -> Tensor:
 def sampler_weights(
     old: Tensor, sampler: Tensor | None, mask: Tensor, documents: Tensor, config: PPO
 ) -> Tensor:
-    """Returns the importance weights that the recipe asks for, as in `importance_weights`. If it asks for
-    none, they are 1 on the mask and `sampler` is not needed."""
+    """Returns the importance weights that the recipe asks for (see `importance_weights`). If it asks for
+    none, they are 1 on the mask and `sampler` is not used."""
     if not config.weighs_tokens:
         return mask.to(old.dtype)
     assert sampler is not None, "the recipe asks for importance weights"
@@ -71,8 +71,8 @@ def sampler_weights(
 
 
 def kept_tokens(old: np.ndarray, sampler: np.ndarray, mask: np.ndarray, config: PPO) -> np.ndarray:
-    """Returns the tokens of one document that weights keep; all arrays are (T,). These are the tokens of
-    `mask`, with `sampler_is: mask` only those whose weight is within the bounds."""
+    """Returns which tokens of one document the weights keep; all arrays are (T,). These are the tokens of
+    `mask`, or with `sampler_is: mask` only those whose weight is within the bounds."""
     if config.sampler_is != "mask":
         return mask
     one_document = torch.zeros(1, len(mask), dtype=torch.int64)
@@ -82,19 +82,20 @@ def kept_tokens(old: np.ndarray, sampler: np.ndarray, mask: np.ndarray, config: 
 
 
 def percentile(values: Tensor, percent: float) -> float:
-    """Returns a percentile of `values` (N,), of every k-th one if they are more than `SOME`."""
+    """Returns a percentile of `values` (N,), using every k-th value if there are more than `SOME`."""
     return float(np.percentile(values[:: 1 + len(values) // SOME].numpy(), percent))
 
 
 def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, float]:
-    """Measures the distance between trainer and sampler. `gaps` (N,): log-prob of the trainer minus that of
-    the sampler, in nats, for the response tokens of all answers in turn; `lengths`: tokens of each answer.
+    """Measures the distance between trainer and sampler.
 
-    gap: mean |gap|; ratio_gap: mean |exp(gap) - 1|; gap_p99: 99th percentile of |gap|. The other metrics
-    describe the loss's weights, one per token or per answer (`sampler_is_level`): capped: share that the
-    bounds clamped or set to 0; weight_mean; ess: effective sample size `(sum w)^2 / (n sum w^2)` (Kish 1965),
-    1 if all are equal. weight_max is taken before the bounds apply. With `sampler_is: mask` also the shares
-    of all tokens, and of all answers as a whole, that the loss leaves out.
+    `gaps` (N,): the trainer's log-prob minus the sampler's, in nats, for the response tokens of one answer
+    after another; `lengths`: the number of tokens of each answer. gap: mean |gap|; ratio_gap: mean |exp(gap)
+    - 1|; gap_p99: 99th percentile of |gap|. The other metrics describe the loss's weights, one per token or
+    per answer (`sampler_is_level`). capped: share that the bounds clamped or set to 0; weight_mean;
+    weight_max: before the bounds apply; ess: effective sample size `(sum w)^2 / (n sum w^2)` (Kish 1965), 1
+    if all are equal. With `sampler_is: mask`, also the shares of tokens and of whole answers that the loss
+    leaves out.
     """
     distances = gaps.abs()
     metrics = {
@@ -121,8 +122,8 @@ def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, flo
 
 
 def _left_out(cut: Tensor, lengths: Tensor, level: WeightLevel) -> dict[str, float]:
-    """Returns the shares of tokens and of answers whose weights are all `cut`; one a token, or one an answer
-    that has tokens."""
+    """Returns the share of tokens that are `cut`, and the share of answers that are cut completely. `cut` has
+    one value per token, or one per answer that has tokens."""
     lengths = lengths[lengths > 0]
     tokens = cut if level == "token" else cut.repeat_interleave(lengths)
     answers = torch.segment_reduce(tokens.double(), "min", lengths=lengths)
@@ -133,7 +134,7 @@ def _left_out(cut: Tensor, lengths: Tensor, level: WeightLevel) -> dict[str, flo
 
 
 def _of_level(gaps: Tensor, lengths: Tensor, level: WeightLevel) -> Tensor:
-    """Returns the log-weights of all tokens, or of all answers, according to `level`."""
+    """Returns the log-weights of all tokens or all answers, depending on `level`."""
     if level == "token":
         return gaps
     reduction = "sum" if level == "sequence" else "mean"

@@ -1,8 +1,8 @@
-"""What plain torch and DeepSpeed ZeRO do differently: which weights are cut over the ranks while a model is
-loaded, the engine that trains it, and models that are cut and not trained.
+"""Defines where plain torch and DeepSpeed ZeRO differ: how a model's weights are sharded as it is loaded, the
+engine that trains it, and how sharded models that are not trained run.
 
-Everything else uses `backend_of(config)`. What a backend shards, and the memory that this takes, is in
-`config/training/sharding.py`. A further backend (FSDP2) needs one more class here, and a record there.
+Everything else uses `backend_of(config)`. `config/training/sharding.py` says what a backend shards and how
+much memory that takes. A new backend (FSDP2) needs one more class here and a record there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf_core.training.engine import AdamW, Engine, TorchEngine
 
 
 class FrozenModel(Protocol):
-    """One rank of a model that is cut over its ranks and not trained. Each pass is a collective."""
+    """One rank of a sharded model that is not trained. Each pass is a collective."""
 
     module: nn.Module
 
@@ -34,21 +34,21 @@ class TrainingBackend(Protocol):
     """A way to train a model on the ranks of a stage."""
 
     def shards(self, config: Optimised, role: str) -> Shards | None:
-        """Returns the object that cuts a trained model while it is loaded; None: it is loaded whole. `role`:
+        """Returns the object that shards a trained model as it is loaded, or None to load it whole. `role`:
         as in `Optimised.offloaded`."""
 
     def frozen_shards(self, dtype: str) -> Shards | None:
-        """Returns the same for a model that is not trained."""
+        """Does the same as `shards` for a model that is not trained."""
 
     def frozen(self, module: nn.Module, dtype: str) -> FrozenModel:
-        """Returns a model that was loaded with `frozen_shards`."""
+        """Wraps a model that was loaded with `frozen_shards`."""
 
     def engine(self, module: Policy | Scorer, adamw: AdamW, config: Optimised, role: str) -> Engine:
         """Returns the engine of this rank. Is a collective."""
 
 
 class TorchBackend:
-    """Plain torch: one rank has everything."""
+    """Plain torch: a single rank holds everything."""
 
     def shards(self, config: Optimised, role: str) -> None:
         return None
@@ -64,7 +64,8 @@ class TorchBackend:
 
 
 def backend_of(config: Optimised) -> TrainingBackend:
-    """Returns the backend of a stage whose `zero_stage` is decided, or is auto on one rank: plain torch."""
+    """Returns the backend of a stage: plain torch on a single rank with `zero_stage: auto`, which must
+    otherwise be resolved."""
     opened: dict[str, Callable[[], TrainingBackend]] = {"torch": TorchBackend, "zero": zero_backend}
     return opened[(config.sharding or TORCH).backend]()
 
@@ -77,15 +78,15 @@ def zero_backend() -> TrainingBackend:
 
 
 def import_zero() -> None:
-    """Imports DeepSpeed, which takes seconds, before it is needed."""
+    """Imports DeepSpeed ahead of its first use, because the import takes seconds."""
     from rlhf_core.training.zero.zero_engine import library
 
     library()
 
 
 def unknown_zero_options(options: Mapping[str, Any]) -> list[str]:
-    """Returns messages about options of a recipe's `deepspeed` that the installed DeepSpeed does not know;
-    none if it is not installed."""
+    """Returns messages about options in a recipe's `deepspeed` that the installed DeepSpeed does not know;
+    empty if DeepSpeed is not installed."""
     from rlhf_core.training.zero.zero_engine import unknown
 
     return unknown(options)

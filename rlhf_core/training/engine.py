@@ -1,8 +1,8 @@
 """The interface of a training engine, and the plain-torch engine of a single rank.
 
-`ZeroEngine` in `zero_engine.py` is the DeepSpeed one. Both expect losses that are already divided by a
-denominator counted over the whole optimiser step and all ranks, so gradients are summed over micro-batches
-and ranks and never averaged again.
+`ZeroEngine` in `zero_engine.py` is the DeepSpeed implementation. Both engines expect losses already divided
+by a denominator counted over the whole optimiser step and all ranks, so gradients are summed over
+micro-batches and ranks and never averaged.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ class AdamW(NamedTuple):
     weight_decay: float
     max_norm: float
     decay: Decayed = "matrices"
-    average: float | None = None  # decay of the weights' moving average; None: there is none
-    muon: bool = False  # trains hidden matrices (`hidden_matrices`) in AdamW's place
+    average: float | None = None  # decay of the weights' moving average; None: no moving average
+    muon: bool = False  # use Muon instead of AdamW for hidden matrices (`hidden_matrices`)
 
 
 class Scaling(NamedTuple):
-    """The loss scale of training in float16, and the number of steps that were skipped because a gradient
-    overflowed."""
+    """The loss scale of float16 training, and the number of steps skipped because a gradient overflowed."""
 
     scale: float
     overflows: int
@@ -51,24 +50,26 @@ class Engine(Protocol):
     module: nn.Module
     rank: int
     world_size: int
-    sharing: int  # neighbouring ranks that compute each pass together (`config.sequence_parallel_size`)
+    sharing: int  # neighbouring ranks that share each pass (`config.sequence_parallel_size`)
     device: torch.device
 
     def __call__(self, *inputs: Any) -> Any: ...
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulates the gradient, in fp32 if a step has several micro-batches; `last` marks the last one of
-        an optimiser step."""
+        """Accumulates the gradient, in fp32 if the step has several micro-batches. `last` marks the final one
+        of an optimiser step."""
 
     def step(self, learning_rate: float) -> float | None:
-        """Takes one optimiser step and returns the gradient norm before clipping; None in float16 for a step
-        that is skipped because a gradient overflowed with its loss scale. Raises FloatingPointError when the
-        norm is not finite. In both cases the weights and the optimiser are unchanged, and the gradient is
-        dropped."""
+        """Takes one optimiser step and returns the gradient norm before clipping.
+
+        Returns None in float16 when the step is skipped because a gradient overflowed. Raises
+        FloatingPointError when the norm is not finite. In both cases the weights and the optimiser stay
+        unchanged and the gradient is dropped.
+        """
 
     @property
     def scaling(self) -> Scaling | None:
-        """None except in float16."""
+        """The loss scale and skipped steps in float16, otherwise None."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Returns the sum of `values` over all ranks."""
@@ -77,33 +78,33 @@ class Engine(Protocol):
         """Gathers these parameters on every rank while the context is open. Is a collective."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Gives the module its weights' moving average while the context is open. Is a collective."""
+        """Swaps in the moving average of the weights while the context is open. Is a collective."""
 
     def release(self) -> None:
-        """Frees cached memory of the allocator."""
+        """Frees the allocator's cached memory."""
 
     def save_state(self, folder: Path) -> None:
-        """Copies what this rank trains, and writes it during the next steps (`state_writer`); `step` and
-        `finish_saving` raise errors of the write."""
+        """Copies this rank's training state and writes it in the background (`state_writer`). `step` and
+        `finish_saving` raise the errors of that write."""
 
     def finish_saving(self) -> None:
         """Waits until the last state is written."""
 
     def load_state(self, folder: Path) -> None:
-        """Reads a state that any number of ranks have written. Is a collective. Raises ValueError for the
-        state of another model."""
+        """Reads a state written by any number of ranks. Is a collective. Raises ValueError if the state
+        belongs to another model."""
 
     def barrier(self) -> None:
         """Waits for all ranks."""
 
 
 class TorchEngine:
-    """Trains on one process and one device with AdamW, or Muon and AdamW, with fp32 master weights for bf16
-    weights (Micikevicius et al. 2018, section 3.1).
+    """Trains on one process and one device with AdamW, or with Muon and AdamW, keeping fp32 master weights
+    for bf16 weights (Micikevicius et al. 2018, section 3.1).
 
-    A usual step is smaller than the distance between neighbouring bf16 numbers and would be lost in bf16. The
-    gradient of one pass would likewise be lost in a sum over many, so the gradients of bf16 weights are added
-    to the fp32 gradients of the master weights, and freed.
+    A typical update is smaller than the spacing of bf16 numbers and would be lost in bf16. The gradient of
+    one pass would likewise be lost in a bf16 sum over many passes, so gradients of bf16 weights are added to
+    the fp32 gradients of the master weights and then freed.
     """
 
     def __init__(self, module: nn.Module, adamw: AdamW):
@@ -112,7 +113,7 @@ class TorchEngine:
         self.rank = 0
         self.world_size = 1
         self.sharing = 1
-        self.scaling: Scaling | None = None  # of float16, which only DeepSpeed trains
+        self.scaling: Scaling | None = None  # float16 only, which requires DeepSpeed
         self._adamw = adamw
         self._weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimised = {
@@ -123,7 +124,7 @@ class TorchEngine:
             name for name, weight in self._weights.items() if weight is not self._optimised[name]
         ]
         self._average = MovingAverage([*self._optimised.values()], adamw.average) if adamw.average else None
-        self._several_passes = False  # in the step whose gradients are being accumulated
+        self._several_passes = False  # whether the current step has more than one pass
         for name in self._in_bf16:
             self._weights[name].register_post_accumulate_grad_hook(self._hand_over_of(name))
         self._writer = StateWriter(0, 1)
@@ -136,7 +137,7 @@ class TorchEngine:
         loss.backward()
 
     def _hand_over_of(self, name: str) -> Callable[[Tensor], None]:
-        """Returns the hook that autograd calls with a bf16 weight whose gradient from a pass is complete."""
+        """Returns the hook that autograd calls once a bf16 weight's gradient from a pass is complete."""
 
         def hand_over(_: Tensor) -> None:
             if self._several_passes:
@@ -145,7 +146,7 @@ class TorchEngine:
         return hand_over
 
     def _hand_over(self, name: str) -> None:
-        """Adds the gradient of a bf16 weight to that of its master weight, and frees it."""
+        """Adds a bf16 weight's gradient to that of its master weight, and frees it."""
         weight = self._weights[name]
         master = self._optimised[name]
         if weight.grad is None:
@@ -159,7 +160,7 @@ class TorchEngine:
     def step(self, learning_rate: float) -> float:
         self._writer.check()
         for name in self._in_bf16:
-            self._hand_over(name)  # for a step with one pass; in other steps the hooks did this
+            self._hand_over(name)  # for a step with one pass; otherwise the hooks have done it
         self._several_passes = False
         norm = float(nn.utils.clip_grad_norm_(self._optimised.values(), self._adamw.max_norm))
         if not math.isfinite(norm):
@@ -181,7 +182,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def _round(self) -> None:
-        """Rounds the fp32 master weights to the bf16 ones."""
+        """Rounds the fp32 master weights into the bf16 weights."""
         if self._in_bf16:
             masters = [self._optimised[name] for name in self._in_bf16]
             torch._foreach_copy_([self._weights[name] for name in self._in_bf16], masters)
@@ -206,7 +207,7 @@ class TorchEngine:
 
     def save_state(self, folder: Path) -> None:
         counted = [float(state["step"]) for state in self._states().values() if "step" in state]
-        # empty for an actor that is still frozen
+        # empty if no step was taken, as for an actor that is still frozen
         steps = max(counted, default=0.0)
         self._make_state(0.0)
         self._writer.start(folder, steps, self._parts())
@@ -227,11 +228,11 @@ class TorchEngine:
                 weight.copy_(self._optimised[name])
 
     def _states(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Returns the state of each weight that has one."""
+        """Returns the state of every weight that has one."""
         return {weight: state for optimizer in self._optimizers for weight, state in optimizer.state.items()}
 
     def _make_state(self, steps: float) -> None:
-        """Creates a state of zeros for weights that no step has changed."""
+        """Creates a zero state for weights that no step has updated."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for weight in group["params"]:
@@ -254,8 +255,8 @@ class TorchEngine:
 def optimizers_of(
     module: nn.Module, trained: Mapping[str, Tensor], adamw: AdamW
 ) -> list[torch.optim.Optimizer]:
-    """Returns the optimisers that train `trained` together: AdamW; with `adamw.muon`, Muon for the hidden
-    matrices comes before it. `trained`: as in `adamw_optimizer`."""
+    """Returns the optimisers that together train `trained`: AdamW, preceded by Muon for the hidden matrices
+    if `adamw.muon` is set. `trained`: as in `adamw_optimizer`."""
     if not adamw.muon:
         return [adamw_optimizer(module, trained, adamw)]
     hidden = hidden_matrices(module)
@@ -266,8 +267,8 @@ def optimizers_of(
 
 
 def first_state(optimizer: torch.optim.Optimizer, weight: Tensor, steps: float) -> dict[str, Tensor]:
-    """Returns a state of zeros for a weight, like the one that `optimizer` makes in its first step, with
-    `steps` steps of AdamW counted as taken."""
+    """Returns a zero state for a weight, as `optimizer` would create in its first step, with AdamW's step
+    count set to `steps`."""
     if isinstance(optimizer, torch.optim.Muon):
         return {"momentum_buffer": torch.zeros_like(weight)}
     place = weight.device if optimizer.defaults["fused"] else torch.device("cpu")
@@ -277,7 +278,7 @@ def first_state(optimizer: torch.optim.Optimizer, weight: Tensor, steps: float) 
 
 def adamw_optimizer(module: nn.Module, trained: Mapping[str, Tensor], adamw: AdamW) -> torch.optim.AdamW:
     """Returns fused AdamW. `trained`: the weights to optimise, or their fp32 copies, by their names in
-    `module`. `adamw.decay` says which of them decay."""
+    `module`. `adamw.decay` determines which of them decay."""
     outer = embeddings_and_heads(module) if adamw.decay == "hidden" else set()
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, weight in module.named_parameters():
@@ -295,7 +296,7 @@ def adamw_optimizer(module: nn.Module, trained: Mapping[str, Tensor], adamw: Ada
 
 
 def check_finite(value: float, what: str) -> None:
-    """Raises FloatingPointError when `what`, a quantity of training, is infinite or NaN."""
+    """Raises FloatingPointError when `value` is infinite or NaN; `what` names it in the message."""
     if not math.isfinite(value):
         raise FloatingPointError(
             f"{what} is {value}, and training ends here: lower the learning rate, or check the data and the"
@@ -305,7 +306,7 @@ def check_finite(value: float, what: str) -> None:
 
 @contextmanager
 def at(step: str) -> Iterator[None]:
-    """Adds the step to the message of a FloatingPointError in the block."""
+    """Adds `step` to the message of any FloatingPointError raised in the block."""
     try:
         yield
     except FloatingPointError as error:
@@ -322,19 +323,19 @@ def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 def on_cpu(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Copies `weights` (`checkpoint_weights`) to rank 0's host memory. Is a collective. Raises
-    FloatingPointError when one is not finite."""
+    FloatingPointError when any of them is not finite."""
     return {
         name: weight.to("cpu", copy=True).contiguous() for name, weight in finite(weights) if engine.rank == 0
     }
 
 
 def finite(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields `weights`. After the last one, so that other ranks are not left waiting in a gather, raises
-    FloatingPointError when one is not finite."""
+    """Yields `weights`, then raises FloatingPointError if any of them was not finite. The error waits for the
+    last weight so that no other rank is left waiting in a gather."""
     largest: dict[str, float] = {}
     for name, weight in weights:
         if weight.is_floating_point() and weight.itemsize > 1 and weight.numel():
-            # without a copy; propagates NaN
+            # makes no copy; propagates NaN
             largest[name] = float(torch.linalg.vector_norm(weight, float("inf")))
         yield name, weight
     for name, value in largest.items():

@@ -8,20 +8,20 @@ from rlhf_core.config.training.schedule_fields import ScheduleFields
 
 
 def learning_rate(step: int, total: int, peak: float, schedule: ScheduleFields) -> float:
-    """Returns the learning rate of a step: a linear warm-up to `peak`, then what `schedule` says, down to
+    """Returns the learning rate of a step: a linear warm-up to `peak`, then the decay of `schedule` to
     `min_lr_ratio * peak`.
 
-    `step` counts from 0 to `total - 1`. The first step's rate is not 0. With wsd, the last step has the rate
-    at the end of the fall; with cosine and linear, a step after the last one would have it. A warm-up that is
-    longer than the run does not reach the peak.
+    `step` counts from 0 to `total - 1`. The first step's rate is not 0. With wsd, the last step reaches the
+    final rate; with cosine and linear, only a hypothetical step after it would. A warm-up longer than the run
+    never reaches the peak.
     """
     warmup = warmup_steps(total, schedule)
     if step < warmup:
         return peak * (step + 1) / warmup
-    first = warmup  # step at which the fall begins
+    first = warmup  # step at which the decay begins
     fallen = step - first
     if schedule.schedule == "wsd":
-        falling = math.ceil(total * schedule.decay_ratio - 1e-9)  # 70 * 0.1 is above 7
+        falling = math.ceil(total * schedule.decay_ratio - 1e-9)  # 70 * 0.1 exceeds 7 in floating point
         first = max(warmup, total - falling)
         fallen = step - first + 1
     if schedule.schedule == "constant" or step < first:
@@ -41,7 +41,7 @@ def warmup_steps(total: int, schedule: ScheduleFields) -> int:
 
 
 def tell_long_warmup(total: int, schedule: ScheduleFields) -> None:
-    """Prints a warning if a run of `total` steps never reaches the peak."""
+    """Prints a warning if a run of `total` steps ends before reaching the peak."""
     if total < warmup_steps(total, schedule):
         print(
             f"warmup_steps={schedule.warmup_steps}, and this run has {total} optimiser steps: the learning"

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-KIND = "average"  # the kind of its tensors in a training state (`state_files`)
-LEAST_SHARE = 0.01  # the weights' share in an update; what smaller shares add is lost in fp32's rounding
+KIND = "average"  # the kind of these tensors in a training state (`state_files`)
+LEAST_SHARE = 0.01  # the weights' share in an update; smaller contributions are lost in fp32 rounding
 SLICE = 2**24  # elements that `swap` copies at a time
 
 
 class MovingAverage:
-    """`average = decay * average + (1 - decay) * weight` after each optimiser step, from the weights before
-    the first. Above a decay of 0.995, `average = decay**k * average + (1 - decay**k) * weight` after every
-    k-th step, so that (1 - decay**k) is about LEAST_SHARE.
+    """Updates `average = decay * average + (1 - decay) * weight` after each optimiser step, starting from the
+    weights before the first step.
 
-    Holds 4 bytes per weight, beside the optimiser's fp32 weights. `steps`: the optimiser steps so far; set it
-    to those of a resumed state.
+    Above a decay of 0.995 it instead updates `average = decay**k * average + (1 - decay**k) * weight` after
+    every k-th step, where k makes (1 - decay**k) about LEAST_SHARE. Takes 4 bytes per weight on top of the
+    optimiser's fp32 weights. `steps`: the number of optimiser steps so far; set it when resuming.
     """
 
     def __init__(self, weights: Sequence[Tensor], decay: float):
@@ -30,7 +30,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Counts a step and, if it is their turn, adds the weights as they are after it."""
+        """Counts a step and, if an update is due, adds the current weights."""
         self.steps += 1
         if self.steps % self._every == 0:
             torch._foreach_lerp_(self.values, self._weights, self._share)

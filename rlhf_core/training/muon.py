@@ -10,17 +10,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.models.weights.frozen_weights import embeddings_and_heads
 
-MOMENTUM = 0.95  # with Nesterov's update, as in both papers
+MOMENTUM = 0.95  # with a Nesterov update, as in both papers
 
 
 def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
-    """Returns the trained matrices of the layers of a `Policy` or `Scorer`, routers too. The experts of a
-    layer in one 3-D tensor are not included, because PyTorch's Muon refuses such tensors.
+    """Returns the trained matrices in the layers of a `Policy` or `Scorer`, including routers. Experts stored
+    in one 3-D tensor are excluded, because PyTorch's Muon refuses such tensors.
 
     Raises ValueError when there are none.
     """
     layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
-    # without matrices that multiply nothing, such as Mamba's A_log
+    # excludes matrices that are not used in a product, such as Mamba's A_log
     inside = {
         weight
         for layer in layers
@@ -37,8 +37,9 @@ def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
 
 
 def muon_optimizer(matrices: Sequence[Tensor], weight_decay: float) -> torch.optim.Muon:
-    """Returns Muon with updates of AdamW's size: the orthogonal matrix times 0.2 * sqrt(longer side), so that
-    AdamW's learning rate and weight decay suit both (Liu et al. 2025, arXiv:2502.16982, equation 4)."""
+    """Returns Muon scaled to AdamW's update size: it multiplies the orthogonal matrix by 0.2 * sqrt(longer
+    side), so that one learning rate and weight decay suit both (Liu et al. 2025, arXiv:2502.16982, equation
+    4)."""
     return torch.optim.Muon(
         matrices, lr=0.0, weight_decay=weight_decay, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"
     )

@@ -1,4 +1,4 @@
-"""Joins the ranks of a group in PyTorch's default process group: NCCL on GPUs, otherwise gloo."""
+"""Joins the ranks of a group in PyTorch's default process group: NCCL on GPUs, gloo otherwise."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def backend() -> str:
 
 
 def join_ranks() -> None:
-    """Joins once. RANK and WORLD_SIZE must be set. Does nothing without a store's address, as under torchrun,
-    where the caller joins in another way."""
+    """Joins the process group once; RANK and WORLD_SIZE must be set. Does nothing if no store address is set,
+    as under torchrun, where the caller joins by other means."""
     address = os.environ.get(STORE)
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])

@@ -1,4 +1,4 @@
-"""Starts the ranks and engine of a training stage, and exports its model."""
+"""Starts the ranks and the engine of a training stage, and exports its model."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ from rlhf_core.training.backends import FrozenModel, backend_of
 from rlhf_core.training.engine import AdamW, Engine, finite, on_cpu
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
-BESIDE = "adapter"  # folder of a merged checkpoint with its adapter
+BESIDE = "adapter"  # folder of the adapter inside a merged checkpoint
 EXPORT_TRIAL = f"{STATE}/export_trial"  # folder of `try_export`
 
 
 def tell_load(source: str) -> None:
-    """Prints, on rank 0, which model is loaded next."""
+    """Prints, on rank 0, which model is about to be loaded."""
     if os.environ.get("RANK", "0") == "0":
         print(f"loading the model {source}", flush=True)
 
 
 def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
-    """Runs `rank` in this process when the stage has one rank, otherwise on a Ray worker group; returns rank
-    0's outcome.
+    """Runs `rank` in this process if the stage has one rank, otherwise on a Ray worker group, and returns
+    rank 0's outcome.
 
-    On a group, `zero_stage: auto` is resolved after the group has started.
+    With a worker group, `zero_stage: auto` is resolved after the group has started.
     """
     config = request.config
     assert isinstance(config, Trainable)
@@ -101,9 +101,12 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
 def with_zero_stage(
     request: StageRequest, run: RunDir, config: Trainable, gpu_bytes: int, host_bytes: int
 ) -> StageRequest:
-    """Resolves `zero_stage: auto`: to that of a resume state from as many ranks, otherwise according to
-    `gpu_bytes`, the memory of a GPU (0: none). Warns if that or `host_bytes`, the free memory of a node, may
-    not suffice. Raises MachineLacks when the GPU cannot hold what is loaded onto it."""
+    """Resolves `zero_stage: auto`.
+
+    Takes the ZeRO stage of a resume state written by the same number of ranks, otherwise chooses one by
+    `gpu_bytes`, the memory of a GPU (0: no GPU). Warns if that or `host_bytes`, the free memory of a node,
+    may not suffice. Raises MachineLacks when the GPU cannot hold what is loaded onto it.
+    """
     if config.sharding is None:
         kept = resume_state.kept_zero_stage(run, config)
         chosen = (
@@ -122,8 +125,8 @@ def _size(request: StageRequest, config: Trainable) -> Size | None:
 
 
 def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int, host_bytes: int) -> None:
-    """Prints a warning if training may not fit the GPU's or the host's memory. Raises MachineLacks if the
-    model does not fit the GPU's."""
+    """Prints a warning if training may exceed the GPU's or the host's memory. Raises MachineLacks if the
+    model does not fit on the GPU."""
     if not gpu_bytes or (size := _size(request, config)) is None:
         return
     require_start([request.name], starts(config, {request.name: size})[request.name], gpu_bytes)
@@ -138,14 +141,14 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int, host_bytes:
 
 
 def shards_of(config: Optimised, role: str = "model") -> Shards | None:
-    """Returns the object that cuts a model over the ranks while it is loaded; None: it is loaded whole.
+    """Returns the object that shards a model over the ranks as it is loaded, or None to load it whole.
     `role`: as in `Optimised.offloaded`."""
     return backend_of(config).shards(config, role)
 
 
 def policy_to_train(request: StageRequest, config: SFT | DPO | KTO, path: str) -> Policy:
-    """Loads a policy as the stage trains it: all weights or adapters, whole or cut over the ranks. Raises as
-    `trained_policy`."""
+    """Loads the policy that the stage trains: all weights or adapters, whole or sharded. Raises the same
+    errors as `trained_policy`."""
     tell_load(path)
     policy = trained_policy(
         path,
@@ -163,8 +166,8 @@ def policy_to_train(request: StageRequest, config: SFT | DPO | KTO, path: str) -
 def open_frozen(
     path: str, config: DPO | KTO, trust_remote_code: bool, device: torch.device
 ) -> Policy | FrozenModel:
-    """Loads a policy that is not trained: whole on each rank, or cut over the ranks if a trained one is. In
-    that case this is a collective."""
+    """Loads a policy that is not trained: sharded if trained models are, otherwise whole on each rank. Is a
+    collective if the policy is sharded."""
     cut = config.sharding is not None and config.sharding.weights
     shards = backend_of(config).frozen_shards(config.dtype) if cut else None
     policy = load_policy(path, config.dtype, trust_remote_code, shards=shards)
@@ -177,11 +180,11 @@ def open_frozen(
 def make_engine(
     module: Policy | Scorer, config: Optimised, packed: bool = False, role: str = "model"
 ) -> Engine:
-    """Returns the engine of one rank (`backend_of`). Tests the model for leaks between documents if rows are
-    `packed`.
+    """Returns the engine of one rank (`backend_of`). If rows are `packed`, first tests that documents in a
+    row do not leak into each other.
 
     `role`: as in `Optimised.offloaded`. Raises ValueError for a model whose sequences cannot be split as
-    configured, and for one without the weights that `freeze` names.
+    configured, or that lacks the weights named in `freeze`.
     """
     assert config.sharding is not None or all(
         ranks.world_size == 1 for ranks in config.trained_ranks.values()
@@ -194,7 +197,7 @@ def make_engine(
     recompute(module.model, config.gradient_checkpointing)
     if config.mlp_tokens:
         split_feed_forward(module.model, config.mlp_tokens)
-    module.train()  # transformers loads models in eval mode, which does not recompute
+    module.train()  # transformers loads models in eval mode, which disables recomputation
     if config.freeze is not None:
         freeze_weights(module.model, config.freeze, role)
     average = None if role == "critic" else config.ema
@@ -211,9 +214,9 @@ def make_engine(
 
 
 def try_export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool) -> None:
-    """Writes everything that `export` will write, except the weights, to `folder` on rank 0, and removes it;
-    call it before training. Raises ValueError if the model cannot be exported. Prints which values its
-    generation config will not have."""
+    """Checks before training that the model can be exported: on rank 0, writes everything but the weights to
+    `folder`, then removes it. Raises ValueError if the export fails. Prints the generation config values that
+    the exported model will lack."""
     if engine.rank != 0:
         return
     model = engine.module.model
@@ -259,7 +262,7 @@ def finish_training(
     lora: Lora | None,
     metrics: dict[str, float],
 ) -> Outcome:
-    """Writes the trained model to `checkpoint/` on rank 0, and with `ema` its moving average to
+    """Writes the trained model to `checkpoint/` on rank 0, and with `ema` also its moving average to
     `exports/ema/`."""
     if engine.rank == 0:
         shutil.rmtree(run / "checkpoint", ignore_errors=True)
@@ -277,7 +280,8 @@ def finish_training(
 def export_average(
     engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool
 ) -> None:
-    """Writes the moving average of the model to `folder` on rank 0, like `export`. Is a collective."""
+    """Writes the model's moving average to `folder` on rank 0, in the same form as `export`. Is a
+    collective."""
     if engine.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     with engine.averaged():
@@ -287,9 +291,12 @@ def export_average(
 def export(
     engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool
 ) -> float | None:
-    """Writes the model to `folder` on rank 0, with adapters merged and also separately in its folder
-    `adapter`, or only the adapter if `lora.export` says so. Is a collective. `source`: the start model of
-    training. Returns the share of the update that survives in merged weights."""
+    """Writes the model to `folder` on rank 0. Is a collective.
+
+    Adapters are merged, and also written separately to the subfolder `adapter`; if `lora.export` says so,
+    only the adapter is written. `source`: the model that training started from. Returns the share of the
+    update that survives rounding in the merged weights.
+    """
     with progress.files(folder):
         if _exports_adapter(lora):
             _export_adapter(engine, folder, source)
@@ -319,6 +326,6 @@ def _export_model(
         return
     try:
         save_model(model, finite(weights), source, folder, trust_remote_code)
-    except FloatingPointError:  # known after the last weight
+    except FloatingPointError:  # raised after the last weight
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -1,5 +1,5 @@
-"""Records the optimiser steps that a stage skips because their loss or gradient norm is not finite, up to
-`skip_nonfinite_steps`."""
+"""Records optimiser steps that are skipped because their loss or gradient norm is not finite, up to
+`skip_nonfinite_steps` of them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rlhf_core.system.files import write_text
 
 NONFINITE_STEPS = "nonfinite_steps.jsonl"
 TEXT = 200
-SHOWN = 40  # characters of a row in the file, and in a message
-NAMED = 3  # rows of a step that a message names
+SHOWN = 40  # characters shown of each row, in the file and in messages
+NAMED = 3  # rows of a step that a message shows
 
 
 class StepRow(NamedTuple):
-    """A row of an optimiser step: its place among the rows that the stage trains on, from 0, and its text."""
+    """A row of an optimiser step: its index among the rows that the stage trains on, counted from 0, and its
+    text."""
 
     place: int
     text: str
 
 
 class SkippedSteps:
-    """Counts the skipped steps. `count` is kept in resume states, so that a resumed run has no larger
-    budget."""
+    """Counts skipped steps. Resume states keep `count`, so that resuming does not reset the budget."""
 
     def __init__(self, run: RunDir, allowed: int, count: int, first_step: int, writes: bool):
-        """Removes lines after step `first_step`, the number of steps done so far, from the file. `writes`:
-        this rank writes the file."""
+        """Removes lines for steps after `first_step`, the number of steps done so far, from the file.
+        `writes`: whether this rank writes the file."""
         self.allowed = allowed
         self.count = count
         self._file = run / NONFINITE_STEPS
@@ -39,8 +39,8 @@ class SkippedSteps:
             write_text(self._file, "".join(line for line in lines if json.loads(line)["step"] <= first_step))
 
     def add(self, step: int, error: FloatingPointError, rows: Sequence[StepRow]) -> None:
-        """Counts a step, and writes its rows to the run directory. Raises FloatingPointError with the rows
-        when the budget is spent."""
+        """Counts a step and writes its rows to the run directory. Raises FloatingPointError, showing the
+        rows, when the budget is spent."""
         what = str(error).partition(",")[0]  # for example: the loss is nan
         if self._writes:
             told = [{"row": row.place, "text": row.text[:TEXT]} for row in rows]

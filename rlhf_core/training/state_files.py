@@ -1,9 +1,9 @@
 """The files of a training state: each rank writes its parts of the trained weights and of the optimiser's
-moments, in fp32 and by name.
+moments, by name and in fp32.
 
-Any number of ranks can read them, under any ZeRO stage: a rank reads the elements that it holds, from the
-files of the ranks that held them. A rank's file (`rank_file`) contains tensors called KIND/FIRST/NAME:
-elements of a weight or of its state from FIRST on, with the weight flattened.
+A state can be read by any number of ranks under any ZeRO stage: each rank reads the elements it holds from
+the files of the ranks that wrote them. The tensors in a rank's file (`rank_file`) are named KIND/FIRST/NAME
+and contain the elements of the flattened weight NAME, or of its optimiser state, starting at element FIRST.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rlhf_core.runs.resume_state import rank_file
 from rlhf_core.system import progress
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of AdamW
-STEPS = "steps"  # key of the number of optimiser steps, a separate tensor
+STEPS = "steps"  # key of the optimiser step count, a separate tensor
 
 
 class WeightPart(NamedTuple):
-    """A rank's part of one trained weight: elements from `start` on, by kind (KINDS; others with Muon and
-    moving averages), as views of the trained tensors."""
+    """A rank's part of one trained weight: the elements from `start` on, by kind (KINDS, plus others with
+    Muon or a moving average), as views of the trained tensors."""
 
     name: str
     start: int
@@ -38,7 +38,7 @@ class WeightPart(NamedTuple):
 
 
 class StoredElements(NamedTuple):
-    """Elements of a weight in a file: the `first`, and the one after the last."""
+    """The range of a weight's elements in a file: the `first`, and the one after the last."""
 
     first: int
     end: int
@@ -47,7 +47,7 @@ class StoredElements(NamedTuple):
 
 
 def by_key(parts: Iterable[WeightPart]) -> dict[str, Tensor]:
-    """Returns the flattened tensors of parts, by their names in the file."""
+    """Returns the flattened tensors of the parts, keyed by their names in the file."""
     return {
         f"{kind}/{part.start}/{part.name}": tensor.detach().reshape(-1)
         for part in parts
@@ -56,8 +56,8 @@ def by_key(parts: Iterable[WeightPart]) -> dict[str, Tensor]:
 
 
 def write_tensors(folder: Path, rank: int, steps: float, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-    """Writes the file of one rank, tensor by tensor. `tensors`: from `by_key`, each in pieces. The file gets
-    its name once it is complete."""
+    """Writes one rank's file, tensor by tensor. `tensors`: from `by_key`, each in pieces. The file is renamed
+    into place once it is complete."""
     file = folder / rank_file(rank)
     begun = file.with_name(f".{file.name}")
     shapes = {key: meta((sum(map(len, pieces)),), torch.float32) for key, pieces in tensors.items()}
@@ -70,16 +70,16 @@ def write_tensors(folder: Path, rank: int, steps: float, tensors: Mapping[str, S
 
 
 def stored_steps(folder: Path) -> float:
-    """Returns the number of optimiser steps of the state in `folder`. Raises ValueError when there is no
-    state that this release reads."""
+    """Returns the number of optimiser steps of the state in `folder`. Raises ValueError if this release
+    cannot read a state there."""
     with safe_open(_files(folder)[0], framework="pt") as file:
         return float(file.get_tensor(STEPS))
 
 
 @torch.no_grad()
 def read_parts(folder: Path, parts: Iterable[WeightPart], names: Collection[str]) -> None:
-    """Reads the ranks' files into `parts`. `names`: the names of all trained weights. Raises ValueError for
-    the state of another model."""
+    """Reads the ranks' files into `parts`. `names`: the names of all trained weights. Raises ValueError if
+    the state belongs to another model."""
     stored: dict[tuple[str, str], list[StoredElements]] = {}
     for file in _files(folder):
         for key, about in tensors_of(file).items():
@@ -120,7 +120,7 @@ def read_parts(folder: Path, parts: Iterable[WeightPart], names: Collection[str]
 
 
 def _within(stored: Sequence[StoredElements], first: int, end: int) -> list[StoredElements]:
-    """Returns the elements `first` to `end`, by file."""
+    """Returns the elements from `first` up to but not including `end`, by file."""
     found = [part._replace(first=max(part.first, first), end=min(part.end, end)) for part in stored]
     return [part for part in found if part.first < part.end]
 

@@ -1,4 +1,4 @@
-"""Copies a rank's training state to host memory, and writes it on a thread during the next steps (like
+"""Copies a rank's training state to host memory and writes it on a thread during the following steps (as in
 CheckFreq, Mohan et al. 2021)."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 from rlhf_core.system.machine import free_memory, gpu_devices
 from rlhf_core.training.state_files import WeightPart, by_key, write_tensors
 
-CHUNK = 2**26  # fp32 elements of one piece of host memory: pinned memory is rounded up to a power of two
-SHARE = 0.4  # share of free memory for the copies of all ranks of a node: two models may save at once
+CHUNK = 2**26  # fp32 elements per piece of host memory: pinned memory is rounded up to a power of two
+SHARE = 0.4  # share of free memory for all copies on a node: two models may save at once
 
 
 class StateWriter:
-    """Writes the states of one rank, one after the other."""
+    """Writes the states of one rank, one after another."""
 
     def __init__(self, rank: int, world_size: int):
         self._rank = rank
@@ -29,8 +29,8 @@ class StateWriter:
         self._used = 0
 
     def start(self, folder: Path, steps: float, parts: Iterable[WeightPart]) -> None:
-        """Returns once everything is copied and may change; if host memory is short, once it is written.
-        Raises like `finish`."""
+        """Returns as soon as everything is copied and may change, or, if host memory is short, once it is
+        written. Raises the same errors as `finish`."""
         self.finish()
         tensors = by_key(parts)
         needed = sum(tensor.nbytes for tensor in tensors.values())
@@ -59,17 +59,17 @@ class StateWriter:
             raise error
 
     def finish(self) -> None:
-        """Waits until the last state is written. Raises like `check`."""
+        """Waits until the last state is written. Raises the same errors as `check`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             self._used = 0
             if not torch.cuda.is_available():
-                self._chunks.clear()  # pinned memory is kept: allocating it takes seconds
+                self._chunks.clear()  # pinned memory is kept otherwise: allocating it takes seconds
         self.check()
 
     def _copy(self, tensor: Tensor) -> list[Tensor]:
-        """Copies a flat tensor into the next pieces of host memory."""
+        """Copies a flat tensor into the next free pieces of host memory."""
         pieces = list[Tensor]()
         flat = tensor
         while not pieces or len(flat):
@@ -85,5 +85,5 @@ class StateWriter:
     def _write(self, folder: Path, steps: float, copies: Mapping[str, Sequence[Tensor]]) -> None:
         try:
             write_tensors(folder, self._rank, steps, copies)
-        except BaseException as error:  # raised in the main thread
+        except BaseException as error:  # re-raised in the main thread
             self._error = error

@@ -1,8 +1,8 @@
-"""The training loop of SFT, reward model, DPO and KTO: one function, run on every rank of the stage.
+"""The training loop of SFT, reward model, DPO and KTO: one function that runs on every rank of the stage.
 
-A stage supplies items (documents, pairs), micro-batches, a denominator and a loss; the loop supplies order,
-schedule, metrics and resume. The items of step k depend only on the seed and k, so a resumed run trains on
-the same items.
+A stage supplies items (documents or pairs), micro-batches, a denominator and a loss; the loop adds the order
+of items, the learning rate schedule, metrics and resuming. The items of step k depend only on the seed and k,
+so a resumed run trains on the same items.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rlhf_core.training.engine import Engine, Scaling, at, check_finite, sum_met
 from rlhf_core.training.learning_rate import learning_rate, tell_long_warmup
 from rlhf_core.training.skipped_steps import SkippedSteps, StepRow
 
-LAST_STEPS = 4  # final metrics average at least this many steps: the last one may have few items
+LAST_STEPS = 4  # final metrics average at least this many steps, since the last step may have few items
 
 
 class Task(NamedTuple):
     """A stage's training task. `loss(engine, micro_batch, denominator)` returns sums divided by the global
-    denominator; `text` returns an item's text, for messages."""
+    denominator; `text` returns an item's text for use in messages."""
 
     items: Sequence[Any]
     micro_batches: Callable[[Sequence[Any]], list[Any]]
@@ -45,12 +45,12 @@ class Task(NamedTuple):
 
 
 def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -> dict[str, float]:
-    """Trains to the end of the schedule. Returns the mean metrics of the last tenth of the steps, weighted by
-    their items, and the evaluation's metrics.
+    """Trains to the end of the schedule. Returns the metrics of the last tenth of the steps, averaged with
+    each step weighted by its items, and the evaluation metrics.
 
     Raises ValueError when there is nothing to train on, RuntimeError when no step had a gradient, and
-    FloatingPointError when a loss or a gradient norm is not finite in more steps than may be skipped: on all
-    ranks at the same step.
+    FloatingPointError when the loss or gradient norm is not finite in more steps than may be skipped. Every
+    rank raises at the same step.
     """
     steps_per_epoch = -(-len(task.items) // config.train_batch_size)
     total = config.steps(len(task.items))
@@ -66,7 +66,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         )
     if engine.rank == 0 and not resume:
         tell_long_warmup(total, config)
-    recent: list[tuple[int, dict[str, float]]] = []  # items and metrics of the last steps
+    recent: list[tuple[int, dict[str, float]]] = []  # number of items and metrics of the latest steps
     evaluation: dict[str, float] = {}
     trained = False
     if resume:
@@ -130,7 +130,7 @@ def scaling_metrics(scaling: Scaling) -> dict[str, float]:
 
 
 def weighted_means(steps: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """Returns the mean of each metric over the steps that report it, weighted by their items."""
+    """Returns the mean of each metric over the steps that report it, weighted by their number of items."""
     values = {
         name: [(count, metrics[name]) for count, metrics in steps if name in metrics]
         for name in dict.fromkeys(name for _, metrics in steps for name in metrics)
@@ -144,11 +144,11 @@ def weighted_means(steps: Sequence[tuple[int, dict[str, float]]]) -> dict[str, f
 def take_step(
     engine: Engine, task: Task, places: Sequence[int], rate: float, skipped: SkippedSteps, number: int
 ) -> dict[str, float]:
-    """Takes optimiser step `number` on the items at `places` and returns its metrics; for a skipped step only
-    the learning rate, and for one that overflows float16 all but the gradient norm.
+    """Takes optimiser step `number` on the items at `places` and returns its metrics: for a skipped step only
+    the learning rate, and for a float16 overflow everything but the gradient norm.
 
-    Raises FloatingPointError, which names the rows, when the loss or the gradient norm is not finite and no
-    more steps may be skipped.
+    Raises FloatingPointError, naming the rows, when the loss or the gradient norm is not finite and no more
+    steps may be skipped.
     """
     items = [task.items[place] for place in places]
     try:
@@ -163,7 +163,7 @@ def take_step(
 
 
 def _stepped(engine: Engine, rate: float, metrics: Mapping[str, float]) -> float | None:
-    """Takes the engine's step and returns what it returns. If neither loss nor norm is finite, the error
+    """Takes the engine's step and returns its result. If both the loss and the norm are not finite, the error
     names the loss."""
     try:
         norm = engine.step(rate)
@@ -191,20 +191,21 @@ def optimiser_step_gradients(
 
 
 def items_of_step(items: Sequence[Any], step: int, steps_per_epoch: int, batch: int, seed: int) -> list[Any]:
-    """Returns the items of one optimiser step (`places_of_step`)."""
+    """Returns the items of one optimiser step (see `places_of_step`)."""
     return [items[place] for place in places_of_step(len(items), step, steps_per_epoch, batch, seed)]
 
 
 def places_of_step(count: int, step: int, steps_per_epoch: int, batch: int, seed: int) -> Sequence[int]:
-    """Returns the indices, out of `count` items, of an optimiser step: each epoch is one seeded shuffle, cut
-    into batches; the last may be smaller."""
+    """Returns the indices of an optimiser step's items, out of `count`. Each epoch is one seeded shuffle cut
+    into batches, the last of which may be smaller."""
     epoch, position = divmod(step, steps_per_epoch)
     return order_of_epoch(count, epoch, seed)[position * batch : (position + 1) * batch]
 
 
 @lru_cache(maxsize=2)
 def order_of_epoch(count: int, epoch: int, seed: int) -> array[int]:
-    """Returns a seeded permutation of `range(count)`, 8 bytes each; cached, so do not change it."""
+    """Returns a seeded permutation of `range(count)`, at 8 bytes per index. The result is cached, so do not
+    modify it."""
     order = array("q", range(count))
     random.Random(f"{seed}-{epoch}").shuffle(order)
     return order
@@ -214,13 +215,12 @@ def accumulate(
     engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss], tainted: bool = False
 ) -> dict[str, float]:
     """Runs forward and backward over the micro-batches of one optimiser step and returns its metrics, summed
-    over all ranks. Raises FloatingPointError on every rank when the loss among them is not finite. With
-    `tainted` the gradient becomes NaN instead, on all ranks, so that the engine's step refuses it and drops
-    it.
+    over all ranks. Raises FloatingPointError on every rank when a loss in them is not finite; with `tainted`,
+    the gradient becomes NaN on all ranks instead, so that the engine's step refuses and drops it.
 
-    Micro-batches go to the ranks round-robin. In an incomplete last turn a rank repeats the last micro-batch
-    with weight 0, so that every rank runs the same collectives of ZeRO-3. Ranks that compute a pass together
-    each add the gradient of their part of it.
+    Micro-batches are dealt to the ranks round-robin. If the last round is incomplete, the remaining ranks
+    repeat the last micro-batch with weight 0, so that every rank runs the same ZeRO-3 collectives. Ranks that
+    share a pass each add the gradient of their part of it.
     """
     mine = passes_of_rank(len(micro_batches), engine)
     sums: dict[str, torch.Tensor] = {}
@@ -255,8 +255,8 @@ def check_losses(metrics: Mapping[str, float]) -> None:
 
 
 class RankPass(NamedTuple):
-    """A pass of this rank: the place of its micro-batch, its weight in the loss, and its weight in sums over
-    all ranks."""
+    """One pass of this rank: the index of its micro-batch, its weight in the loss, and its weight in sums
+    over all ranks."""
 
     place: int
     weight: float
@@ -264,7 +264,7 @@ class RankPass(NamedTuple):
 
 
 class Holder(Protocol):
-    """One of the ranks of a model: an engine, or a model that is not trained."""
+    """One rank of a model, either a training engine or a model that is not trained."""
 
     rank: int
     world_size: int
@@ -272,28 +272,28 @@ class Holder(Protocol):
 
 
 def passes_of_rank(count: int, holder: Holder) -> list[RankPass]:
-    """Returns the passes of this rank over `count` micro-batches. Ranks that compute passes together have the
-    same passes; the first of them counts the results."""
+    """Returns the passes of this rank over `count` micro-batches. Ranks that share passes get the same list;
+    only the first of them counts the results."""
     first = holder.rank % holder.sharing == 0
     dealt = deal(count, holder.rank // holder.sharing, replicas(holder))
     return [RankPass(index, weight, weight * first) for index, weight in dealt]
 
 
 def replicas(holder: Holder) -> int:
-    """Returns how many passes the ranks compute at once."""
+    """Returns how many passes the ranks compute at the same time."""
     return holder.world_size // holder.sharing
 
 
 def deal(count: int, rank: int, world_size: int) -> list[tuple[int, float]]:
-    """Returns this rank's (index, weight) pairs out of `count` items, equally many on every rank; surplus
-    ones have weight 0."""
+    """Returns this rank's (index, weight) pairs out of `count` items. Every rank gets the same number of
+    pairs; surplus pairs have weight 0."""
     turns = -(-count // world_size)
     indices = [turn * world_size + rank for turn in range(turns)]
     return [(index, 1.0) if index < count else (count - 1, 0.0) for index in indices]
 
 
 def due(engine: Engine, cadence: resume_state.Cadence, done: int) -> bool:
-    """Returns whether it is time for all ranks to save, according to rank 0's clock."""
+    """Returns whether it is time for all ranks to save, by rank 0's clock."""
     if not cadence.by_clock or engine.world_size == 1:
         return cadence.due(done)
     here = engine.rank == 0 and cadence.due(done)
@@ -303,8 +303,8 @@ def due(engine: Engine, cadence: resume_state.Cadence, done: int) -> bool:
 def held_out_metrics(
     engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss]
 ) -> dict[str, float]:
-    """Sums the metrics of all micro-batches without gradient, as `eval/...`: each rank computes its share,
-    every rank gets all."""
+    """Sums the metrics of all micro-batches, computed without gradients, and prefixes them with `eval/`. Each
+    rank computes its share; every rank gets the totals."""
     engine.module.eval()
     sums: dict[str, torch.Tensor] = {}
     with torch.no_grad():
@@ -320,7 +320,7 @@ def held_out_metrics(
 
 
 class Saving:
-    """Saves the states of a training stage during its steps, on every rank. Rank 0 publishes a state once all
+    """Saves the states of a training stage while it trains, on every rank. Rank 0 publishes a state once all
     ranks have written their parts."""
 
     def __init__(self, engine: Engine, run: RunDir, keep: int):
@@ -330,8 +330,8 @@ class Saving:
         self._commit: resume_state.StateCommit | None = None
 
     def begin(self, step: int, loop: dict[str, Any]) -> None:
-        """Starts saving a state; a collective. Returns once this rank has copied its part. Raises the error
-        that the previous state failed with, such as OSError."""
+        """Starts saving a state. Is a collective. Returns once this rank has copied its part. Raises the
+        error that stopped the previous save, such as OSError."""
         self.finish()
         engine = self._engine
         run = self._run
@@ -344,7 +344,7 @@ class Saving:
             self._commit = resume_state.StateCommit(run, step, self._keep, loop, files)
 
     def finish(self) -> None:
-        """Waits for the last state."""
+        """Waits until the last state is saved."""
         self._engine.finish_saving()
         if self._commit:
             self._commit.wait()

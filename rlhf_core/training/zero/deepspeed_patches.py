@@ -1,15 +1,16 @@
 """Patches private parts of DeepSpeed, for speed and memory, and to test float16 on CPUs.
 
-- `patch_library`: no shared-memory CPU collectives, which need a compiler and a minute at start; no profiler
-  marks, thousands per pass; the parameters of a module are listed once, not several times per pass. ZeRO-1
-  with bf16 gradients summed in fp32 keeps the optimiser of other settings, which frees them after a step;
-  DeepSpeed would use `BF16_Optimizer`, which permanently holds 4 bytes per parameter on every rank.
-  float16 is not refused on CPUs without instructions for it, where PyTorch computes it, too.
-- `forget_order`: ZeRO-3 records again which weights to keep after a module.
-- `reduce_beside_host`: at the end of a pass the GPU waits for ZeRO-3's gradients, not the host.
+- `patch_library`: disables shared-memory CPU collectives, which need a compiler and take a minute to start;
+  removes profiler marks, of which each pass has thousands; lists a module's parameters once instead of
+  several times per pass. With bf16 gradients summed in fp32, ZeRO-1 uses the same optimiser as with other
+  settings, which frees the gradients after each step; DeepSpeed would use `BF16_Optimizer`, which permanently
+  holds 4 bytes per parameter on every rank. float16 is also allowed on CPUs that lack instructions for it,
+  since PyTorch can compute it there.
+- `forget_order`: ZeRO-3 decides anew which weights to keep after a module.
+- `reduce_beside_host`: at the end of a pass the GPU, not the host, waits for ZeRO-3's gradients.
 
-Made for the releases in MADE_FOR. With any other release no patch is applied: results are the same, but
-slower and with more memory, and DeepSpeed refuses float16 on some CPUs.
+Made for the releases in MADE_FOR; with any other release no patch is applied. Results are then the same, but
+training is slower and takes more memory, and DeepSpeed refuses float16 on some CPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def applies(deepspeed: Any) -> bool:
 
 
 def patch_library(deepspeed: Any) -> None:
-    """Patches the parts that all engines of the process share."""
+    """Patches the parts that all engines in the process share."""
     if applies(deepspeed):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.utils.nvtx.enable_nvtx = False
@@ -54,10 +55,10 @@ def _zero_optimizer(engine: Any, basic_optimizer: Any) -> str:
 
 
 def forget_order(deepspeed: Any, optimizer: Any) -> None:
-    """Clears a ZeRO-3 optimiser's trace of the order of weights.
+    """Clears a ZeRO-3 optimiser's recorded order of weights.
 
-    DeepSpeed never revises which weights to keep after a module, so after passes without gradient it would
-    keep none for a backward pass. The trace belongs to the `param_coordinator`, which is replaced by a copy.
+    DeepSpeed never revises which weights it keeps after a module, so after passes without gradient it would
+    keep none for a backward pass. The record belongs to the `param_coordinator`, which is replaced by a copy.
     """
     if applies(deepspeed):
         offload = optimizer.parameter_offload
@@ -68,7 +69,7 @@ def forget_order(deepspeed: Any, optimizer: Any) -> None:
 
 
 def reduce_beside_host(deepspeed: Any, optimizer: Any) -> None:
-    """Lets the host launch the next pass while a ZeRO-3 optimiser reduces gradients. Not for offloaded
+    """Lets the host launch the next pass while a ZeRO-3 optimiser reduces gradients. Unsuitable for offloaded
     optimisers, whose gradients the host reads."""
     if applies(deepspeed):
         optimizer.reduce_and_partition_stream = _GradientStream()

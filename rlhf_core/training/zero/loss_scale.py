@@ -1,9 +1,9 @@
-"""Manages the loss scale with which DeepSpeed trains in float16 (Micikevicius et al. 2018, section 3.2).
+"""Manages the loss scale that DeepSpeed uses for float16 training (Micikevicius et al. 2018, section 3.2).
 
-Small gradients would be 0 in float16, so the loss is multiplied by a scale, and the fp32 gradients are
-divided by it. After `loss_scale_window` steps without overflow the scale doubles. A step that overflows is
-skipped; from the second one on (`hysteresis`) it also halves the scale. If the loss itself is not finite, its
-gradient does not count as an overflow.
+Small gradients would underflow to 0 in float16, so the loss is multiplied by a scale and the fp32 gradients
+are divided by it. After `loss_scale_window` steps without overflow the scale doubles. A step that overflows
+is skipped; from the second overflow on (`hysteresis`) the scale is also halved. If the loss itself is not
+finite, its gradient does not count as an overflow.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ KEPT = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class LossScale:
-    """The loss scale of one engine, equal on all ranks. `scaler`: that of DeepSpeed's optimiser."""
+    """The loss scale of one engine, equal on all ranks. `scaler`: the loss scaler of DeepSpeed's
+    optimiser."""
 
     def __init__(self, scaler: Any):
         self._scaler = scaler
         scaler.raise_error_at_min_scale = False
-        self.overflows = 0  # steps that were skipped
+        self.overflows = 0  # steps skipped because of an overflow
 
     @property
     def scaling(self) -> Scaling:
         return Scaling(float(self._scaler.cur_scale), self.overflows)
 
     def step(self, step: Callable[[], object], tainted: Callable[[], bool] = lambda: False) -> bool:
-        """Runs an optimiser step. Returns whether it was skipped because its gradient is not finite.
-        `tainted` returns whether its loss is not finite either; then scale and count stay as they are. It is
-        called only for a skipped step, on all ranks.
+        """Runs an optimiser step and returns whether it was skipped because its gradient is not finite.
 
-        The scale changes after the step: DeepSpeed changes it before dividing the gradients by it, and would
-        halve the gradient of the step in which the scale doubles. Raises FloatingPointError when a gradient
-        overflows at the lowest scale.
+        `tainted` returns whether the loss is not finite either, in which case the scale and the count stay
+        unchanged. It is called only for a skipped step, on all ranks. The scale is updated after the step:
+        DeepSpeed updates it before dividing the gradients by it, and would halve the gradient of the step in
+        which the scale doubles. Raises FloatingPointError when a gradient overflows at the lowest scale.
         """
         overflow: list[bool] = []
         self._scaler.update_scale = overflow.append
@@ -70,12 +70,12 @@ class LossScale:
         return skipped
 
     def save(self, folder: Path) -> None:
-        """Writes the scale, and the counters that its next change depends on."""
+        """Writes the scale and the counters that determine its next change."""
         state = {name: getattr(self._scaler, name) for name in KEPT}
         write_text(folder / FILE, json.dumps(state | {"overflows": self.overflows}))
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote; the state of a run in another dtype has no such file."""
+        """Reads the file written by `save`, which is missing from the state of a run in another dtype."""
         if not (folder / FILE).is_file():
             return
         state = json.loads((folder / FILE).read_text())

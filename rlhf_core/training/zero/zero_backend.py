@@ -14,7 +14,7 @@ from rlhf_core.training.zero.zero_engine import ZeroEngine
 from rlhf_core.training.zero.zero_options import options_of
 from rlhf_core.training.zero.zero_shards import FrozenZero, ZeroShards
 
-# options of ZeRO++ (Wang et al. 2023)
+# ZeRO++ options (Wang et al. 2023)
 QUANTISED = ("zero_quantized_weights", QUANTISED_FROZEN)
 
 
@@ -22,8 +22,8 @@ class ZeroBackend:
     """Shards optimiser states, gradients (stage 2) and weights (stage 3) over the ranks."""
 
     def shards(self, config: Optimised, role: str) -> Shards | None:
-        """Returns None below stage 3, and with a second copy on each node (hpZ) or quantised weights (qwZ),
-        which DeepSpeed can create only from whole weights."""
+        """Returns None below stage 3. Also returns None with a second copy on each node (hpZ) or quantised
+        weights (qwZ), which DeepSpeed can create only from whole weights."""
         quantised = any(config.deepspeed.get(ZERO, {}).get(name) for name in QUANTISED)
         if config.zero_stage != 3 or copies(config, _ranks_of(config, role)) > 1 or quantised:
             return None

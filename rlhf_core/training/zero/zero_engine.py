@@ -1,7 +1,7 @@
-"""The DeepSpeed engine: ZeRO stages 1 to 3, on NCCL or gloo. The only file that imports deepspeed.
+"""The DeepSpeed engine: ZeRO stages 1 to 3, on NCCL or gloo. This is the only file that imports deepspeed.
 
-DeepSpeed's schedulers, data loaders and accumulation counter are not used, because the training loops replace
-them.
+DeepSpeed's schedulers, data loaders and accumulation counter are not used; the training loops take their
+place.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ def library() -> Any:
 
 
 def join_group() -> None:
-    """Makes this process a rank of its group, like `join_ranks`, and for DeepSpeed too."""
+    """Makes this process a rank of its group, as `join_ranks` does, and initialises DeepSpeed's
+    communication."""
     join_ranks()
-    # under torchrun this joins the ranks
+    # joins the ranks if the caller has not, as under torchrun
     library().init_distributed(dist_backend=backend(), timeout=PATIENCE, verbose=False)
 
 
 def unknown(options: Mapping[str, Any]) -> list[str]:
-    """Returns messages about options of a recipe's `deepspeed` that the installed DeepSpeed does not know;
-    empty if it is not installed."""
+    """Returns messages about options in a recipe's `deepspeed` that the installed DeepSpeed does not know;
+    empty if DeepSpeed is not installed."""
     try:
         return unknown_options(library(), options)
     except ImportError:
@@ -70,7 +71,7 @@ def unknown(options: Mapping[str, Any]) -> list[str]:
 
 
 class ZeroEngine:
-    """Runs one rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be
+    """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be
     set."""
 
     def __init__(
@@ -128,11 +129,12 @@ class ZeroEngine:
         return self._engine(*inputs)
 
     def _on_every_rank(self, here: bool) -> bool:
-        """Returns whether `here` is true on all ranks: GPUs may differ, and fetching is a collective."""
+        """Returns whether `here` is true on all ranks. GPUs may differ, but fetching is a collective, so all
+        ranks must agree."""
         return int(self.all_reduce(torch.tensor(float(here), device=rank_device()))) == self.world_size
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        # DeepSpeed averages over ranks; our losses have global denominators and need the sum.
+        # DeepSpeed averages over ranks; our losses have global denominators, so the gradients must be summed.
         self._last_loss = loss.detach()
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
@@ -161,7 +163,8 @@ class ZeroEngine:
         return norm
 
     def _tainted(self) -> bool:
-        """Returns whether the step's last loss is not finite on any rank (`accumulate`); a collective."""
+        """Returns whether the loss of the step's last pass is not finite on any rank (see `accumulate`). Is a
+        collective."""
         return bool(self.all_reduce((~self._last_loss.isfinite()).float()))
 
     def all_reduce(self, values: Tensor) -> Tensor:
@@ -191,14 +194,14 @@ class ZeroEngine:
         return zero_parts(self._engine.optimizer, self.module, self.zero_stage, self.rank, averages)
 
     def release(self) -> None:
-        """Frees weights kept for a backward pass, and cached memory of the allocator."""
+        """Frees weights kept for a backward pass, and the allocator's cached memory."""
         if self.zero_stage == 3:
             self._engine.optimizer.empty_partition_cache()
         torch.cuda.empty_cache()
 
     def save_state(self, folder: Path) -> None:
         optimizer = self._engine.optimizer
-        if not optimizer.optimizer.state:  # no step was taken, for example by an actor that is still frozen
+        if not optimizer.optimizer.state:  # no step was taken, as for an actor that is still frozen
             make_state(optimizer, self.zero_stage, 0.0)
         if self._loss_scale is not None and self.rank == 0:
             self._loss_scale.save(folder)
@@ -224,10 +227,12 @@ class ZeroEngine:
 
 
 def set_leaves(deepspeed: Any, module: nn.Module) -> None:
-    """Marks modules whose weights are fetched together. These are layers, because DeepSpeed's Python work per
-    inner module takes longer than the collectives; and blocks with experts as modules, and blocks that
-    compute their tokens in parts, because the experts that run and the number of parts differ between ranks,
-    and fetching is a collective."""
+    """Marks the modules whose weights are fetched as a unit.
+
+    Layers are marked because DeepSpeed's Python work per inner module takes longer than the collectives.
+    Blocks whose experts are modules and blocks that compute their tokens in parts are marked because the
+    experts that run and the number of parts differ between ranks, and fetching is a collective.
+    """
     whole = {
         type(part) for part in module.modules() if isinstance(getattr(part, "experts", None), nn.ModuleList)
     }
@@ -249,9 +254,10 @@ def rank_device() -> torch.device:
 
 
 def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
-    """Returns DeepSpeed's settings for fetching (`_fetching`). For a model that may have been cut while it
-    was loaded, also does the work that DeepSpeed then skips: moves whole tensors to the device, weights in
-    the dtype of the cut ones. Without `keep`, also makes products keep no fetched weights."""
+    """Returns DeepSpeed's prefetch settings (`_fetching`). For a model that may have been sharded as it was
+    loaded, also does the work that DeepSpeed then skips: moves tensors that are still whole to the device,
+    and casts weights to the dtype of the sharded ones. Without `keep`, also stops matrix products from
+    holding on to fetched weights."""
     if not keep:
         library().zero.Init(module=nn.Module(), mem_efficient_linear=True)
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -262,9 +268,9 @@ def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
 
 
 def require_input_gradients(module: nn.Module) -> None:
-    """Makes the layers' inputs require a gradient, if gradients are enabled. DeepSpeed reduces the gradients
-    of a layer that is fetched as one when its input's gradient is computed, and above frozen embeddings the
-    first layer's input would have none."""
+    """Makes the layers' inputs require a gradient when gradients are enabled. For a layer that is fetched as
+    a unit, DeepSpeed reduces gradients when the gradient of its input is computed; above frozen embeddings
+    the first layer's input would have none."""
 
     def require(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         hidden = inputs[0] if inputs else named.get("hidden_states")
@@ -282,7 +288,7 @@ def require_input_gradients(module: nn.Module) -> None:
 
 
 def _small(module: nn.Module) -> bool:
-    """Returns whether all weights take at most `KEPT` of the GPU's memory."""
+    """Returns whether all weights together take at most the share `KEPT` of the GPU's memory."""
     memory = (
         torch.cuda.get_device_properties(rank_device()).total_memory if torch.cuda.is_available() else 2**37
     )
@@ -292,10 +298,10 @@ def _small(module: nn.Module) -> bool:
 def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
     """Returns DeepSpeed's prefetch settings. With `keep`, fetched weights are kept until they are needed
     again. Without it, DeepSpeed keeps up to 1e9 weights that a rank will soon need again on GPUs, and none on
-    CPUs, where ranks share a host's memory."""
+    CPUs, where ranks share the host's memory."""
     layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
     largest = max((sum(whole_size(weight) for weight in layer.parameters()) for layer in layers), default=0)
-    one_layer = max(50_000_000 if torch.cuda.is_available() else 1, largest)  # prefetches the next layer
+    one_layer = max(50_000_000 if torch.cuda.is_available() else 1, largest)  # fits the next layer
     fetching: dict[str, Any] = {
         "stage3_prefetch_bucket_size": one_layer,
         "reduce_bucket_size": min(500_000_000, one_layer),
@@ -312,8 +318,8 @@ def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def _layers(module: nn.Module) -> set[type[nn.Module]]:
-    """Returns the layers' classes; none if layers share weights, whose gradients are complete only after the
-    last layer."""
+    """Returns the classes of the layers, or none if layers share weights, since the gradients of shared
+    weights are complete only after the last layer."""
     layers = [
         part
         for _, part in module.named_modules(remove_duplicate=False)
@@ -324,7 +330,7 @@ def _layers(module: nn.Module) -> set[type[nn.Module]]:
 
 def split_blocks(module: nn.Module) -> list[nn.Module]:
     """Returns the blocks that compute their tokens in parts. Raises ValueError if they share weights, which
-    `_layers` excludes too."""
+    `_layers` does not allow either."""
     blocks = [part for _, part in module.named_modules(remove_duplicate=False) if is_split(part)]
     if _share_weights(blocks):
         raise ValueError(

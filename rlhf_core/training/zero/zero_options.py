@@ -1,5 +1,5 @@
-"""Builds DeepSpeed's configuration for an engine from alignflow's settings, which the recipe's `deepspeed`
-overrides."""
+"""Builds DeepSpeed's configuration for an engine from alignflow's settings; the recipe's `deepspeed`
+overrides them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rlhf_core.training.zero.loss_scale import FP16
 
 
 class ZeroOptions(NamedTuple):
-    """How an engine uses DeepSpeed besides sharding.
+    """How an engine uses DeepSpeed, apart from sharding.
 
-    `adam_offload`: the optimiser's state is in pinned host memory and its step runs on the CPU (ZeRO-Offload,
-    Ren et al. 2021). `param_offload`: with ZeRO-3, the shards of the weights are also in pinned host memory
-    until they are fetched (ZeRO-Infinity, Rajbhandari et al. 2021). `hpz_ranks`: number of neighbouring ranks
-    that share a second copy of the weights, sharded over them (hpZ of ZeRO++, Wang et al. 2023); 1: there is
-    none. `more`: the recipe's `deepspeed`. `sums_in_fp32`: bf16 gradients of the passes of a step are added
+    `adam_offload`: the optimiser keeps its state in pinned host memory and steps on the CPU (ZeRO-Offload,
+    Ren et al. 2021). `param_offload`: ZeRO-3 also keeps the shards of the weights in pinned host memory until
+    they are fetched (ZeRO-Infinity, Rajbhandari et al. 2021). `hpz_ranks`: number of neighbouring ranks that
+    share a second copy of the weights, sharded over them (hpZ of ZeRO++, Wang et al. 2023); 1: no second
+    copy. `more`: the recipe's `deepspeed`. `sums_in_fp32`: bf16 gradients of the passes in a step are summed
     in fp32.
     """
 
@@ -38,8 +38,8 @@ class ZeroOptions(NamedTuple):
 
 
 def options_of(config: Optimised, role: str, ranks: Ranks) -> ZeroOptions:
-    """Returns the options of a role of a stage. `role`: `actor`, `critic`, or any other name for the model of
-    a training stage."""
+    """Returns the options for one role of a stage. `role`: `actor`, `critic`, or any other name for the model
+    of a training stage."""
     return ZeroOptions(
         adam_offload=role in config.offloaded("adam"),
         param_offload=role in config.offloaded("param"),
@@ -58,7 +58,7 @@ def engine_config(
     on_gpu: bool,
     fetching: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns the configuration for `deepspeed.initialize`. `fetching`: settings for ZeRO-3's prefetches."""
+    """Returns the configuration for `deepspeed.initialize`. `fetching`: ZeRO-3's prefetch settings."""
     host = {"device": "cpu", "pin_memory": on_gpu}
     zero: dict[str, Any] = {
         "stage": zero_stage,
@@ -73,7 +73,8 @@ def engine_config(
     if options.hpz_ranks > 1 and zero_stage == 3:
         zero["zero_hpz_partition_size"] = options.hpz_ranks
     theirs = options.more.get(ZERO, {})
-    # Several options have two names, with and without stage3_: ours would override the recipe's.
+    # Several options have two names, with and without stage3_; without this, ours would override the
+    # recipe's.
     ours = {name: value for name, value in zero.items() if name.removeprefix("stage3_") not in theirs}
     sums = {"grad_accum_dtype": "fp32"} if options.sums_in_fp32 and dtype in HALF else {}
     return {
@@ -92,7 +93,7 @@ def engine_config(
 
 
 def unknown_options(deepspeed: Any, options: Mapping[str, Any]) -> list[str]:
-    """Describes the options of `deepspeed` that the installed DeepSpeed does not know, or refuses, one
+    """Describes the options in `deepspeed` that the installed DeepSpeed does not know or refuses, one
     sentence each."""
     asked = _Asked({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, **options})
     version = deepspeed.__version__
@@ -132,8 +133,8 @@ def _fields(deepspeed: Any) -> list[str]:
 
 
 class _Asked(dict[str, Any]):
-    """A configuration that records which keys DeepSpeed looks up, also inside blocks, because it silently
-    ignores others."""
+    """A configuration that records which keys DeepSpeed looks up, including those in nested blocks, because
+    DeepSpeed silently ignores unknown keys."""
 
     def __init__(self, content: Mapping[str, Any]):
         super().__init__(
@@ -158,7 +159,7 @@ class _Asked(dict[str, Any]):
     def keys(self) -> Any:  # `name in options.keys()` looks up a key too
         return KeysView(self)
 
-    def __iter__(self) -> Iterator[str]:  # otherwise Python passes `**options` on without calling `keys`
+    def __iter__(self) -> Iterator[str]:  # otherwise Python unpacks `**options` without calling `keys`
         return super().__iter__()
 
     def unread(self, path: str = "") -> Iterator[str]:

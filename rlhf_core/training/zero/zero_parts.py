@@ -1,7 +1,7 @@
-"""Finds this rank's parts of each trained weight and of its optimiser's state in a DeepSpeed engine.
+"""Finds, in a DeepSpeed engine, this rank's parts of each trained weight and of its optimiser state.
 
-Reads undocumented attributes of DeepSpeed's optimisers, as its own universal checkpoints do;
-tests/engines/test_zero_ranks.py checks whether an installed release still has them.
+Reads undocumented attributes of DeepSpeed's optimisers, as DeepSpeed's own universal checkpoints do;
+tests/engines/test_zero_ranks.py checks whether the installed release still has them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rlhf_core.training.state_files import KINDS, WeightPart
 
 
 class Fragment(NamedTuple):
-    """Elements of a weight, from `start` on: `length` elements of a flat fp32 tensor of the optimiser, from
-    `offset` on."""
+    """Locates part of a weight, starting at its element `start`: `length` elements of one of the optimiser's
+    flat fp32 tensors, starting at `offset`."""
 
     name: str
     start: int
@@ -30,7 +30,7 @@ class Fragment(NamedTuple):
 def zero_parts(
     optimizer: Any, module: nn.Module, stage: int, rank: int, averages: Sequence[Tensor] = ()
 ) -> Iterator[WeightPart]:
-    """Yields this rank's parts; their tensors are views. The optimiser must have a state. `averages`: the
+    """Yields this rank's parts, whose tensors are views. The optimiser must have a state. `averages`: the
     moving averages of its `flat_weights`, if there are any."""
     state = optimizer.optimizer.state
     average_of = dict(zip(flat_weights(optimizer, stage), averages, strict=False))
@@ -44,7 +44,7 @@ def zero_parts(
 
 
 def make_state(optimizer: Any, stage: int, steps: float) -> None:
-    """Gives the optimiser a state of zeros after `steps` steps, in the form that its first step would
+    """Gives the optimiser a zero state with `steps` steps counted, in the form that its first step would
     create."""
     for flat in flat_weights(optimizer, stage):
         fused = optimizer.optimizer.defaults["fused"]
@@ -60,7 +60,7 @@ def steps_of(optimizer: Any) -> float:
 
 
 def to_weights(optimizer: Any, stage: int) -> None:
-    """Rounds the optimiser's fp32 weights to the module's weights. Is a collective."""
+    """Rounds the optimiser's fp32 weights into the module's weights. Is a collective."""
     if stage < 3:
         optimizer.update_lp_params()
         return
@@ -76,15 +76,15 @@ def to_weights(optimizer: Any, stage: int) -> None:
 
 
 def drop_gradients(optimizer: Any, stage: int) -> None:
-    """Drops the gradients of a step that the optimiser refused: with Adam on the host, ZeRO-1 and 2 would add
-    the next step's gradients to them."""
+    """Drops the gradients of a step that the optimiser refused. With Adam on the host, ZeRO-1 and 2 would
+    otherwise add the next step's gradients to them."""
     if stage < 3:
         for group in optimizer.averaged_gradients:
             optimizer.averaged_gradients[group] = None
 
 
 def flat_weights(optimizer: Any, stage: int) -> list[Tensor]:
-    """Returns the flat fp32 tensors of the weights that this rank optimises."""
+    """Returns the flat fp32 tensors that hold the weights this rank optimises."""
     if stage == 3:
         return list(optimizer.fp32_partitioned_groups_flat)
     return [group["params"][0] for group in optimizer.optimizer.param_groups]
@@ -97,7 +97,7 @@ def _fragments(optimizer: Any, module: nn.Module, stage: int, rank: int) -> Iter
         for group, flat in zip(optimizer.fp16_groups, flats, strict=True):
             offset = 0
             for weight in group:
-                share = weight.ds_tensor.numel()  # includes padding, so it is equal on all ranks
+                share = weight.ds_tensor.numel()  # includes padding, so equal on all ranks
                 yield Fragment(
                     names[id(weight)],
                     rank * share,
@@ -109,7 +109,7 @@ def _fragments(optimizer: Any, module: nn.Module, stage: int, rank: int) -> Iter
         return
     for name, weight in module.named_parameters():
         here: Any = getattr(weight, "_hp_mapping", None) if weight.requires_grad else None
-        if here is not None:  # this rank holds a part of it
+        if here is not None:  # this rank holds part of the weight
             place = here.hp_fragment_address
             yield Fragment(
                 name, here.lp_fragment_address.start, flats[here.param_group_index], place.start, place.numel

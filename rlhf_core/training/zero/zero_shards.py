@@ -1,5 +1,5 @@
-"""Cuts a model over the ranks of a ZeRO-3 group while it is loaded (`models/weights/shards.py`), with
-DeepSpeed's own partitions, and runs a model that is not trained."""
+"""Shards a model over the ranks of a ZeRO-3 group as it is loaded (`models/weights/shards.py`), using
+DeepSpeed's own partitioning, and runs models that are not trained."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlhf_core.training.zero.zero_engine import join_group, library, prepared, r
 
 
 class ZeroShards:
-    """The ranks of this process's group. Rank 0 reads each large weight, and every rank keeps its part of it;
-    with `on_host` in (pinned) host memory."""
+    """Shards weights over the ranks of this process's group. Rank 0 reads each large weight, and every rank
+    keeps its part of it, with `on_host` in (pinned) host memory."""
 
     def __init__(self, dtype: str, on_host: bool = False):
         self._zero = library().zero
@@ -27,12 +27,12 @@ class ZeroShards:
 
     def cut(self, weight: nn.Parameter) -> None:
         if weight.is_floating_point():
-            # as DeepSpeed does with whole weights
+            # as DeepSpeed does for whole weights
             weight.data = weight.data.to(rank_device(), self._dtype).contiguous()
         holder = nn.Module()
-        # bypasses the hooks for registered weights, one of which calls this method
+        # bypasses the hooks for registering weights, one of which calls this method
         holder._parameters["weight"] = weight
-        # The engine decides, once the model's size is known, whether products fetch weights again.
+        # Once the model's size is known, the engine decides whether products fetch weights again.
         self._zero.Init(module=holder, mem_efficient_linear=False, **self._place)
 
     def gathered(
@@ -42,8 +42,8 @@ class ZeroShards:
 
 
 class FrozenZero:
-    """One rank of a model that was loaded with `ZeroShards` and is not trained: it fetches a layer's weights
-    during computation. All ranks must run equally many passes, none with a gradient."""
+    """One rank of a model that was loaded with `ZeroShards` and is not trained; it fetches each layer's
+    weights when they are needed. All ranks must run the same number of passes, none with gradients."""
 
     def __init__(self, module: nn.Module, dtype: str):
         self.module = module.eval().requires_grad_(False)
