@@ -1,5 +1,4 @@
-"""Defines the records that are passed between processes or written to files: frozen pydantic models.
-Torch-free."""
+"""Defines the records passed between processes or written to files, as frozen pydantic models. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ Rate = Annotated[float, Field(gt=0)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Off, No = (
     BeforeValidator(lambda value, word=word: word if value is False else value) for word in ("off", "no")
-)  # a mapping read as YAML 1.1, such as a deployment's parameter, has these words as False
+)  # in a mapping read as YAML 1.1, such as a deployment's parameters, these words become False
 
 
 def _is_a_name(value: str) -> str:
@@ -30,25 +29,25 @@ def _is_a_name(value: str) -> str:
 
 
 Variable = Annotated[str, AfterValidator(_is_a_name)]  # the name of an environment variable
-# as `json_schema_extra`: marks a switch that a deployment's runs may not change
+# for `json_schema_extra`: marks a switch that a deployment's runs may not change
 RECIPE_ONLY: dict[str, Any] = {"recipe_only": True}
 
 
 class NotInDigest:
-    """Marks a config field, `Annotated[TYPE, NotInDigest]`, whose value changes a stage's result only by
-    rounding and the random stream: it decides speed, memory, placement, patience or cadence. A new value
-    recomputes nothing, and a stage resumes with it."""
+    """Marks a config field, `Annotated[TYPE, NotInDigest]`, whose value affects a stage's result only through
+    rounding and the random stream, because it decides speed, memory, placement, patience or cadence. A new
+    value causes no recomputation, and a stage resumes with it."""
 
 
 class InDigestIfSet:
-    """Marks a config field, `Annotated[TYPE, InDigestIfSet]`, that decides a result and is in the digest only
-    if its value is not the default: adding the field recomputes nothing."""
+    """Marks a config field, `Annotated[TYPE, InDigestIfSet]`, that affects a result but enters the digest
+    only if its value is not the default, so that adding the field recomputes nothing."""
 
 
 class Frozen(BaseModel):
-    """Base of every record and config: immutable, and an unknown key is an error."""
+    """Base of every record and config: immutable, and unknown keys are errors."""
 
-    # defer_build: a process builds the validators of the few classes that it uses, not of all at import
+    # defer_build: a process builds the validators only of the few classes it uses, not of all at import
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants", defer_build=True
     )
@@ -66,15 +65,15 @@ Mistakes = TypeVar("Mistakes", bound=Callable[[Any], Iterator[str]])
 
 
 def check(mistakes: Mistakes) -> Mistakes:
-    """Marks a config method that yields a sentence for each mistake in its fields. All of them are reported
-    at once."""
+    """Marks a config method that yields a message for each mistake in its fields. All mistakes are reported
+    together."""
     mistakes.is_check = True  # type: ignore[attr-defined]
     return mistakes
 
 
 @cache
 def _checks(kind: type) -> tuple[str, ...]:
-    """Returns the names of the methods that `check` marks, base classes first."""
+    """Returns the names of the methods marked by `check`, base classes first."""
     marked = (
         name
         for base in reversed(kind.__mro__)
@@ -85,8 +84,8 @@ def _checks(kind: type) -> tuple[str, ...]:
 
 
 class Config(Frozen):
-    """Base of everything a recipe may contain. Infinity and NaN are rejected, and true is not 1, unless a
-    field has its own validator for it."""
+    """Base of everything a recipe may contain. Infinity and NaN are rejected, and so is true where a number
+    is expected, unless a field has its own validator for them."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -98,7 +97,7 @@ class Config(Frozen):
         for name in _checks(type(self)):
             try:
                 found.extend(getattr(self, name)())
-            except ValueError as error:  # from a check that raises, as other code also calls it
+            except ValueError as error:  # from a check that raises because other code calls it too
                 found.append(str(error))
         if found:
             raise ValueError("\n".join(dict.fromkeys(found)))
@@ -107,8 +106,8 @@ class Config(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _no_switch_for_a_number(cls, given: Any) -> Any:
-        """Turns true and false into text if a number belongs there. Pydantic would read them as 1 and 0, but
-        it rejects text."""
+        """Converts true and false to text where a number is expected. Pydantic would read them as 1 and 0,
+        but rejects text."""
         if not isinstance(given, dict):
             return given
         fields = [
@@ -131,7 +130,8 @@ def _as_text(value: Any) -> Any:
 
 
 def _holds_numbers(annotation: Any) -> bool:
-    """Returns whether a type is a number, or a union, tuple or Literal of numbers without a switch."""
+    """Returns whether a type is a number, or a union, tuple or Literal of numbers that does not allow true
+    and false."""
     parts = get_args(annotation)
     if get_origin(annotation) is Literal:
         return any(type(part) is int for part in parts)
@@ -161,11 +161,11 @@ class FileInfo(Frozen):
 
 
 class StageResult(Frozen):
-    """The result of a finished stage; `result.json`, written last.
+    """The result of a finished stage, written last, as `result.json`.
 
     `outputs` maps names (`checkpoint` for a model, `pairs` for a preference data set, `report` for an
     evaluation) to directories or files relative to the run directory; `files` is the manifest over all of
-    them. `seconds`: duration of the last attempt.
+    them. `seconds`: how long the last attempt took.
     """
 
     name: str
@@ -179,8 +179,8 @@ class StageResult(Frozen):
 
 
 class PreferencePair(Frozen):
-    """One row of a `pairs.jsonl`; `..._cut` is true if the length limit ended the answer. Chat messages are
-    `{"role": ..., "content": ...}`."""
+    """One row of a `pairs.jsonl`; `..._cut` is true if the length limit truncated that answer. Chat messages
+    are `{"role": ..., "content": ...}`."""
 
     prompt: tuple[dict[str, str], ...]
     chosen: str
@@ -192,7 +192,7 @@ class PreferencePair(Frozen):
 
 
 class ScoredAnswer(Frozen):
-    """One row of a preferences stage that makes no pairs: an answer and its unnormalised reward."""
+    """One row from a preferences stage that makes no pairs: an answer and its unnormalised reward."""
 
     prompt: tuple[dict[str, str], ...]
     response: str
@@ -210,8 +210,8 @@ POINTS: dict[str, float] = {"A>>B": 1.0, "A>B": 1.0, "A=B": 0.5, "B>A": 0.0, "B>
 
 
 class Game(Frozen):
-    """One verdict on two answers, in Arena-Hard's format. `score` names A and B in the order in which the
-    judge saw them; None: no verdict."""
+    """One verdict on two answers, in Arena-Hard's format. `score` refers to the answers as A and B, in the
+    order in which the judge saw them; None: no verdict."""
 
     score: Label | None
     judgment: dict[str, str]
@@ -219,7 +219,7 @@ class Game(Frozen):
 
 
 class Judgment(Frozen):
-    """One battle: two games on one question. In game 0 A is the baseline, in game 1 A is the model."""
+    """One battle: two games on one question. A is the baseline in game 0, and the model in game 1."""
 
     uid: str
     category: str
@@ -230,26 +230,28 @@ class Judgment(Frozen):
 
     @property
     def scores(self) -> tuple[float | None, float | None]:
-        """The model's score in each game, 0, 0.5 or 1; None if there is no verdict."""
+        """The model's score in each game, 0, 0.5 or 1; None for a game without a verdict."""
         first, second = (None if game.score is None else POINTS[game.score] for game in self.games)
         return None if first is None else 1 - first, second
 
     @property
     def score(self) -> float | None:
-        """The mean of the games with a verdict; None when there are none."""
+        """The mean over the games with a verdict; None if there are none."""
         played = [score for score in self.scores if score is not None]
         return sum(played) / len(played) if played else None
 
 
 class WinRate(Frozen):
-    """Win rate of one model against the baseline with its 95 % interval over questions (`mean_interval.py`).
+    """The win rate of one model against the baseline, with its 95 % interval over questions
+    (`mean_interval.py`).
 
     `win_rate`: the mean score of the games over questions; a tied game counts as half. `num_won`, `num_tied`,
-    `num_lost`: questions with a score above, of and below one half (None: a report of an older version).
-    `num_failed`: games without a verdict. `swap_consistency`: share of questions whose two games name the
-    same winner. `arena_score`: win rate that counts each strong verdict three times, as Arena-Hard does.
-    `length_controlled`: predicted win rate of answers as long as the baseline's, from a Bradley-Terry fit
-    with the length difference as a covariate, with its 95 % interval.
+    `num_lost`: the number of questions with a score above, equal to and below one half (None: the report
+    comes from an older version). `num_failed`: games without a verdict. `swap_consistency`: share of
+    questions whose two games name the same winner. `arena_score`: win rate in which each strong verdict
+    counts three times, as in Arena-Hard. `length_controlled`: predicted win rate if answers were as long as
+    the baseline's, from a Bradley-Terry fit with the length difference as a covariate, with its 95 %
+    interval.
     """
 
     model: str
@@ -282,8 +284,8 @@ class WinRate(Frozen):
 
 
 class StyleEffect(Frozen):
-    """Change in the log-odds of winning per typical (root mean square) difference in one style feature, with
-    a 95 % interval."""
+    """The change in the log-odds of winning per typical (root mean square) difference in one style feature,
+    with a 95 % interval."""
 
     feature: str
     effect: float
@@ -294,8 +296,8 @@ class StyleEffect(Frozen):
 class Judging(Frozen):
     """Counts of a judge's questions, games and requests. `failed`: games without a verdict.
 
-    Tokens are counted for all verdicts used, including cached ones; `requests` counts only those that the run
-    sent. `cost` is in US dollars, None when the prices are not known.
+    Tokens are counted for all verdicts used, including cached ones; `requests` counts only requests sent by
+    this run. `cost` is in US dollars, None when the prices are not known.
     """
 
     questions: int
@@ -308,12 +310,12 @@ class Judging(Frozen):
 
 
 class Answering(Frozen):
-    """How a remote model's answers were requested. `url`: the endpoint; `settings`: the sampling fields of
-    each request.
+    """How the answers of a remote model were requested. `url`: the endpoint; `settings`: the sampling fields
+    of each request.
 
-    Tokens are counted for all answers used, including stored ones; `requests` counts only those that the run
-    sent; `failed` counts questions without an answer. `cost` is in US dollars, None when the prices are not
-    known.
+    Tokens are counted for all answers used, including stored ones; `requests` counts only requests sent by
+    this run; `failed` counts questions without an answer. `cost` is in US dollars, None when the prices are
+    not known.
     """
 
     model: str
@@ -330,10 +332,10 @@ class Answering(Frozen):
 class EvalReport(Frozen):
     """The evaluation of all models of one recipe by one judge.
 
-    `right`: share of correct answers per model, with a rule judge. `mean_tokens`: of the answers;
-    `truncated`: share cut at the limit. `agreement`: share of battles in which another judge names the same
-    winner. `win_rates` are against the baseline, `against_parent` against the model each was trained from, if
-    that is not the baseline. `answering`: requests to each remote model.
+    `right`: share of correct answers per model, with a rule judge. `mean_tokens`: mean length of the answers;
+    `truncated`: share of answers truncated at the limit. `agreement`: share of battles in which another judge
+    names the same winner. `win_rates` compares models with the baseline, `against_parent` with the model that
+    each was trained from, unless that is the baseline. `answering`: requests to each remote model.
     """
 
     baseline: str
@@ -350,7 +352,7 @@ class EvalReport(Frozen):
 
 
 def keys_that_are_no_text(where: str, value: Any) -> Iterator[str]:
-    """Yields a sentence for each key in the mapping `value`, at any depth, that is not text, such as true or
+    """Yields a message for each key in the mapping `value`, at any depth, that is not text, such as true or
     1."""
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         if not isinstance(key, str):
@@ -362,8 +364,8 @@ def keys_that_are_no_text(where: str, value: Any) -> Iterator[str]:
 
 
 def in_key_order(value: Any) -> Any:
-    """Returns a JSON value with the keys of all its mappings sorted. Digests sort keys, so
-    what follows the order of keys must not depend on it: a template that writes a mapping, tasks in turn."""
+    """Returns a JSON value with the keys of all its mappings sorted. Digests sort keys, so nothing may depend
+    on the order of keys, such as a template that writes a mapping, or the order of tasks."""
     if isinstance(value, dict):
         return {key: in_key_order(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (list, tuple)):

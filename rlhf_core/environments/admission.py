@@ -1,5 +1,5 @@
-"""Decides how many episodes an environment process runs at once, so that episodes that end their process do
-not stop all others."""
+"""Decides how many episodes an environment process runs at once, so that episodes that crash the process do
+not stop all the others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import asyncio
 
 
 class Admission:
-    """Lets at most `most` episodes run at once, and fewer for some time after the process has died.
+    """Lets at most `most` episodes run at once, and fewer for a while after the process has died.
 
-    Additive increase and multiplicative decrease, like TCP's window (Chiu & Jain 1989): a death halves the
-    limit, down to one episode, which no other can end; every finished attempt adds one.
+    The limit changes by additive increase and multiplicative decrease, like TCP's window (Chiu & Jain 1989):
+    a death halves it, down to a single episode, which no other can take down; every finished attempt adds
+    one.
     """
 
     def __init__(self, most: int):
@@ -29,7 +30,7 @@ class Admission:
             self._changed.notify(max(0, self._limit - self._running))
 
     def died(self, episodes: int) -> None:
-        """Halves the limit. `episodes`: how many the process ran when it died."""
+        """Halves the limit. `episodes`: how many episodes the process was running when it died."""
         self._limit = max(1, min(self._limit, episodes) // 2)
 
     def finished(self) -> None:

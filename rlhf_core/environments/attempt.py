@@ -17,11 +17,11 @@ from rlhf_core.environments.trajectories.trajectory import Full
 from rlhf_core.rewards.reward_contract import bounded
 from rlhf_core.rollout.engine_contract import Sampling
 
-Mail = dict[str, Any] | Failed  # a line from the environment's process, or its end
+Mail = dict[str, Any] | Failed  # a line from the environment's process, or the reason why it ended
 
 
 class Clock:
-    """Counts the seconds of an environment's own time against `limit`."""
+    """Counts the seconds that the environment itself uses against `limit`."""
 
     def __init__(self, limit: float):
         self.limit = limit
@@ -36,8 +36,8 @@ class Clock:
 
 
 class EpisodeAttempt:
-    """One attempt at an episode. `number`: its ID in the environment's process. `seed`: seed of its
-    answers. `timeout`: the environment's own seconds, for messages."""
+    """One attempt at an episode. `number`: its ID in the environment's process. `seed`: the seed of its
+    answers. `timeout`: the environment's time limit in seconds, for messages."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class EpisodeAttempt:
         self._engines = engines
         self._requests = 0
         self._answering = dict[int, asyncio.Task[None]]()  # by call
-        self._held = list[dict[str, Any]]()  # requests that wait until others have released their tokens
+        self._held = list[dict[str, Any]]()  # requests that wait until others release their tokens
 
     async def run(self) -> list[float]:
-        """Returns the reward of each answer. Raises Failed. The engine stops answering if the environment
-        stops waiting for it."""
+        """Returns the reward of each answer. Raises Failed. If the environment stops waiting for an answer,
+        the engine stops generating it."""
         self._engine = self._engines.reserve()
         self._mailbox: asyncio.Queue[Mail] = asyncio.Queue()
         self._process.episodes[self._number] = self._mailbox
@@ -100,8 +100,8 @@ class EpisodeAttempt:
         self._process.send(start=self._number, task=task, messages=messages, seed=self._asked.shared)
 
     async def _next(self) -> Mail:
-        """Returns the next line of the environment. Its time counts only while no engine answers. Raises
-        Failed when its time is up, and the error of an engine."""
+        """Returns the next line from the environment, whose time counts only while no engine is answering.
+        Raises Failed when its time is up, and any error of an engine."""
         hearing = asyncio.create_task(self._mailbox.get())
         try:
             while not hearing.done():
@@ -121,13 +121,13 @@ class EpisodeAttempt:
             hearing.cancel()
 
     def _check_time(self) -> None:
-        if self._process.held() or self._process.ended:  # the mailbox will report whose fault it is
+        if self._process.held() or self._process.ended:  # the mailbox will report which episode is at fault
             self._clock.extend(2 * LOOK_SECONDS)
         elif self._clock.spent >= self._clock.limit:
             raise Failed(f"took more than {self._timeout:g} s (timeout)", late=True)
 
     def _collect_answered(self) -> None:
-        """Forgets the requests that are answered. Raises the error of one that failed."""
+        """Forgets requests that have been answered. Raises the error of a request that failed."""
         for call, task in list(self._answering.items()):
             if task.done():
                 del self._answering[call]
@@ -141,7 +141,8 @@ class EpisodeAttempt:
             self._begin(told)
 
     def _begin(self, told: dict[str, Any]) -> None:
-        """Sends a request to the engine. Holds one that does not fit beside those that wait for answers."""
+        """Sends a request to the engine. If the token limit leaves no room for it beside the requests being
+        answered, holds it back."""
         call = told["call"]
         try:
             tokens, room = self._trajectories.ask(call, told)
@@ -152,7 +153,7 @@ class EpisodeAttempt:
                 self._trajectories.cut(full.limit)
                 self._process.send(answer=self._number, call=call, limit=str(full))
             return
-        except Exception as error:  # the environment's messages do not fit the template, in some way
+        except Exception as error:  # the environment's messages do not fit the template for some reason
             if told["conversation"] == 0:
                 raise Failed(str(error)) from error
             self._process.send(answer=self._number, call=call, wrong=f"{type(error).__name__}: {error}")
@@ -169,8 +170,8 @@ class EpisodeAttempt:
         self._process.send(answer=self._number, call=call, **asdict(seen), message=message)
 
     def _drop(self, call: int) -> None:
-        """Aborts a request that nobody waits for. A conversation through `model.answer` cannot continue
-        without it, and reports that itself."""
+        """Aborts a request that nobody is waiting for. A `model.answer` conversation cannot continue without
+        its answer, so it is left to report that itself."""
         self._held = [told for told in self._held if told["call"] != call]
         task = self._answering.get(call)
         if task is not None and not self._trajectories.of_row(call):
@@ -188,14 +189,14 @@ class EpisodeAttempt:
         given = dict(zip(told["calls"], bounded(told["rewards"]), strict=True))
         try:
             return self._trajectories.rewarded({call: float(reward) for call, reward in given.items()})
-        except LookupError:  # a wait for an answer was cancelled
+        except LookupError:  # waiting for an answer was cancelled
             raise Failed(
                 "an answer came that nobody waited for: the environment cancelled model.answer()"
             ) from None
 
 
 def _ends(hearing: asyncio.Task[Mail]) -> bool:
-    """Returns whether the line that came ends the attempt anyway."""
+    """Returns whether the line just received ends the attempt anyway."""
     if not hearing.done():
         return False
     told = hearing.result()

@@ -1,9 +1,9 @@
-"""Gives a user's environment one conversation with the model. Runs in an environment process. Standard
-library only.
+"""Gives a user's environment a conversation with the model. Runs in an environment process and uses only the
+standard library.
 
-An environment is a class with `async def rollout(self, task, model)`: `task` has all columns of a row of the
-prompts, `model` is a `Conversation` that begins with the row's prompt. It returns the final reward as a
-number, or None if `model.reward` gave all rewards.
+An environment is a class with `async def rollout(self, task, model)`. `task` has all columns of a row of the
+prompts; `model` is a `Conversation` that starts with the row's prompt. It returns the final reward as a
+number, or None if all rewards were given through `model.reward`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rlhf_core.environments.joined_calls import JoinedCalls, Message
 
 class LimitReached(Exception):
     """Reports that the conversation has used up its turns or tokens. A rollout that does not catch it ends
-    with the rewards so far."""
+    with the rewards given so far."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Describes a tool call in an answer. If its arguments cannot be parsed, `arguments` is empty and `wrong`
-    has the reason. `id` is for `tool_call_id`."""
+    """A tool call in an answer. If its arguments cannot be parsed, `arguments` is empty and `wrong` explains
+    why. `id` is the value to send back as `tool_call_id`."""
 
     name: str
     arguments: dict[str, Any]
@@ -34,8 +34,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds an answer of the model. `text`: without calls and control tokens. `finished`: False if a token
-    limit cut it. `prompt_tokens`, `tokens`: the numbers of tokens before it and in it."""
+    """An answer from the model. `text`: without tool calls and control tokens. `finished`: False if a token
+    limit truncated the answer. `prompt_tokens`, `tokens`: the number of tokens before the answer and in
+    it."""
 
     text: str
     finished: bool
@@ -45,11 +46,11 @@ class Answer:
 
 
 class Conversation:
-    """Represents a conversation with the model. `messages`: all messages so far. `turns`: the number of
-    answers since the prompt.
+    """A conversation with the model. `messages`: all messages so far. `turns`: the number of answers since
+    the prompt.
 
-    `random` is seeded from the run, the iteration and the prompt. It is the same for all answers to one
-    prompt, since these are compared.
+    `random` is seeded by the run, the iteration and the prompt. All answers to a prompt share the seed,
+    because they are compared with each other.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class Conversation:
         seed: int,
         ask: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
     ):
-        """`ask` sends a request: the new messages, the number of their conversation and, for one that this
-        request begins, its tools or what it forks (`CallPlace`)."""
+        """`ask` sends a request: the new messages, the number of their conversation and, if the request
+        starts that conversation, its tools or the conversation that it forks (`CallPlace`)."""
         self.messages = list(messages)
         self.turns = 0
         self.rewards = list[float]()
-        self.answered = list[int]()  # the calls that `rewards` belong to
+        self.answered = list[int]()  # the calls that `rewards` refer to
         self.rewarded = False
         self.random = random.Random(seed)
         self._ask = ask
@@ -71,7 +72,8 @@ class Conversation:
         self._calls = JoinedCalls()
 
     async def answer(self, *new: str | Message) -> Answer:
-        """Adds messages (a string is a user message) and returns the model's answer. Raises LimitReached."""
+        """Adds messages (a string becomes a user message) and returns the model's answer. Raises
+        LimitReached."""
         if self.turns and not new:
             raise ValueError("model.answer() without a message, after an answer: say something to it")
         added = [
@@ -100,10 +102,12 @@ class Conversation:
     async def complete(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), most: int | None = None
     ) -> Answer:
-        """Returns the model's answer to a whole list of messages in the form of OpenAI's chat completions, at
-        most `most` tokens. A list that begins with an earlier one and its answer continues that conversation;
-        any other begins one (`joined_calls`). Several calls may wait at once, and may be cancelled. Raises
-        LimitReached, and ValueError for wrong messages."""
+        """Returns the model's answer to a complete list of messages in OpenAI's chat completions format.
+
+        `most`: the maximum number of tokens in the answer. A list that starts with an earlier list and its
+        answer continues that conversation; any other starts a new one (`joined_calls`). Calls may overlap and
+        may be cancelled. Raises LimitReached, and ValueError for invalid messages.
+        """
         place = self._calls.place(messages, list(tools))
         request = {"ask": place.new, "conversation": place.conversation.number, "fork": place.fork}
         reply = await self._ask(request | {"tools": list(tools), "most": most})
@@ -127,7 +131,7 @@ class Conversation:
         return Answer(reply["text"], reply["finished"], calls, reply["prompt_tokens"], reply["tokens"])
 
     def reward(self, value: float) -> None:
-        """Adds to the reward of the last answer."""
+        """Adds `value` to the reward of the last answer."""
         if not self.turns:
             raise ValueError("model.reward() before the first answer: ask first")
         self.rewards[-1] += float(value)

@@ -1,8 +1,8 @@
 """Runs one episode of an environment with made-up answers, so that a bug in it is reported before any engine
 starts.
 
-As for reward functions (`rlhf_core.rewards.reward_trial`), only an error that occurs in every episode ends
-the stage.
+As for reward functions (`rlhf_core.rewards.reward_trial`), the stage ends only on an error that would occur
+in every episode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling, answer_of
 
 
 class MadeUpAnswers:
-    """Replaces the engines: returns the same answer to every request."""
+    """Stands in for the engines and returns the same answer to every request."""
 
     def __init__(self, renderer: Renderer, text: str):
         self._tokens = list(renderer.answer_tokens([], text).tokens)
@@ -37,7 +37,7 @@ def try_environment(
     config: Environment, episodes: Episodes, background: Background, prompt: Prompt, renderer: Renderer
 ) -> None:
     """Runs one episode. Prints a warning if it fails or takes too long. Raises ValueError if the
-    environment's code fails for every answer."""
+    environment's code fails whatever the answer."""
     answers = MadeUpAnswers(renderer, made_up_answer(prompt.row))
     sampling = Sampling(n=1, temperature=1.0, max_new_tokens=1, stop_token_ids=())
     try:

@@ -1,14 +1,14 @@
 """Runs a user's environment, many episodes at once: `python -m rlhf_core.environments.environment_worker FILE
 CLASS OPTIONS MARK`.
 
-Both sides write lines of JSON. The worker's first line reports that the class is loaded, with its tools, or
-why it is not. Then, for each episode:
+Both sides write lines of JSON. The worker's first line reports either that the class is loaded, with its
+tools, or why it could not be loaded. Then, for each episode:
 
     in   {"start": ID, "task": {...}, "messages": [...], "seed": N}
          {"answer": ID, "call": N, ...}
          {"cancel": ID}
     out  {"id": ID, "call": N, "ask": [messages], ...}, like `Conversation`'s requests
-         {"id": ID, "call": N, "drop": true}, if nobody waits for the answer any more
+         {"id": ID, "call": N, "drop": true}, if nobody is waiting for the answer any longer
          {"id": ID, "rewards": [...], "calls": [N, ...]}
          {"id": ID, "error": "...", "place": "...", "certain": ...}, like `UsersError`
 
@@ -46,14 +46,14 @@ episode_now: contextvars.ContextVar[int] = contextvars.ContextVar("episode_now",
 
 
 def end_if_forked() -> None:
-    """Ends a process forked by the environment's code: only the worker continues episodes and writes to the
-    parent."""
+    """Ends a process forked by the environment's code, because only the worker may continue episodes and
+    write to the parent."""
     if os.getpid() != WORKER:
         os._exit(0)
 
 
 class Marked(Coroutine[Any, Any, Any]):
-    """Runs a coroutine and records on the shared page which episode each step belongs to."""
+    """Runs a coroutine, recording on the shared page which episode each of its steps belongs to."""
 
     steps = 0
 
@@ -88,7 +88,7 @@ class Marked(Coroutine[Any, Any, Any]):
 
 
 def load(file: Path, name: str, options: dict[str, Any]) -> Any:
-    """Creates the environment, which can import modules beside its file. Raises ValueError when this
+    """Creates the environment, which may import modules from its file's folder. Raises ValueError when this
     fails."""
     kind = getattr(users_module(file, "environment"), name, None)
     if not inspect.isclass(kind) or not inspect.iscoroutinefunction(getattr(kind, "rollout", None)):
@@ -99,7 +99,7 @@ def load(file: Path, name: str, options: dict[str, Any]) -> Any:
     try:
         return kind(**options)
     except Exception as error:
-        if file.parent == SHIPPED and isinstance(error, TypeError | ValueError):  # says what to correct
+        if file.parent == SHIPPED and isinstance(error, TypeError | ValueError):  # explains how to fix it
             raise ValueError(f"environment: {error}") from error
         told = users_error(error, file, kind.__init__).text
         raise ValueError(
@@ -169,15 +169,15 @@ class EpisodeRunner:
             Exception,
             SystemExit,
             KeyboardInterrupt,
-        ) as error:  # any error of the user's code is one failed attempt
+        ) as error:  # any error in the user's code makes the attempt fail
             told = self._told(error)
             self.say(id=number, error=shortened(told.text), place=told.place, certain=told.certain)
         finally:
             self._running.pop(number, None)
 
     def _told(self, error: BaseException) -> UsersError:
-        """Describes an error, with its line in the user's code: the environment, or what it calls, which it
-        names as `users_function` (None: a command)."""
+        """Describes an error, with its line in the user's code: that of the environment, or of the function
+        it calls, which it names in `users_function` (None: a command)."""
         called = getattr(self._environment, "users_function", self._environment.rollout)
         if called is None:
             return users_error(error, Path())
@@ -186,13 +186,13 @@ class EpisodeRunner:
 
 
 def shortened(text: str) -> str:
-    """Shortens a text to at most 500 characters. Keeps the end, which has the line of an error."""
+    """Shortens a string to at most 500 characters. Keeps the end, which contains the line of an error."""
     return text if len(text) <= 500 else f"{text[:250]} ... {text[-245:]}"
 
 
 def rewards_of(model: Conversation, final: Any, whole: bool) -> list[float]:
-    """Returns the reward of each answer; the last one includes the return value of `rollout`. `whole`: no
-    limit ended the rollout. Raises ValueError if there is no valid reward."""
+    """Returns the reward of each answer; the last one includes the return value of `rollout`. `whole`:
+    whether the rollout ended without hitting a limit. Raises ValueError if there is no valid reward."""
     if not model.turns:
         raise ValueError("rollout() ended without an answer of the model")
     if whole and final is None and not model.rewarded:
@@ -209,7 +209,7 @@ def rewards_of(model: Conversation, final: Any, whole: bool) -> list[float]:
 
 
 async def main(file: str, name: str, options: str, mark: int) -> None:
-    """Serves until stdin ends."""
+    """Serves until stdin is closed."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -233,7 +233,7 @@ async def main(file: str, name: str, options: str, mark: int) -> None:
         return
     while line := await lines.readline():
         episodes.hear(json.loads(line))
-    os.killpg(0, signal.SIGKILL)  # includes what the environment has started; does not wait for its threads
+    os.killpg(0, signal.SIGKILL)  # kills everything it has started, without waiting for its threads
 
 
 def end_group_with(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""Defines what an episode is: its request, its result, and the engines that it asks."""
+"""Defines an episode: its request, its result, and the engines that answer it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 
 @dataclass(frozen=True)
 class Episode:
-    """Holds a finished episode. `rewards`: one per answer, empty if all attempts failed; `failure` then has
-    the reason for the last failure. `attempts`: their number. `seconds`: the environment's own time in the
-    last attempt."""
+    """A finished episode. `rewards`: one per answer, or empty if all attempts failed; `failure` is then the
+    reason why the last one failed. `attempts`: how many attempts were made. `seconds`: the environment's own
+    time in the last attempt."""
 
     trajectory: JoinedTrajectories
     rewards: list[float]
@@ -24,8 +24,8 @@ class Episode:
 
 
 class EpisodeRequest(NamedTuple):
-    """Describes an episode to run: the prompt, the seed of its answers, and the seed shared by all answers to
-    this prompt."""
+    """An episode to run: the prompt, the seed of its answers, and the seed shared by all answers to this
+    prompt."""
 
     prompt: Prompt
     seed: int
@@ -33,7 +33,7 @@ class EpisodeRequest(NamedTuple):
 
 
 class EnginePool(Protocol):
-    """Defines the interface of engines that answer single requests (`rlhf_core.rollout.dispatch.Engines`)."""
+    """The interface of engines that answer single requests (`rlhf_core.rollout.dispatch.Engines`)."""
 
     def reserve(self) -> int: ...
 

@@ -1,8 +1,8 @@
-"""Runs episodes: conversations between a user's environment and the engines, many at once.
+"""Runs episodes, which are conversations between a user's environment and the engines, many at once.
 
 An attempt that fails (the environment raises, hangs, returns no number, or ends its process) is restarted
-with other random numbers. An episode that has used up its attempts has no reward (never 0) and is counted. If
-all episodes fail with the same error in the environment's code, the work ends.
+with different random numbers. An episode that has used up its attempts has no reward (never 0) and is
+counted. If all episodes fail with the same error in the environment's code, the stage ends.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine_contract import Sampling
 
-ENOUGH = 4  # number of failing episodes, all with the same error, after which it is taken to affect all
-# process deaths that an episode not known to be guilty survives before they count as failed attempts
+ENOUGH = 4  # number of episodes that must fail with the same error before it is assumed to affect all of them
+# process deaths not known to be an episode's fault that it survives before they count as failed attempts
 DEATHS = 10
 
 
@@ -56,9 +56,9 @@ class Episodes:
         self._starting = [asyncio.Lock() for _ in self._processes]
         self._asked = 0
         self._started = itertools.count()
-        self._finished = False  # an attempt has finished
+        self._finished = False  # whether any attempt has finished
         self._failing = set[int]()  # episodes with a failed attempt
-        self._raised = set[str]()  # the places of the errors that made attempts fail
+        self._raised = set[str]()  # where the errors that made attempts fail were raised
         self._admissions = [Admission(config.concurrency) for _ in self._processes]
         try:
             self._tools = background.run(self._process(0)).tools
@@ -69,7 +69,8 @@ class Episodes:
 
     async def run(self, asked: Sequence[EpisodeRequest], sampling: Sampling) -> list[Episode]:
         """Runs episodes and returns them in the order of `asked`. Raises RoleFailed when an engine fails or
-        makes no progress; a dead engine is restarted and asked again. Raises ValueError like `_check`."""
+        makes no progress; an engine that has died is restarted and its requests are repeated. Raises the same
+        ValueError as `_check`."""
         self._asked += len(asked)
         tasks = [asyncio.create_task(self._episode(one, sampling)) for one in asked]
         try:
@@ -116,7 +117,7 @@ class Episodes:
         return self._calls
 
     async def try_once(self, prompt: Prompt, sampling: Sampling, engines: EnginePool, seconds: float) -> None:
-        """Runs one episode with the answers of `engines`. Raises Failed when the environment fails,
+        """Runs one episode with answers from `engines`. Raises Failed when the environment fails, and
         TimeoutError after `seconds`."""
         clock = Clock(self._config.timeout)
         attempt = self._attempt(
@@ -131,7 +132,7 @@ class Episodes:
         await asyncio.wait_for(attempt, seconds)
 
     def _check(self, episode: int, failed: Failed) -> None:
-        """Records a failed attempt. Raises ValueError when all episodes so far have failed with the same
+        """Records a failed attempt. Raises ValueError when every episode so far has failed with the same
         error in the environment's code."""
         self._failing.add(episode)
         self._raised.add(failed.place)
@@ -163,7 +164,7 @@ class Episodes:
         return rewards
 
     async def _process(self, which: int) -> Process:
-        """Returns a process, after starting it if it is not running."""
+        """Returns a process, starting it if it is not running."""
         async with self._starting[which]:
             process = self._processes[which]
             if process is None or process.ended:

@@ -1,4 +1,4 @@
-"""Runs the episodes of several environments: each prompt's in the one that its row names."""
+"""Runs the episodes of several environments, each prompt's in the environment that its row names."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlhf_core.rollout.engine_contract import Sampling
 
 
 class EpisodesByRow:
-    """Holds the episodes of each environment, by its name."""
+    """Holds the episodes of each environment, keyed by its name."""
 
     def __init__(self, members: Mapping[str, Episodes]):
         self._members = members
 
     async def run(self, asked: Sequence[EpisodeRequest], sampling: Sampling) -> list[Episode]:
-        """Runs episodes, of all environments at once, and returns them in the order of `asked`. Raises like
-        `Episodes.run`."""
+        """Runs episodes of all environments at once, and returns them in the order of `asked`. Raises the
+        same errors as `Episodes.run`."""
         shares: dict[str, list[int]] = {}
         for place, request in enumerate(asked):
             shares.setdefault(request.prompt.row[ENVIRONMENT], []).append(place)

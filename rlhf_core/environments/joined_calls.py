@@ -1,10 +1,10 @@
-"""Finds which conversation a call with a whole list of messages continues. Runs in an environment process.
-Standard library only.
+"""Finds the conversation that a call with a complete list of messages continues. Runs in an environment
+process and uses only the standard library.
 
-Clients of OpenAI's protocols send all messages each time. A call whose messages begin with those of an
-earlier call and its answer, and that has the same tools, continues that conversation: its tokens stay as they
-were sampled. If the conversation has continued since then, or an answer in it has not arrived yet, the call
-forks it. Any other call begins a conversation.
+Clients of OpenAI's protocols send the complete list every time. A call continues a conversation if its
+messages start with those of an earlier call and its answer, and it has the same tools; the tokens then stay
+as they were sampled. If the conversation has meanwhile continued, or one of its answers has not arrived yet,
+the call forks it. Any other call starts a conversation.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
-DEEPEST = 64  # levels of JSON in tools and arguments of calls
+DEEPEST = 64  # nesting levels of the JSON in tools and call arguments
 ROLES = {"developer": "system", "function": "tool"}  # older or newer names
 
 
 @dataclass
 class KnownConversation:
-    """A conversation: its messages so far, in the form in which they are compared, and their number up to
-    each answer. `open`: no call waits for its next answer, and none was given up."""
+    """A conversation: its messages so far, in normalised form for comparison, and the number of messages up
+    to each answer. `open`: False while a call waits for the next answer, and after an answer was given up."""
 
     number: int
     tools: Sequence[Any]
@@ -34,7 +34,7 @@ class KnownConversation:
 
 class CallPlace(NamedTuple):
     """Where a call belongs: its conversation, the messages to add, and the conversation and number of answers
-    that it forks, if it does."""
+    that it forks, if any."""
 
     conversation: KnownConversation
     new: list[Message]
@@ -42,15 +42,15 @@ class CallPlace(NamedTuple):
 
 
 class JoinedCalls:
-    """Knows the conversations of one episode. Number 0 is the one of `model.answer`."""
+    """Keeps track of the conversations of one episode. Number 0 is the conversation of `model.answer`."""
 
     def __init__(self) -> None:
         self._known = list[KnownConversation]()
         self._numbers = itertools.count(1)
 
     def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> CallPlace:
-        """Returns the place of a call, and closes its conversation until `answered`. Raises ValueError for
-        messages that are not a conversation waiting for an answer."""
+        """Returns the place of a call, and closes its conversation until `answered` is called. Raises
+        ValueError if the messages are not a conversation waiting for an answer."""
         asked = [plain_message(message) for message in messages]
         if not asked or asked[-1]["role"] == "assistant":
             raise ValueError("the messages need a last one that is not the assistant's")
@@ -69,13 +69,13 @@ class JoinedCalls:
         return CallPlace(conversation, new, (known.number, answers))
 
     def answered(self, conversation: KnownConversation, message: Message) -> None:
-        """Adds the answer to the conversation's call, which the client has received."""
+        """Adds an answer that the client has received to its conversation."""
         conversation.compared.append(_compared(plain_message(message)))
         conversation.ends.append(len(conversation.compared))
         conversation.open = True
 
     def refused(self, place: CallPlace) -> None:
-        """Takes back a call that was not answered, so that another one may continue its conversation."""
+        """Withdraws a call that was not answered, so that another may continue its conversation."""
         conversation = place.conversation
         if place.fork or not conversation.ends:
             self._known.remove(conversation)
@@ -93,8 +93,8 @@ class JoinedCalls:
     def _longest(
         self, asked: list[Message], compared: list[Any], tools: Sequence[Any]
     ) -> tuple[KnownConversation, int] | None:
-        """Returns the conversation, and the number of its answers, that the messages continue furthest; among
-        equals, the one that can be continued without a fork."""
+        """Returns the conversation that shares the most messages with the request, and the number of its
+        answers that are shared; among equals, one that can be continued without a fork."""
         best: tuple[KnownConversation, int] | None = None
         longest = (0, False)
         for known in self._known:
@@ -112,8 +112,8 @@ class JoinedCalls:
 
 
 def _compared(message: Message) -> list[Any]:
-    """Returns what makes two messages the same. Clients may strip an answer's text, or leave out a call's
-    ID."""
+    """Returns the parts of a message that decide whether two messages are equal. Clients may strip whitespace
+    from an answer's text, or omit a call's ID."""
     calls = [
         (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
     ]
@@ -121,9 +121,9 @@ def _compared(message: Message) -> list[Any]:
 
 
 def plain_message(message: Message) -> Message:
-    """Returns a message of OpenAI's chat completions in the form that chat templates read: role, content as
-    one text, calls with their arguments as an object. Raises ValueError for anything that is not such a
-    message, or has parts that are not text."""
+    """Converts an OpenAI chat completions message to the form that chat templates read: role, content as one
+    string, and tool calls with their arguments as an object. Raises ValueError if it is not such a message,
+    or has parts that are not text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message is an object with a role and a content, not {message!r:.80}")
     plain: Message = {"role": ROLES.get(message["role"], message["role"]), "content": _text(message)}
@@ -163,7 +163,7 @@ def _plain_call(call: Any) -> dict[str, Any]:
 
 
 def check_depth(value: Any) -> None:
-    """Raises ValueError for lists and objects that are nested more than `DEEPEST` levels deep."""
+    """Raises ValueError for lists and objects nested more than `DEEPEST` levels deep."""
     level = [value]
     for _ in range(DEEPEST):
         inner = [part for part in level if isinstance(part, dict | list | tuple)]

@@ -1,5 +1,5 @@
-"""Starts the process of an environment (`environment_worker.py`), and detects which episode ended it or
-blocked all others."""
+"""Starts an environment's process (`environment_worker.py`), and detects which episode crashed it or blocked
+all the others."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rlhf_core.system.processes import child_environment, how_ended, kill_group
 LOOK_SECONDS = 0.25
 LONGEST_LINE = 2**26  # bytes
 START_SECONDS = 120.0
-ENDING_SECONDS = 5.0  # how long a process that has closed its output may take to end
+ENDING_SECONDS = 5.0  # how long a process may take to end once it has closed its output
 
 
 class Failed(Exception):
-    """Reports why an attempt at an episode failed. `guilty`: the episode itself caused it, as far as is
-    known. `late`: its time was up. `place`, `certain`: as in `UsersError`."""
+    """Reports why an attempt at an episode failed. `guilty`: whether the episode itself caused it, as far as
+    is known. `late`: whether its time was up. `place`, `certain`: as in `UsersError`."""
 
     def __init__(
         self, reason: str, guilty: bool = True, late: bool = False, place: str = "", certain: bool = False
@@ -37,11 +37,10 @@ class Failed(Exception):
 
 
 class Process:
-    """Represents one process of an environment. `seconds`: how long one step of an episode may block the
-    others.
+    """One process of an environment. `seconds`: how long one step of an episode may block the others.
 
     Created by `start`. `tools`: JSON schemas of the environment's tools. `episodes`: the mailbox of each
-    running episode. `episodes_at_end`: the number of episodes running when the process ended.
+    running episode. `episodes_at_end`: the number of episodes that were running when the process ended.
     """
 
     def __init__(
@@ -59,14 +58,14 @@ class Process:
         self.ended = False
         self.episodes_at_end = 0
         self._blocked = False
-        self._held = (-1, 0.0)  # the episode whose step is running, and since when
+        self._held = (-1, 0.0)  # the episode being stepped, and since when
         self._work = [asyncio.create_task(self._read()), asyncio.create_task(self._look())]
 
     @classmethod
     async def start(
         cls, file: str, name: str, options: dict[str, Any], seconds: float, sandbox: str
     ) -> Process:
-        """Starts a process. Raises ValueError when it cannot create the environment."""
+        """Starts a process. Raises ValueError when the process cannot create the environment."""
         descriptor = os.memfd_create("alignflow-episode")
         try:
             os.ftruncate(descriptor, PAGE.size)
@@ -113,14 +112,14 @@ class Process:
         return cls(process, page, seconds, ready["tools"])
 
     def send(self, **line: Any) -> None:
-        """Sends a line. Drops it when the process has ended: the mailboxes of its episodes then hold
+        """Sends a line. Drops it if the process has ended, in which case the mailboxes of its episodes hold
         `Failed`."""
         assert self._process.stdin is not None
         if not self.ended:
             self._process.stdin.write(json.dumps(line, default=str).encode() + b"\n")
 
     def _running(self) -> tuple[int, int]:
-        """Returns the episode whose step is running (-1: none), and the step counter."""
+        """Returns the episode being stepped (-1: none), and the step counter."""
         episode, steps = PAGE.unpack_from(self._page, 0)
         return episode - 1, steps
 
@@ -133,7 +132,7 @@ class Process:
             except (
                 ValueError,
                 RecursionError,
-            ):  # an endless line, or not JSON: something else writes to the descriptor
+            ):  # a line that never ends, or not JSON: something else writes to the descriptor
                 told = None
             if told is None:
                 break
@@ -150,7 +149,7 @@ class Process:
             mailbox.put_nowait(Failed(reason, own or guilty < 0, late=own and self._blocked))
 
     async def _ending(self) -> str:
-        """Waits for the end of a process that has stopped writing, kills what it has started, and returns a
+        """Waits for a process that has stopped writing to end, kills everything it has started, and returns a
         description of how it ended."""
         try:
             ending = how_ended(await asyncio.wait_for(self._process.wait(), ENDING_SECONDS))

@@ -1,8 +1,8 @@
-"""Runs a program in a bubblewrap sandbox (Debian package `bubblewrap`): no network, a read-only system, an
-empty home, no environment variables.
+"""Runs a program in a bubblewrap sandbox (Debian package `bubblewrap`) with no network, a read-only system,
+an empty home and no environment variables.
 
-Its time, memory and output are limited, and a system call filter prevents it from starting processes. It dies
-with its parent. Standard library only; environments may use it for their own tools.
+Its time, memory and output are limited, and a system call filter stops it from starting processes. It dies
+with its parent. Uses only the standard library; environments may run their own tools with it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SECONDS = 10.0
 MEMORY_MIB = 512
 OUTPUT_BYTES = 16384
 
-# By architecture: audit number, clone, clone3, and the calls that are always refused: fork, vfork, those that
-# allocate memory outside the limit (memfd_create, shmget), and those that give rights in a new namespace and
-# thereby kernel memory (unshare, setns).
+# By architecture: audit number, clone, clone3, and the calls that are always refused: fork and vfork;
+# memfd_create and shmget, which allocate memory outside the limit; unshare and setns, which grant rights in a
+# new namespace and thereby kernel memory.
 CALLS = {
     "x86_64": (0xC000003E, 56, 435, (57, 58, 319, 29, 272, 308)),
     "aarch64": (0xC00000B7, 220, 435, (279, 194, 97, 268)),
 }
-X32 = 0x40000000  # from this number on, calls belong to x86-64's x32 interface
+X32 = 0x40000000  # calls numbered from here up belong to x86-64's x32 interface
 OPEN_FILES = 64
-OPEN_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8"}  # without sandbox: no keys
+OPEN_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8"}  # without a sandbox: no secrets
 CLONE_THREAD = 0x10000
 LOAD = 0x20
 EQUAL = 0x15
@@ -55,7 +55,7 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 class Output(NamedTuple):
-    """Holds a program's output, cut to the limit, and its exit code; None if the time limit ended it."""
+    """A program's output, truncated to the limit, and its exit code; None if the time limit ended it."""
 
     text: str
     code: int | None
@@ -63,8 +63,8 @@ class Output(NamedTuple):
 
 @cache
 def available() -> bool:
-    """Returns whether bubblewrap is installed and works here; tested once. Containers may forbid user
-    namespaces."""
+    """Returns whether bubblewrap is installed and works here, which is tested once. Containers may forbid
+    user namespaces."""
     if shutil.which("bwrap") is None or platform.machine() not in CALLS:
         return False
     with tempfile.TemporaryFile() as rules:
@@ -94,9 +94,9 @@ async def run(
     with_stderr: bool = True,
     readable: Sequence[str] = (),
 ) -> Output:
-    """Runs a command and returns its output on stdout and, unless told otherwise, stderr. Runs at most
-    max(2, CPUs) commands at once. `readable`: further folders that it may read. Raises RuntimeError if the
-    recipe asks for a sandbox and none is available."""
+    """Runs a command and returns its stdout and, by default, its stderr. At most max(2, CPUs) commands run at
+    once. `readable`: additional folders that it may read. Raises RuntimeError if the recipe asks for a
+    sandbox and none is available."""
     loop = asyncio.get_running_loop()
     async with _turns.setdefault(loop, asyncio.Semaphore(max(2, os.cpu_count() or 1))):
         async with opened(command, seconds, memory_mib, with_stderr, readable=readable) as process:
@@ -106,7 +106,8 @@ async def run(
 async def output_of(
     process: asyncio.subprocess.Process, stdin: str, seconds: float, output_bytes: int
 ) -> Output:
-    """Returns the output of a program that `opened` started and kills. `seconds`: by the clock."""
+    """Returns the output of a program that `opened` has started and will kill. `seconds`: wall-clock
+    limit."""
     written = bytearray()
     late = False
     try:
@@ -116,7 +117,7 @@ async def output_of(
     text = bytes(written[:output_bytes]).decode(errors="replace")
     if late:
         return Output(text, None)
-    killed = -signal.SIGKILL  # it printed too much and still runs
+    killed = -signal.SIGKILL  # it has printed too much and is still running
     return Output(text, killed if process.returncode is None else process.returncode)
 
 
@@ -129,10 +130,10 @@ async def opened(
     longest_line: int = 1 << 16,
     readable: Sequence[str] = (),
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Starts a command, for a caller that writes to its stdin and reads its stdout, in lines of at most
-    `longest_line` bytes. Kills it at the end of the block. `seconds`: of CPU time; the caller limits the
-    rest. `readable`: further folders that it may read. Raises RuntimeError if the recipe asks for a sandbox
-    and none is available."""
+    """Starts a command for a caller that writes to its stdin and reads its stdout, in lines of at most
+    `longest_line` bytes. Kills it at the end of the block. `seconds`: limit on CPU time; the caller enforces
+    any others. `readable`: additional folders that it may read. Raises RuntimeError if the recipe asks for a
+    sandbox and none is available."""
     closed = asked()
     if closed and not available():
         raise RuntimeError(
@@ -149,9 +150,9 @@ async def opened(
             stderr=asyncio.subprocess.STDOUT if with_stderr else asyncio.subprocess.DEVNULL,
             limit=longest_line,
             pass_fds=(rules.fileno(),) if closed else (),
-            start_new_session=closed,  # else it stays in this process's group and ends with it
+            start_new_session=closed,  # otherwise it stays in this process's group and ends with it
             preexec_fn=lambda: _limit(seconds, memory_mib),
-            env=None if closed else OPEN_ENVIRONMENT,  # bubblewrap clears it itself
+            env=None if closed else OPEN_ENVIRONMENT,  # bubblewrap clears the environment itself
         )
     assert process.stdout is not None
     try:
@@ -159,7 +160,7 @@ async def opened(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL) if closed else process.kill()
-        # asyncio does not report the end of a process while its output is unread
+        # asyncio does not report that a process has ended until its output is read
         while await process.stdout.read(65536):
             pass
         await process.wait()
@@ -182,7 +183,7 @@ def closed_in(
     command: Sequence[str], rules: int, memory_mib: int = MEMORY_MIB, readable: Sequence[str] = ()
 ) -> list[str]:
     """Returns the command that runs `command` in the sandbox. `rules`: the descriptor of the system call
-    filter. `readable`: folders that it may read besides the system's."""
+    filter. `readable`: folders that it may read in addition to the system's."""
     bound = [part for root in ROOTS if os.path.exists(root) for part in ("--ro-bind", root, root)]
     base = os.path.realpath(sys.base_prefix)
     if not base.startswith("/usr"):  # an interpreter outside the system's folders
@@ -200,7 +201,7 @@ def closed_in(
 
 
 def _limit(seconds: float, memory_mib: int) -> None:
-    """Limits the new process before its program starts: address space, CPU seconds, file sizes, open files,
+    """Limits a new process before its program starts: address space, CPU seconds, file sizes, open files, and
     no core dump."""
     memory = memory_mib << 20
     limits = {
@@ -235,5 +236,5 @@ def _filter(machine: str) -> bytes:
 
 
 def python() -> list[str]:
-    """Returns the command that runs a Python program from stdin with only the standard library."""
+    """Returns the command for running a Python program from stdin with only the standard library."""
     return [os.path.realpath(sys.executable), "-I", "-S", "-"]

@@ -1,8 +1,8 @@
-"""Scores one batch of answers: reward models one after another, functions, servers and judges behind
-endpoints in parallel, and then judges on engines of the stage, one after another, so that each has the GPUs
-alone.
+"""Scores one batch of answers. Reward models run one after another while functions, servers and judges behind
+endpoints run in parallel; judges on the stage's engines then follow one after another, so that each has the
+GPUs to itself.
 
-Used by stages that score once. PPO's reward models run on the Ray cluster. `Client._batch` in clients.py
+Used by stages that score once; PPO's reward models run on the Ray cluster. `Client._batch` in clients.py
 splits a batch to find an answer that hangs.
 """
 
@@ -42,16 +42,16 @@ def reward_batch(
     samples_per_prompt: int = 1,
     open_judge: OpenJudge | None = None,
 ) -> Combined:
-    """Returns the weighted sum over all sources, (N,) for N answers, which are given as documents (for
-    models) and as samples (for functions, servers and judges).
+    """Returns the weighted sum over all sources, (N,) for N answers.
 
-    `dtype`: of the reward models; auto: each checkpoint's dtype. `scores`: scores documents with a model
-    outside this process. `own_tokens`: by title, for reward models whose tokenizer differs from the
-    documents'. `cache`: folder for judges' verdicts. `samples_per_prompt`: consecutive answers to one prompt,
-    which judges may compare. `open_judge`: for judges on engines of the stage. `running` normalisation uses
-    the mean and standard deviation of this batch, `group` those of the answers to each prompt. Raises
-    RewardsFailed when a source left more than the share `max_failed` of the answers without a reward,
-    ValueError when no answer has a reward from every source.
+    The answers are given both as documents (for models) and as samples (for functions, servers and judges).
+    `dtype`: dtype of the reward models; auto: that of each checkpoint. `scores`: scores documents with a
+    model outside this process. `own_tokens`: by title, for reward models whose tokenizer differs from the
+    documents'. `cache`: folder for judges' verdicts. `samples_per_prompt`: number of consecutive answers per
+    prompt, which judges may compare. `open_judge`: for judges on engines of the stage. `running`
+    normalisation uses the mean and standard deviation of this batch, `group` those of the answers to each
+    prompt. Raises RewardsFailed when a source leaves more than the share `max_failed` of the answers without
+    a reward, and ValueError when no answer has a reward from every source.
     """
     allowed = int(max_failed * len(documents))
     models = [source for source in sources if isinstance(source, ModelReward)]
@@ -91,8 +91,8 @@ def reward_batch(
 
 
 def terms_of(sources: Sequence[RewardSource], paths: Mapping[str, str]) -> list[Term]:
-    """Returns the terms of the sum. Raises ValueError when requested statistics are not stored with their
-    model."""
+    """Returns the terms of the sum. Raises ValueError when a model lacks the stored statistics that its
+    source requests."""
     return [
         term_of(source, paths[source.model] if isinstance(source, ModelReward) else None)
         for source in sources

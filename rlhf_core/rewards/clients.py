@@ -1,9 +1,9 @@
 """Requests rewards from functions, servers and judges while reward models score. `Client._batch` splits a
 batch to find an answer that hangs.
 
-Requests run in threads and are retried with growing pauses. If all attempts fail, the reward is nan and
-counted as failed. Once a source has left more than `allowed` answers without a reward, no more requests are
-sent and the run stops with the source's name and its last error.
+Requests run in threads and are retried after growing pauses. If all attempts fail, the reward is nan and
+counts as failed. Once a source has left more than `allowed` answers without a reward, no more requests are
+sent and the run stops with an error that names the source and quotes its last error.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
     from rlhf_core.judging.chat_client import Chat
 
 LONGEST_PAUSE = 30.0  # seconds between two requests
-# number of parts a failed request is split into: an answer that hangs costs the larger of max_attempts and
-# log4(batch) + 1 time limits
+# number of parts a failed request is split into: an answer that hangs costs max_attempts or log4(batch) + 1
+# time limits, whichever is more
 PARTS = 4
 
 
 class RewardBackend(Protocol):
-    """Makes one attempt to get rewards. Raises RewardError if this attempt failed, ValueError if every
-    attempt would. `wanted`: the lists of the contract that the source reads."""
+    """Makes a single attempt to get rewards. Raises RewardError if this attempt fails, and ValueError if
+    every attempt would. `wanted`: the lists of the contract that the source reads."""
 
     @property
     def wanted(self) -> Collection[str]: ...
@@ -68,7 +68,7 @@ class RewardBackend(Protocol):
 
 @dataclass(frozen=True)
 class Rewards:
-    """Holds the sources' rewards for N answers: (N,) per source, nan where it failed; the last error of each
+    """The sources' rewards for N answers: (N,) per source, nan for failed ones; the last error of each
     failing source; and the steps of answers by source and index."""
 
     by_source: dict[str, np.ndarray]
@@ -89,13 +89,13 @@ class Rewards:
         )
 
     def check(self, allowed: int) -> None:
-        """Raises RewardsFailed when a source left more than `allowed` answers without a reward."""
+        """Raises RewardsFailed when a source leaves more than `allowed` answers without a reward."""
         for name, values in self.by_source.items():
             check_failures(name, int(np.isnan(values).sum()), allowed, len(values), self.errors.get(name, ""))
 
 
 def join(parts: Sequence[Rewards]) -> Rewards:
-    """Returns the rewards of all parts, in order."""
+    """Concatenates rewards, in order."""
     names = parts[0].by_source
     errors = {name: error for part in parts for name, error in part.errors.items()}
     steps: dict[str, dict[int, Steps]] = {}
@@ -114,10 +114,10 @@ def collect(
     allowed: int,
     failures: Mapping[str, str] = MappingProxyType({}),
 ) -> Rewards:
-    """Collects the scores of reward models, (title, (N,)) each, and the results of pending requests to other
-    sources. A score that is not finite has failed; `failures` has the reason by title.
+    """Collects the scores of reward models, given as (title, (N,)), and the results of pending requests to
+    other sources. A score that is not finite counts as failed; `failures` maps titles to the reason.
 
-    Raises RewardsFailed when a source left more than `allowed` answers without a reward.
+    Raises RewardsFailed when a source leaves more than `allowed` answers without a reward.
     """
     by_source: dict[str, np.ndarray] = {}
     errors: dict[str, str] = {}
@@ -135,7 +135,7 @@ def collect(
 
 
 def with_source(rewards: Rewards, title: str, found: SourceRewards) -> Rewards:
-    """Returns the rewards with those of one more source."""
+    """Returns the rewards with those of another source added."""
     errors = {title: found.error} if found.error else {}
     steps = {title: found.steps} if found.steps else {}
     return Rewards(
@@ -144,8 +144,8 @@ def with_source(rewards: Rewards, title: str, found: SourceRewards) -> Rewards:
 
 
 class Client:
-    """Sends requests to one function or server. `pause`: upper bound of the first pause between two attempts,
-    in seconds."""
+    """Sends requests to one function or server. `pause`: maximum length of the first pause between two
+    attempts, in seconds."""
 
     def __init__(
         self,
@@ -163,14 +163,14 @@ class Client:
         self._max_attempts = max_attempts
         self._pause = pause
         self._given_up = Event()
-        self._rewarded = False  # some request got a reward
-        # places of errors in the user's code, for requests without rewards; "": another failure
+        self._rewarded = False  # whether any request got a reward
+        # where requests without rewards raised errors in the user's code; "": they failed otherwise
         self._raised = set[str]()
         self.wanted = source.wanted
 
     def score(self, samples: Sequence[Sample], allowed: int) -> SourceRewards:
         """Returns the rewards of all answers. Raises RewardsFailed when more than `allowed` have none, or
-        ValueError if every request so far raised the same error in the user's code."""
+        ValueError if every request so far has raised the same error in the user's code."""
         batches = [samples[i : i + self._batch_size] for i in range(0, len(samples), self._batch_size)]
         rewards = []
         last_error = ""
@@ -204,11 +204,11 @@ class Client:
     def _batch(self, samples: Sequence[Sample]) -> SourceRewards:
         """Returns the rewards of a batch.
 
-        If a whole request fails, each quarter of its answers is requested separately, so that an answer which
-        breaks the source is isolated and only its reward is lost. A request that is repeated unsplit has at
-        most `max_attempts` attempts per answer. A binary search for one answer takes log2(batch) + 1
-        requests: after `max_attempts` more than that in a row without a reward, the source is considered dead
-        and the rest of the batch is given up.
+        If a whole request fails, each quarter of its answers is requested separately, so that an answer that
+        breaks the source is isolated and only its reward is lost. A request that is repeated unsplit gets at
+        most `max_attempts` attempts per answer. Isolating one answer by halving takes log2(batch) + 1
+        requests; if `max_attempts` more than that fail in a row, the source is considered dead and the rest
+        of the batch is given up.
         """
         rewards = np.full(len(samples), np.nan)
         attempts = np.zeros(len(samples), int)
@@ -254,18 +254,18 @@ class Client:
         return SourceRewards(rewards, error if np.isnan(rewards).any() else "", steps)
 
     def spent(self) -> Mapping[str, float]:
-        """Returns no metrics: what functions and servers cost is not known."""
+        """Returns no metrics, because the cost of functions and servers is not known."""
         return {}
 
     def close(self) -> None:
-        """Ends all requests, including open ones, whose answers get no reward."""
+        """Ends all requests, including open ones, whose answers then get no reward."""
         self._given_up.set()
         self._source.close()
 
 
 class SourceClient(Protocol):
-    """Gets the rewards of one source (`Client`, `JudgeClient`). `spent`: metrics of what requests used since
-    its last call."""
+    """Gets the rewards of one source (`Client`, `JudgeClient`). `spent` returns metrics of the resources that
+    requests have used since it was last called."""
 
     title: str
 
@@ -286,12 +286,12 @@ def client_of(
     group: int = 1,
     chat: Chat | None = None,
 ) -> SourceClient:
-    """Returns a client for a function, server, verifier or judge of a recipe. `others`: further nodes on
-    which a function runs. `cache`: folder for a judge's verdicts. `group`: consecutive answers to one
-    prompt. `chat`: asks a judge on engines of the stage. Raises ValueError when the server's key is not
-    set."""
+    """Returns a client for a recipe's function, server, verifier or judge. `others`: additional nodes on
+    which a function runs. `cache`: folder for a judge's verdicts. `group`: number of consecutive answers per
+    prompt. `chat`: sends requests to a judge on the stage's engines. Raises ValueError when the server's key
+    is not set."""
     if isinstance(source, JudgeReward):
-        from rlhf_core.rewards.judge.judge_client import JudgeClient  # its library's import takes a second
+        from rlhf_core.rewards.judge.judge_client import JudgeClient  # importing its library takes a second
 
         place = None if cache is None else cache / f"{source.title}.jsonl"
         return JudgeClient(source, place, group, chat=chat)
@@ -329,15 +329,15 @@ class Clients:
 
     @property
     def wanted(self) -> set[str]:
-        """Returns the lists of the contract that any of them reads."""
+        """Returns the lists of the contract that at least one client reads."""
         return {name for client in self._clients for name in client.wanted}
 
     def start(self, samples: Sequence[Sample], allowed: int) -> dict[str, Future[SourceRewards]]:
-        """Starts the requests. Returns the futures of their results by source."""
+        """Starts the requests and returns the futures of their results, keyed by source."""
         return {client.title: self._pool.submit(client.score, samples, allowed) for client in self._clients}
 
     def spent(self) -> dict[str, float]:
-        """Returns metrics of what requests used since the last call."""
+        """Returns metrics of the resources that requests have used since the last call."""
         return {name: value for client in self._clients for name, value in client.spent().items()}
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
 """Combines the rewards of several sources into one: standardises each source separately, then computes the
 weighted sum. Calls no source.
 
-Sources standardised within groups are those of GDPO (Liu et al. 2026, arXiv:2601.05242): each reward is
-standardised among the answers to one prompt, then they are added. The paper then standardises the sum over
-the batch, which `objectives.advantages.gdpo` does.
+Sources standardised within groups follow GDPO (Liu et al. 2026, arXiv:2601.05242): each reward is
+standardised among the answers to one prompt, and the results are added. The paper then standardises the sum
+over the batch, which `objectives.advantages.gdpo` does.
 
-An answer that lacks the reward of any source gets no reward, since an incomplete sum is not comparable.
+An answer that lacks a reward from any source gets none, because an incomplete sum is not comparable.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from rlhf_core.rewards.reward_contract import bounded
 
 
 class Running(NamedTuple):
-    """Holds number, mean and sum of squared deviations of all values so far."""
+    """The count, mean and sum of squared deviations of all values so far."""
 
     number: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
     def update(self, values: Tensor) -> Running:
-        """Returns the statistics with more values added, as if all had come at once (Chan, Golub and LeVeque
-        1979)."""
+        """Returns the statistics with more values added, as if all values had arrived together (Chan, Golub
+        and LeVeque 1979)."""
         n = values.numel()
         if n == 0:
             return self
@@ -47,13 +47,13 @@ class Running(NamedTuple):
 
     @property
     def std(self) -> float:
-        """Returns the population standard deviation; 1 while all values are equal, so that dividing by it
+        """Returns the population standard deviation, or 1 while all values are equal, so that dividing by it
         changes nothing."""
         return math.sqrt(self.squares / self.number) if self.squares > 0 else 1.0
 
 
 class Term(NamedTuple):
-    """Describes a source in the sum. `stored`: mean and std stored with the reward model."""
+    """A source in the sum. `stored`: the mean and std stored with the reward model."""
 
     title: str
     weight: float
@@ -62,8 +62,8 @@ class Term(NamedTuple):
 
 
 def term_of(source: RewardSource, path: str | None, default: Literal["none", "stored"] = "none") -> Term:
-    """Returns a source's term in the sum. `path`: path of a reward model. `default`: the normalisation
-    of models whose recipe names none.
+    """Returns a source's term in the sum. `path`: path of a reward model. `default`: normalisation of a model
+    if the recipe names none.
 
     Raises ValueError when the requested statistics are not stored with the model.
     """
@@ -77,7 +77,7 @@ def term_of(source: RewardSource, path: str | None, default: Literal["none", "st
 
 
 class Combined(NamedTuple):
-    """Holds the summed rewards (N,), 0 where `scored` (N,) is False, and metrics."""
+    """The summed rewards (N,), which are 0 where `scored` (N,) is False, and metrics."""
 
     rewards: Tensor
     scored: Tensor
@@ -87,8 +87,8 @@ class Combined(NamedTuple):
 def with_answers(
     statistics: Mapping[str, Running], by_source: Mapping[str, np.ndarray], terms: Sequence[Term]
 ) -> dict[str, Running]:
-    """Returns the running statistics with more answers added, for the sources standardised with them. Failed
-    rewards do not count."""
+    """Returns the running statistics with more answers added, for the sources that are standardised by them.
+    Failed rewards do not count."""
     updated = dict(statistics)
     for term in terms:
         if term.normalize == "running":
@@ -98,7 +98,7 @@ def with_answers(
 
 
 def _narrowed(rewards: np.ndarray) -> Tensor:
-    """Returns rewards as float32: every finite one stays finite."""
+    """Returns rewards as float32; finite rewards stay finite."""
     return torch.from_numpy(bounded(rewards).astype(np.float32))
 
 
@@ -108,13 +108,14 @@ def combine(
     statistics: Mapping[str, Running],
     samples: int = 1,
 ) -> Combined:
-    """Computes the sum of `weight * (reward - mean) / std` over the sources. `by_source`: (N,) each, nan for
-    failed rewards. `statistics`: from `with_answers`, including these answers. `samples`: consecutive answers
-    to one prompt, among which the sources with `normalize: group` are standardised: as in
-    `objectives.advantages.grpo`, over the answers that every source scored; 0 where there is one of these.
+    """Computes the sum of `weight * (reward - mean) / std` over the sources.
 
-    Raises ValueError when no answer has a reward from every source. `reward/mean` and `reward/std` describe
-    the weighted sum before any standardisation, so that their scale stays the same over the run.
+    `by_source`: (N,) each, nan for failed rewards. `statistics`: from `with_answers`, including these
+    answers. `samples`: number of consecutive answers per prompt. Sources with `normalize: group` are
+    standardised among these, as in `objectives.advantages.grpo`, over the answers that every source scored;
+    an answer that is alone in this gets 0. Raises ValueError when no answer has a reward from every source.
+    `reward/mean` and `reward/std` describe the weighted sum before any standardisation, so that their scale
+    stays the same throughout the run.
     """
     raw = {term.title: _narrowed(by_source[term.title]) for term in terms}
     scored = torch.stack([values.isfinite() for values in raw.values()]).all(0)
@@ -146,12 +147,12 @@ def combine(
             standard = in_groups(grpo, values, scored, samples).advantages
         total = total + term.weight * standard
         shown = shown + term.weight * values
-    shown = shown[scored].double()  # squares of large rewards are not finite in float32
+    shown = shown[scored].double()  # squares of large rewards overflow float32
     metrics |= {"reward/mean": float(shown.mean()), "reward/std": float(shown.std(correction=0))}
     return Combined(torch.where(scored, total, 0), scored, metrics)
 
 
 def plain_sum(by_source: Mapping[str, np.ndarray], terms: Sequence[Term]) -> np.ndarray:
     """Returns the weighted sum before any standardisation, (N,), nan where a source failed. Its scale stays
-    the same over the run."""
+    the same throughout the run."""
     return np.sum([term.weight * bounded(by_source[term.title]) for term in terms], axis=0)

@@ -1,4 +1,4 @@
-"""Metrics of answers by what their rows name: the task of a generated question, or an environment."""
+"""Metrics of answers grouped by a name in their rows: the task of a generated question, or an environment."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ def task_metrics(
     lengths: Sequence[int],
 ) -> dict[str, float]:
     """Returns the mean score, the share of right answers and the mean length (tokens) for each task of
-    generated questions; empty unless `reward: reasoning_gym` scores them. All by answer: `by_source` (N,)
-    each, nan for a failed reward, which does not count; `rows` and `lengths` (N,)."""
+    generated questions; empty unless `reward: reasoning_gym` scores them.
+
+    All arguments are per answer: `by_source` (N,) each, with nan for failed rewards, which do not count;
+    `rows` and `lengths` (N,).
+    """
     title = next((source.title for source in sources if isinstance(source, ReasoningGymReward)), None)
     if title is None:
         return {}
@@ -36,8 +39,8 @@ def environment_metrics(
     environments: Sequence[str],
     lengths: Sequence[int],
 ) -> dict[str, float]:
-    """Returns the mean reward, the share of rewards of at least 1 and the mean length (tokens) of the
-    episodes of each environment; the length alone where the environments give no reward. Arguments as in
+    """Returns the mean reward, the share of rewards of at least 1 and the mean length (tokens) of each
+    environment's episodes; only the length if the environments give no reward. Arguments are as in
     `task_metrics`; `environments` (N,): names."""
     title = next((source.title for source in sources if isinstance(source, EnvironmentReward)), None)
     rewards = np.full(len(environments), np.nan) if title is None else by_source[title]
@@ -47,7 +50,7 @@ def environment_metrics(
 def _by_name(
     prefix: str, names: Sequence[str], rewards: np.ndarray, lengths: Sequence[int]
 ) -> dict[str, float]:
-    """Returns the metrics for each name but ""."""
+    """Returns the metrics for each name except ""."""
     values = np.asarray(rewards, dtype=np.float64)
     own_name = np.array(names, dtype=object)
     metrics = {}

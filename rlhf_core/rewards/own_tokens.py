@@ -14,7 +14,7 @@ from rlhf_core.hub.vocabulary import compared
 
 
 class Answered(Protocol):
-    """Defines a prompt and its answer. `finished`: not cut by the length limit."""
+    """A prompt and its answer. `finished`: whether the answer was not truncated by the length limit."""
 
     @property
     def prompt(self) -> Sequence[Message]: ...
@@ -25,8 +25,8 @@ class Answered(Protocol):
 
 
 def document(renderer: Renderer, answer: Answered) -> Document:
-    """Returns prompt and answer as a sampler would have produced them: an answer cut by length has no end
-    token. Tool calls and their results become plain text, which every template can render."""
+    """Returns a prompt and answer as a sampler would have produced them, so that a truncated answer has no
+    end token. Tool calls and their results become plain text, which every template can render."""
     plain = [
         {"role": "user" if m["role"] == "tool" else m["role"], "content": written(m)} for m in answer.prompt
     ]
@@ -56,8 +56,8 @@ class OwnTokens(NamedTuple):
 def writers(
     policy: str, reward_models: Mapping[str, str], trust_remote_code: bool = False
 ) -> dict[str, OwnTokens]:
-    """Returns, by the keys of `reward_models`, an `OwnTokens` for each reward model that maps token ids to
-    tokens differently from the policy.
+    """Returns an `OwnTokens` for each reward model whose token IDs differ from the policy's, keyed as in
+    `reward_models`.
 
     Raises ValueError if such a model has no chat template.
     """

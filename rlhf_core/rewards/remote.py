@@ -14,15 +14,15 @@ import httpx
 from rlhf_core.rewards.reward_contract import LISTS, Reply, RewardError, Sample, question_json, read_reply
 from rlhf_core.system.proxies import proxy_of
 
-REFUSED = (401, 403, 404, 405)  # no request can succeed
+REFUSED = (401, 403, 404, 405)  # no request can succeed after these
 LARGEST_REPLY = 64 << 20  # bytes
 
 
 class HttpRewardClient:
-    """Sends requests to the server at `url`. `timeout`: seconds for a whole request, so that a server that
-    drips bytes does not block the run.
+    """Sends requests to the server at `url`. `timeout`: seconds for an entire request, so that a server that
+    trickles bytes does not block the run.
 
-    The key is sent as a bearer token. Messages contain neither the key nor the query of the URL.
+    The key is sent as a bearer token. Error messages contain neither the key nor the query of the URL.
     """
 
     def __init__(self, url: str, timeout: float, api_key_env: str | None):
@@ -35,7 +35,7 @@ class HttpRewardClient:
         self._open = dict[asyncio.Task[Any], asyncio.AbstractEventLoop]()
 
     def score(self, samples: Sequence[Sample]) -> Reply:
-        """Returns the server's rewards. Raises RewardError when the request failed, ValueError when no
+        """Returns the server's rewards. Raises RewardError when the request fails, and ValueError when no
         request can succeed."""
         try:
             status, body = asyncio.run(self._post(question_json(samples)))
@@ -56,7 +56,7 @@ class HttpRewardClient:
         return read_reply(body, len(samples))
 
     def _advice(self, status: int) -> str:
-        """Returns what to do about a refusal."""
+        """Returns advice on what to do about a refusal."""
         if self.api_key_env:
             return f"check its address and the key in the environment variable {self.api_key_env}"
         if status in (401, 403):
@@ -64,7 +64,7 @@ class HttpRewardClient:
         return "check its address"
 
     async def _post(self, text: str) -> tuple[int, bytes]:
-        """Returns status and body of the reply. Raises CancelledError after `close`."""
+        """Returns the status and body of the reply. Raises CancelledError after `close`."""
         headers = {"content-type": "application/json"}
         if self.api_key_env:
             headers["authorization"] = f"Bearer {os.environ.get(self.api_key_env, '')}"
@@ -73,7 +73,7 @@ class HttpRewardClient:
         assert task is not None
         self._open[task] = asyncio.get_running_loop()
         try:
-            if self._closed:  # checked after `close` can see the task
+            if self._closed:  # checked only now that `close` can see the task
                 raise asyncio.CancelledError
             async with (
                 asyncio.timeout(self.timeout),

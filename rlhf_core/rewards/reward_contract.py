@@ -1,14 +1,16 @@
 """Defines requests to a reward source and their replies: one contract for functions and servers. Torch-free.
 
-A request has lists of equal length, one entry per answer: `prompts` (chat messages), `responses` (text),
-`rows` (all columns of the prompt's row), `finished` (False: cut by a token limit or, in an episode, a turn
-limit), `query` (prompt and answer as one string, including the template). The reply has one finite number per
-answer; a server sends `{"rewards": [...]}`. Instead of a number, an entry may list the steps of an answer as
-`[[end, reward], ...]`: the number of characters of the response up to the step's end, and the step's reward.
-The answer's reward is their sum, 0 without steps. An entry that is null, nan, infinite or of another type is
-a failed reward. If a reply cannot be read or has another length, all its rewards have failed. A failed reward
-is never 0. Finite rewards, including those of steps and environments, are clipped to +-1e30 (`LARGEST`), so
-that their sums are finite in float32, in which training computes.
+A request has lists of equal length with one entry per answer: `prompts` (chat messages), `responses` (text),
+`rows` (all columns of the prompt's row), `finished` (False: truncated by a token limit or, in an episode, a
+turn limit), `query` (prompt and answer as one string, including the template). The reply has one finite
+number per answer; a server sends `{"rewards": [...]}`. Instead of a number, an entry may list the steps of an
+answer as `[[end, reward], ...]`: the number of characters of the response up to the step's end, and the
+step's reward. The answer's reward is their sum, or 0 without steps.
+
+An entry that is null, nan, infinite or of another type is a failed reward. If a reply cannot be read or has
+the wrong length, all its rewards have failed. A failed reward is never 0. Finite rewards, including those of
+steps and environments, are clipped to +-1e30 (`LARGEST`), so that their sums stay finite in float32, which
+training uses.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from numpy.typing import ArrayLike
 
 
 class Sample(NamedTuple):
-    """Holds one answer to be rewarded."""
+    """An answer to be rewarded."""
 
     prompt: Sequence[dict[str, str]]
     response: str
@@ -37,20 +39,20 @@ Steps = Sequence[tuple[int, float]]  # (characters of the response up to the ste
 
 
 class Reply(NamedTuple):
-    """Holds (N,) rewards, nan for failed ones, and, by answer index, the steps of answers with rewarded
-    steps."""
+    """Rewards (N,), nan for failed ones, and the rewarded steps of answers that have them, by answer
+    index."""
 
     rewards: np.ndarray
     steps: Mapping[int, Steps]
 
 
 class RewardError(Exception):
-    """Reports that one request failed. The next may succeed."""
+    """Reports that one request failed; the next may succeed."""
 
 
 class WrongReply(RewardError):
-    """Reports a reply that does not fit its request. The same request is sent again, since the reply might
-    fit a smaller one by chance."""
+    """Reports a reply that does not fit its request. The same request is repeated unsplit, since the reply
+    might fit a smaller request by chance."""
 
 
 class CodeError(RewardError):
@@ -72,8 +74,8 @@ class RewardsFailed(RuntimeError):
 
 
 class SourceRewards(NamedTuple):
-    """Holds one source's rewards for N answers: (N,), nan for failed ones; the last error; and the steps of
-    answers by index."""
+    """One source's rewards for N answers: (N,), nan for failed ones; the last error; and the steps of answers
+    by index."""
 
     rewards: np.ndarray
     error: str
@@ -95,7 +97,7 @@ LISTS = frozenset(("prompts", "responses", "rows", "finished", "query"))
 
 
 def bounded(rewards: ArrayLike) -> np.ndarray:
-    """Returns rewards as float64, with finite ones clipped to +-LARGEST. Failed rewards (infinite or nan)
+    """Returns rewards as float64 with finite values clipped to +-LARGEST. Failed rewards (infinite or nan)
     stay unchanged."""
     values = np.asarray(rewards, dtype=np.float64)
     return np.where(np.isfinite(values), np.clip(values, -LARGEST, LARGEST), values)
@@ -114,7 +116,8 @@ def question(samples: Sequence[Sample], wanted: Collection[str] = LISTS) -> dict
 
 
 def question_json(samples: Sequence[Sample], wanted: Collection[str] = LISTS) -> str:
-    """Returns the question as JSON. Types that JSON lacks (dates in a parquet file) become text."""
+    """Returns the question as JSON. Types that JSON lacks, such as dates in a parquet file, become
+    strings."""
     return json.dumps(question(samples, wanted), default=str, ensure_ascii=False)
 
 
@@ -130,8 +133,8 @@ def read_reply(text: str | bytes, count: int) -> Reply:
 
 
 def read_rewards(rewards: Any, count: int) -> Reply:
-    """Converts a list of numbers or steps to `bounded` float64 rewards (count,), nan for entries without a
-    finite number. Raises WrongReply for another type or length."""
+    """Converts a list of numbers or steps to `bounded` float64 rewards (count,), with nan for entries without
+    a finite number. Raises WrongReply for another type or length."""
     if not isinstance(rewards, list | tuple):
         raise WrongReply(f"its rewards are no list but {type(rewards).__name__}")
     if len(rewards) != count:
@@ -145,7 +148,7 @@ def read_rewards(rewards: Any, count: int) -> Reply:
 
 
 def _steps(value: Any) -> Steps | None:
-    """Returns the sorted steps, or None if `value` is not a list of pairs of a non-negative integer and a
+    """Returns the steps in order; None unless `value` is a list of pairs of a non-negative integer and a
     finite number."""
     if not isinstance(value, list | tuple) or any(
         not isinstance(step, list | tuple) or len(step) != 2 for step in value
@@ -171,8 +174,8 @@ def _shown(text: str | bytes) -> str:
 
 
 def on_tokens(steps: Steps, lengths: Sequence[int]) -> np.ndarray:
-    """Returns the reward of each token of an answer, (T,). A step's reward is at the token that completes the
-    step's last character, or at the last token.
+    """Returns the reward of each token of an answer, (T,). A step's reward goes to the token that completes
+    the step's last character, or else to the last token.
 
     `lengths` (T,): the number of complete characters of the answer after each token.
     """

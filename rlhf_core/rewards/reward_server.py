@@ -2,9 +2,9 @@
 CHECKPOINT --port PORT`.
 
 POST (any path) accepts `prompts`, `responses` and, optionally, `finished`; other lists are ignored. GET
-returns what is served. One request is scored at a time. Invalid input gets 400 with an error message; a
-failure of the model gets 500, which clients retry. If a key is set, requests without it as a bearer token get
-401. There is no TLS: put a proxy in front.
+describes the model being served. One request is scored at a time. Invalid input gets 400 with an error
+message; a failure of the model gets 500, which clients retry. If a key is set, requests without it as a
+bearer token get 401. There is no TLS: put a proxy in front.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEND_SECONDS = 60.0  # for a client to send its request
 
 
 class AnswerToScore(NamedTuple):
-    """Holds one answer to score."""
+    """One answer to score."""
 
     prompt: list[Message]
     response: str
@@ -44,7 +44,7 @@ class AnswerToScore(NamedTuple):
 
 
 def read_request(text: bytes) -> list[AnswerToScore]:
-    """Returns the answers in a request. Raises ValueError, with the reason, for an invalid request."""
+    """Returns the answers in a request. Raises ValueError with the reason if the request is invalid."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -75,7 +75,7 @@ def reward_application(
     key: str | None = None,
     template_args: Mapping[str, Any] = MappingProxyType({}),
 ) -> Starlette:
-    """Returns the application that serves a reward model. `template_args`: arguments of its chat template by
+    """Returns the application that serves a reward model. `template_args`: arguments of its chat template, by
     name. Raises ValueError when the checkpoint or its tokenizer cannot be used."""
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
     renderer = Renderer(tokenizer, template, template_args=template_args)
@@ -96,7 +96,7 @@ def application(
     score: Callable[[Sequence[AnswerToScore]], list[float]], about: dict[str, Any], key: str | None = None
 ) -> Starlette:
     """Returns the HTTP application around a scoring function, which is called in a thread. `key`: the bearer
-    token that requests need."""
+    token that requests must send."""
 
     async def reply(request: Request) -> JSONResponse:
         given = request.headers.get("authorization", "").encode("latin-1")

@@ -2,10 +2,10 @@
 that a bug in it is reported before any work (rlhf_core/preflight/reward_functions.py) and before any engine
 starts.
 
-Only an error that occurs in every call (`UsersError.certain`) ends the stage. Other errors may be due to the
-made-up answer and are warnings. Verifiers are called in the same way. Servers and judges are not asked for a
-reward, which may cost money (`runs/awaited_servers.py` checks that they can be reached); only whether the
-prompts' rows have the reference of a judge is checked.
+The stage ends only on an error that would occur in every call (`UsersError.certain`). Other errors may be due
+to the made-up answers and cause a warning. Verifiers are called in the same way. Servers and judges are not
+asked for rewards, which may cost money (`runs/awaited_servers.py` checks that they can be reached); for a
+judge, only the presence of its reference answer in the prompts' rows is checked.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rlhf_core.rewards.reward_contract import CodeError, RewardError, Sample
 if TYPE_CHECKING:  # chat imports transformers
     from rlhf_core.data.chat import Renderer
 
-SECONDS = 30.0  # for the imports of a function, and for its call
+SECONDS = 30.0  # for a function's imports, and for its call
 ANSWER = "This is an answer."
 
 
 def made_up_answer(row: dict[str, Any]) -> str:
-    """Returns the right answer of a row if a column with a usual name has one, else a fixed sentence."""
+    """Returns the right answer of a row if a column with a usual name has one, otherwise a fixed sentence."""
     for column in ("answer", *USUAL["answer"]):
         value = row.get(column)
         if isinstance(value, str | int | float) and str(value).strip():
@@ -43,9 +43,9 @@ def try_rewards(
     renderer: Renderer,
     eval_prompts: Sequence[Prompt] = (),
 ) -> None:
-    """Tries all functions and verifiers of a stage with the first prompt, and looks for the references of its
-    judges. Prints warnings. Raises ValueError for a function that cannot be loaded, or whose code fails for
-    every answer, and for a row without the reference of a judge."""
+    """Tries all functions and verifiers of a stage on the first prompt, and checks that its judges have their
+    references. Prints warnings. Raises ValueError for a function that cannot be loaded or whose code fails
+    for every answer, and for a row without a judge's reference."""
     prompt = prompts[0]
     for source in sources:
         if isinstance(source, FunctionReward | Verifier):
@@ -64,14 +64,14 @@ def made_up_answers(row: dict[str, Any]) -> list[str]:
 
 
 def sample_of(prompt: Prompt, text: str, renderer: Renderer) -> Sample:
-    """Returns an answer to a prompt in the form that reward sources get."""
+    """Returns an answer to a prompt in the form passed to reward sources."""
     document = renderer.answer_tokens(prompt.tokens, text)
     return Sample(prompt.messages, text, prompt.row, True, renderer.decoded(document.tokens, False))
 
 
 def call_once(source: FunctionReward | Verifier, samples: Sequence[Sample], seconds: float) -> str:
-    """Calls a function or a verifier with made-up answers. Returns a failure that these answers may have
-    caused, or "". Raises ValueError for a function that cannot be loaded, or whose code fails for every
+    """Calls a function or a verifier with made-up answers. Returns the failure that these answers may have
+    caused, or "". Raises ValueError for a function that cannot be loaded or whose code fails for every
     answer."""
     patience = min(source.request_seconds if isinstance(source, Verifier) else source.timeout, seconds)
     options = source.options if isinstance(source, Verifier) else {}

@@ -1,4 +1,4 @@
-"""Which teacher of the stage a prompt's row names. Torch-free."""
+"""Determines which teacher of the stage each prompt's row names. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ TEACHER = "teacher"  # the column
 
 
 def teacher_problem(teachers: Collection[str], rows: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """Returns a sentence for the first row, given with its place, that names a teacher which the stage does
-    not have; "" if there is none, or the stage has no teachers."""
+    """Returns a message about the first row that names a teacher the stage does not have; "" if there is
+    none, or the stage has no teachers. `rows`: pairs of a row's place and the row."""
     for where, row in rows if teachers else ():
         name = row.get(TEACHER)
         if name is None or (isinstance(name, str) and name in teachers):
@@ -23,15 +23,15 @@ def teacher_problem(teachers: Collection[str], rows: Iterable[tuple[str, Mapping
 
 
 def require_teachers(teachers: Collection[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Raises ValueError for a prompt's row that names a teacher which the stage does not have."""
+    """Raises ValueError if a prompt's row names a teacher that the stage does not have."""
     problem = teacher_problem(teachers, ((f"prompts: number {i}", row) for i, row in enumerate(rows, 1)))
     if problem:
         raise ValueError(problem)
 
 
 def places_by_teacher(teachers: Collection[str], rows: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Returns the indices of the rows of each teacher that a row names, in order; those without a name under
-    "". A teacher that no row names has no entry."""
+    """Returns the indices of the rows that name each teacher, in order; rows without a name are under "". A
+    teacher that no row names has no entry."""
     places: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         name = row.get(TEACHER) if teachers else None

@@ -1,7 +1,7 @@
-"""Runs an agent that is a command: one process for each episode.
+"""Runs an agent that is a command, as one process per episode.
 
-It gets the task as JSON on its standard input, the endpoint as OPENAI_BASE_URL and OPENAI_API_KEY, which
-OpenAI's clients read, and a folder for temporary files, which is removed after the episode, as TMPDIR.
+The process reads the task as JSON from its standard input. OPENAI_BASE_URL and OPENAI_API_KEY, which OpenAI's
+clients read, give it the endpoint, and TMPDIR a folder for temporary files that is removed after the episode.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import psutil
 
 from rlhf_core.system.processes import how_ended
 
-LONGEST_OUTPUT = 2**20  # bytes of its output that are kept, from the end
-RUNNING = set[int]()  # the commands, which asyncio reaps
+LONGEST_OUTPUT = 2**20  # bytes of the command's output that are kept, counted from the end
+RUNNING = set[int]()  # process IDs of running commands, which asyncio reaps
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-TOLD = 400  # bytes of its error output in a message
+TOLD = 400  # bytes of the command's error output shown in a message
 
 
 class AgentFailed(Exception):
@@ -32,11 +32,11 @@ class AgentFailed(Exception):
 
 
 async def run_command(command: str, task: Mapping[str, Any], base_url: str, key: str) -> str:
-    """Runs the command and returns its standard output. Raises AgentFailed when it exits with a status other
-    than 0. Whatever it started is killed when it ends, and the command itself too when this call is
-    cancelled."""
+    """Runs the command and returns its standard output. Raises AgentFailed when it exits with a non-zero
+    status. When the command ends, or this call is cancelled, everything it started is killed, including the
+    command itself."""
     with tempfile.TemporaryDirectory(prefix="alignflow-agent-", ignore_cleanup_errors=True) as folder:
-        # files in place of pipes, which a process that it leaves behind would keep open
+        # files rather than pipes, which a process left behind by the command would keep open
         given, out, error = (Path(folder) / name for name in ("task.json", "stdout", "stderr"))
         given.write_text(json.dumps(task, default=str))
         with given.open("rb") as stdin, out.open("wb") as stdout, error.open("wb") as stderr:
@@ -68,20 +68,20 @@ def tail(file: Path, size: int) -> str:
 
 
 def agent_environment(folder: str, base_url: str, key: str) -> dict[str, str]:
-    """Returns the variables of the command: this process's, the endpoint, and a folder for its files."""
+    """Returns the command's environment variables: this process's own, the endpoint, and a folder for
+    temporary files."""
     own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "TMPDIR": folder}
     return {**os.environ, **own, "PYTHONUNBUFFERED": "1"}
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parent has ended, so that they are found.
-    Linux."""
+    """Makes this process adopt descendants whose parent has ended, so that they can be found. Linux only."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_all_of(key: str, process: asyncio.subprocess.Process) -> None:
-    """Kills a command, if it still runs, and all processes of its episode that it has started. They are in
-    the process group of this process, and end with it at the latest."""
+    """Kills the command if it is still running, and all processes that its episode has started. They belong
+    to this process's group, so they end with it at the latest."""
     if process.returncode is None:
         with suppress(psutil.NoSuchProcess):
             kill_tree(psutil.Process(process.pid))
@@ -89,8 +89,8 @@ def kill_all_of(key: str, process: asyncio.subprocess.Process) -> None:
 
 
 def kill_marked(variable: str, value: str) -> None:
-    """Kills the children of this process whose environment has this variable, orphans that it adopted
-    included, and their descendants. Reaps orphans that have ended."""
+    """Kills the children of this process that have this variable in their environment, including adopted
+    orphans, together with their descendants. Reaps orphans that have ended."""
     for child in psutil.Process().children():
         if child.pid in RUNNING:
             continue

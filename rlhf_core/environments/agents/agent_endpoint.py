@@ -1,7 +1,7 @@
-"""Answers the requests of agents with the policy: an OpenAI-compatible endpoint on a port of loopback, in an
-environment's process.
+"""Answers agents' requests with the policy, through an OpenAI-compatible endpoint on a loopback port of an
+environment process.
 
-Each episode has a key of its own, which the agent sends as a bearer token and which names the episode's
+Each episode has its own key, which the agent sends as a bearer token and which identifies the episode's
 conversations. Answers come from the stage's engines, and their tokens are kept as sampled
 (`joined_trajectories`).
 """
@@ -41,14 +41,14 @@ from rlhf_core.environments.conversation import Answer, Conversation, LimitReach
 from rlhf_core.environments.joined_calls import Message
 
 LOOPBACK = "127.0.0.1"
-LARGEST = 2**22  # bytes of a request, which is tokenised in the loop that serves all episodes
+LARGEST = 2**22  # bytes of a request, which is tokenised in the event loop that serves all episodes
 KEEP_ALIVE_SECONDS = 3600  # how long an agent's tools may work between two requests
 
 
 class AgentSession:
-    """An episode as its agent sees it. `name`: the model's name in its requests, if they come with the key
-    shared by all episodes. `limited`: why a limit refused its last request. `responses`: the messages up to
-    each response, by its ID."""
+    """An episode as its agent sees it. `name`: the model name that identifies the episode in requests sent
+    with the key shared by all episodes. `limited`: why a limit refused the last request. `responses`: the
+    messages up to each response, keyed by response ID."""
 
     def __init__(self, model: Conversation, name: str):
         self.name = name
@@ -57,11 +57,11 @@ class AgentSession:
         self._model = model
         self._working = set[asyncio.Task[Answer]]()
         self._closed = False
-        self._context = contextvars.copy_context()  # names the episode whose step runs (`episode_now`)
+        self._context = contextvars.copy_context()  # identifies the episode being stepped (`episode_now`)
 
     async def complete(self, asked: AgentRequest, gone: Coroutine[Any, Any, None]) -> Answer | None:
-        """Returns the model's answer; None if the client is `gone` first. Raises LimitReached, ValueError,
-        and CancelledError when the session ends."""
+        """Returns the model's answer, or None if the client is `gone` first. Raises LimitReached, ValueError,
+        or CancelledError when the session ends."""
         if self._closed:
             gone.close()
             raise asyncio.CancelledError
@@ -85,16 +85,16 @@ class AgentSession:
             self._working.discard(working)
 
     def close(self) -> None:
-        """Ends requests that wait for an answer, and refuses later ones."""
+        """Cancels requests that are waiting for an answer, and refuses later ones."""
         self._closed = True
         for task in self._working:
             task.cancel()
 
 
 class AgentEndpoint:
-    """The endpoint of one environment process. `url`: its address, in the form that clients take as
-    `base_url`. `shared_key`: for a program that runs all episodes, whose requests name theirs as the model.
-    Must be created while an event loop runs."""
+    """The endpoint of one environment process. `url`: its address, to pass to clients as `base_url`.
+    `shared_key`: the key for a program that runs all episodes and identifies each by the model name in its
+    requests. Must be created while an event loop is running."""
 
     def __init__(self) -> None:
         self.shared_key = f"episodes-{secrets.token_urlsafe(24)}"
@@ -166,7 +166,8 @@ class AgentEndpoint:
         read: Callable[[dict[str, Any], AgentSession], AgentRequest],
         written: Callable[[AgentRequest, Answer, AgentSession], Response],
     ) -> Response:
-        """Answers a request with the policy, or says why not. A client that is gone is not waited for."""
+        """Answers a request with the policy, or returns an error that explains why not. Stops waiting for the
+        answer if the client disconnects."""
         key = _key(request)
         session = self._sessions.get(key)
         if session is None and key != self.shared_key:
@@ -189,16 +190,16 @@ class AgentEndpoint:
             return _refusal(413, str(error), "invalid_request")
         except ClientDisconnect:
             return Response(status_code=499)
-        except Exception as error:  # whatever is wrong in a request is for the client to correct
+        except Exception as error:  # whatever is wrong with a request is for the client to fix
             return _refusal(400, str(error) or type(error).__name__, "invalid_request")
 
 
 class TooLarge(ValueError):
-    """Reports a request with more than `LARGEST` bytes."""
+    """Reports a request larger than `LARGEST` bytes."""
 
 
 async def body_of(request: Request) -> bytes:
-    """Returns the body of a request. Raises TooLarge."""
+    """Returns the body of a request. Raises TooLarge if it is too large."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -222,6 +223,6 @@ def _stream(events: Iterator[str]) -> Response:
 
 
 def _refusal(status: int, message: str, code: str) -> Response:
-    """Returns an error in OpenAI's form, which its clients do not retry."""
+    """Returns an error in OpenAI's format, with a status that its clients do not retry."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
     return JSONResponse({"error": error}, status, {"x-should-retry": "false"})

@@ -1,8 +1,8 @@
-"""Reads requests of OpenAI's chat completions, and writes their answers, whole or as a stream.
+"""Reads OpenAI chat completions requests, and writes their answers, whole or as a stream.
 
-Source: https://platform.openai.com/docs/api-reference/chat. Sampling belongs to the stage: `temperature`,
-`top_p`, `seed` and penalties of a request are not used. Options that would change which tokens are sampled,
-and that the engines of a stage do not support here, are refused: `stop`, `n` above 1, a response format, a
+Source: https://platform.openai.com/docs/api-reference/chat. The stage decides how to sample, so
+`temperature`, `top_p`, `seed` and the penalties in a request are ignored. Options that would change which
+tokens are sampled, and that are not supported here, are refused: `stop`, `n` above 1, a response format, a
 forced call.
 """
 
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from rlhf_core.environments.conversation import Answer, Call
 
-POLICY = "policy"  # the model's name in answers
+POLICY = "policy"  # the model name in answers
 
 
 class AgentRequest(NamedTuple):
-    """A request in the form of chat completions. `most`: the maximum number of tokens of the answer. `usage`:
-    a stream ends with the numbers of tokens."""
+    """A request in chat completions form. `most`: the maximum number of tokens in the answer. `usage`:
+    whether a stream ends with the token counts."""
 
     messages: list[dict[str, Any]]
     tools: list[Any]
@@ -31,7 +31,7 @@ class AgentRequest(NamedTuple):
 
 
 def read_chat_request(body: Mapping[str, Any]) -> AgentRequest:
-    """Reads the body of `POST /v1/chat/completions`. Raises ValueError for what is refused."""
+    """Reads the body of `POST /v1/chat/completions`. Raises ValueError if the request is refused."""
     refuse_fields(body)
     messages = body.get("messages")
     if not isinstance(messages, list):
@@ -45,7 +45,7 @@ def read_chat_request(body: Mapping[str, Any]) -> AgentRequest:
 
 
 def refuse_fields(body: Mapping[str, Any]) -> None:
-    """Raises ValueError for fields that would change the sampling."""
+    """Raises ValueError if the request sets fields that would change the sampling."""
     if body.get("n") not in (None, 1):
         raise ValueError("n must be 1: ask several times")
     if body.get("chat_template_kwargs"):
@@ -59,14 +59,14 @@ def refuse_fields(body: Mapping[str, Any]) -> None:
 
 
 def count_of(value: Any) -> int | None:
-    """Returns a limit of tokens. Raises ValueError."""
+    """Returns a token limit. Raises ValueError if the value is not one."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ValueError(f"the limit of tokens must be a whole number above 0, not {value!r:.40}")
     return value
 
 
 def chat_completion(answer: Answer) -> dict[str, Any]:
-    """Returns the body of an answer."""
+    """Returns the response body for an answer."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         message["tool_calls"] = [_call(call) for call in answer.calls]
@@ -75,8 +75,8 @@ def chat_completion(answer: Answer) -> dict[str, Any]:
 
 
 def chat_chunks(answer: Answer, usage: bool) -> Iterator[str]:
-    """Yields the server-sent events of an answer, which is complete when its stream begins. `usage`: the
-    client asked for an event with the numbers of tokens."""
+    """Yields the server-sent events for an answer that is already complete. `usage`: whether the client asked
+    for an event with the token counts."""
     head = _head("chat.completion.chunk")
     delta: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.calls:
@@ -121,6 +121,6 @@ def _reason(answer: Answer) -> str:
 
 
 def _call(call: Call) -> dict[str, Any]:
-    """Returns a call. Arguments that could not be parsed stay empty."""
+    """Returns a tool call. Arguments that could not be parsed are left empty."""
     function = {"name": call.name, "arguments": json.dumps(call.arguments)}
     return {"id": call.id, "type": "function", "function": function}

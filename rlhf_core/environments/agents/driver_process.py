@@ -1,5 +1,5 @@
-"""Manages the process that runs an environment of the package `verifiers`, in an interpreter of its own:
-starts it, asks it for episodes, and kills it when it does not react. Each environment process has one; both
+"""Manages the process that runs an environment of the package `verifiers` in its own interpreter: starts it,
+requests episodes, and kills it when it stops responding. Each environment process has one such process; both
 end together."""
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 from rlhf_core.data.rows.verifiers_rows import driver_command, driver_environment
 from rlhf_core.system.processes import how_ended
 
-START_SECONDS = 110.0  # to load the environment: less than an environment process has
-STOP_SECONDS = 20.0  # for a cancelled episode to end, before the process counts as blocked
+START_SECONDS = 110.0  # for loading the environment; shorter than the limit of an environment process
+STOP_SECONDS = 20.0  # for a cancelled episode to end before the process counts as blocked
 LONGEST_LINE = 2**26  # bytes
-TOLD = 400  # characters of its error output in a message
+TOLD = 400  # characters of its error output shown in a message
 
 
 class DriverEnded(RuntimeError):
-    """Reports that the process ended while an episode ran."""
+    """Reports that the process ended while an episode was running."""
 
 
 class DriverProcess:
-    """Represents the process. `asked`: its first line. Creating it waits until the environment is loaded;
-    `attach` then gives it to an event loop. Raises ValueError with a sentence when the environment cannot be
-    used."""
+    """Represents the driver process. `asked`: the first line sent to it. The constructor waits until the
+    environment is loaded; `attach` then hands the process to an event loop. Raises ValueError with a
+    user-facing message when the environment cannot be used."""
 
     def __init__(self, python: str | None, asked: Mapping[str, Any]):
         self.ended = False
@@ -52,7 +52,7 @@ class DriverProcess:
             raise ValueError(f"verifiers: {first.get('problem') or ending}")
 
     def _first_answer(self, asked: bytes) -> dict[str, Any]:
-        """Returns what the process says first; empty if it says nothing in time."""
+        """Returns the process's first reply; empty if it ends without one."""
         assert self._process.stdin is not None and self._process.stdout is not None
         end = time.monotonic() + START_SECONDS
         line = bytearray()
@@ -70,7 +70,7 @@ class DriverProcess:
         return {}
 
     def _keep_said(self) -> None:
-        """Shows the error output, and keeps its end for messages."""
+        """Forwards the error output to stderr, and keeps the end of it for messages."""
         assert self._process.stderr is not None
         while part := self._process.stderr.read(65536):
             text = part.decode(errors="replace")
@@ -83,10 +83,10 @@ class DriverProcess:
         return " ".join(self._said.split()) or "it wrote no error"
 
     def _kill(self) -> str:
-        """Ends the process and all that it has started. Returns how it ended, unless it was killed here."""
+        """Ends the process and everything it has started. Returns a description of how it ended."""
         self.ended = True
         if self._life >= 0:
-            os.close(self._life)  # the process above it kills the others, and ends
+            os.close(self._life)  # its supervisor kills the others and then ends
             self._life = -1
         try:
             return how_ended(self._process.wait(10.0))
@@ -95,7 +95,7 @@ class DriverProcess:
             return "does not end"
 
     async def attach(self) -> None:
-        """Reads and writes in the running loop from here on."""
+        """From now on, reads and writes the pipes in the running event loop."""
         loop = asyncio.get_running_loop()
         lines = asyncio.StreamReader(limit=LONGEST_LINE)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), self._process.stdout)
@@ -109,7 +109,7 @@ class DriverProcess:
         task.add_done_callback(self._tasks.discard)
 
     async def _read(self, lines: asyncio.StreamReader) -> None:
-        with suppress(ValueError):  # not JSON, or an endless line: something else writes to the pipe
+        with suppress(ValueError):  # not JSON, or a line that never ends: something else writes to the pipe
             while line := await lines.readline():
                 told = json.loads(line)
                 waiting = self._waiting.get(told.get("id"))
@@ -125,8 +125,8 @@ class DriverProcess:
                 waiting.set_exception(DriverEnded(f"the process of the environment {ending}: {said}"))
 
     async def run(self, task: Any, model: str) -> dict[str, Any]:
-        """Returns what the process says about an episode: its reward, or an error. Raises DriverEnded. If
-        this wait is cancelled, the episode ends in the process too."""
+        """Returns the process's report on an episode: its reward, or an error. Raises DriverEnded if the
+        process ends first. Cancelling this call also cancels the episode in the process."""
         if self.ended:
             raise DriverEnded("the process of the environment has ended")
         number = next(self._numbers)
@@ -140,8 +140,8 @@ class DriverProcess:
                 self._begin(self._stop(number))
 
     async def _stop(self, number: int) -> None:
-        """Cancels an episode. Kills the process if it does not react: the code of one episode is then
-        blocking all of them."""
+        """Cancels an episode. Kills the process if it does not respond, because the episode's code is then
+        blocking all the others."""
         ending = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._send(cancel=number)
         try:
@@ -158,8 +158,8 @@ class DriverProcess:
 
 
 def started(python: str | None) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts the driver in an interpreter. Returns it with the descriptor that keeps it alive while it is
-    open. Raises ValueError."""
+    """Starts the driver in an interpreter. Returns its process and the descriptor that keeps it alive while
+    open. Raises ValueError if it cannot be started."""
     alive, life = os.pipe()
     try:
         process = subprocess.Popen(
@@ -170,7 +170,7 @@ def started(python: str | None) -> tuple[subprocess.Popen[bytes], int]:
             stderr=subprocess.PIPE,
             env=driver_environment(),
             pass_fds=(alive,),
-            start_new_session=True,  # it outlives this process, to kill what it has started
+            start_new_session=True,  # it outlives this process in order to kill what it has started
         )
     except OSError as error:
         os.close(life)

@@ -1,4 +1,5 @@
-"""A session with an MCP server: lists its tools, calls them, and tells a tool's failure from the server's."""
+"""A session with an MCP server: lists its tools, calls them, and distinguishes a failing tool from a failing
+server."""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ from rlhf_core.environments.joined_calls import check_depth
 
 ADDRESSES = ("http://", "https://")
 LARGEST_RESULT = 2**26  # bytes
-PAGES = 100  # of a list of tools
-OUTAGES = {401, 403, 404, 429, *range(500, 600)}  # statuses that say nothing about the model's call
-# Starts a command so that it ends with the process that started it, although it is in a session of its own.
+PAGES = 100  # most pages in a list of tools
+OUTAGES = {401, 403, 404, 429, *range(500, 600)}  # statuses that say nothing about the model's tool call
+# Starts a command that ends together with its parent process although it has its own session.
 ENDS_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 )
 
 
 class ServerGone(RuntimeError):
-    """Reports a server that ended, or whose answer says nothing about the call."""
+    """Reports that a server has ended, or that its answer says nothing about the tool call."""
 
 
 class Servers:
-    """Opens sessions with servers, which are addresses or commands. `token`: the bearer token for
-    addresses."""
+    """Opens sessions with servers, each given as an address or a command. `token`: the bearer token for
+    servers with an address."""
 
     def __init__(self, servers: Sequence[str], token: str | None):
         self._servers = list(servers)
@@ -45,8 +46,8 @@ class Servers:
         return len(self._servers)
 
     def name(self, place: int) -> str:
-        """Returns a server's name for messages, without what may be secret: its program, or its address
-        without a query."""
+        """Returns a server's name for use in messages, with nothing that may be secret: its program, or its
+        address without the query."""
         server = self._servers[place]
         if not server.startswith(ADDRESSES):
             return shlex.split(server)[0]
@@ -57,8 +58,8 @@ class Servers:
     async def session(
         self, place: int, mark: Mapping[str, str], quiet: bool = True
     ) -> AsyncIterator[McpSession]:
-        """Opens a session. `mark`: variables added to a command's environment. Unless `quiet`, its error
-        output is shown."""
+        """Opens a session. `mark`: variables added to the environment of a server command. The command's
+        error output is shown unless `quiet`."""
         server = self._servers[place]
         outages = list[int]()
         if not server.startswith(ADDRESSES):
@@ -80,12 +81,12 @@ class Servers:
         ) as http:
             transport = streamable_http_client(server, http_client=http, max_sse_event_size=LARGEST_RESULT)
             async with mcp.Client(transport) as client:
-                outages.clear()  # those of the first requests, which try versions of the protocol
+                outages.clear()  # caused by the first requests, which try protocol versions
                 yield McpSession(client, self.name(place), outages)
 
 
 class McpSession:
-    """An open session. `outages`: statuses of failed requests so far."""
+    """An open session. `outages`: statuses of the requests that have failed so far."""
 
     def __init__(self, client: mcp.Client, name: str, outages: list[int]):
         self._client = client
@@ -105,7 +106,7 @@ class McpSession:
         return found
 
     async def call(self, name: str, arguments: dict[str, Any], seconds: float) -> str:
-        """Calls a tool, and returns its result, or what failed, as text. Raises ServerGone."""
+        """Calls a tool and returns its result as text, or an error message if it fails. Raises ServerGone."""
         try:
             check_depth(arguments)
             json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
@@ -122,7 +123,7 @@ class McpSession:
                 raise ServerGone(f"the MCP server {self._name} ended during a call") from error
             stopped = f"stopped after {seconds:g} s"
             return f"error: {stopped if error.error.code == REQUEST_TIMEOUT else error.error.message}"
-        except Exception as error:  # a result that does not have the form that the tool declares
+        except Exception as error:  # the result does not have the form that the tool declares
             return f"error: {error or type(error).__name__}"
         text = "\n".join(map(text_of, found.content))
         if not text and found.structured_content:
@@ -131,7 +132,7 @@ class McpSession:
 
 
 def text_of(part: Any) -> str:
-    """Returns a part of a result as text; for a part without text, its type."""
+    """Returns part of a result as text; for a part that has no text, its type."""
     inner = part.resource if part.type == "resource" else part
     text = getattr(inner, "text", None)
     return f"[{part.type}]" if text is None else str(text)

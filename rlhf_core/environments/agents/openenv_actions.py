@@ -1,4 +1,4 @@
-"""Turns answers of a model into OpenEnv's actions, and its observations into messages."""
+"""Turns a model's answers into OpenEnv actions, and OpenEnv observations into messages."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 from rlhf_core.environments.joined_calls import check_depth
 
-TOOL_ACTIONS = {"Action", "CallToolAction", "ListToolsAction"}  # titles of schemas of servers with MCP tools
+TOOL_ACTIONS = {"Action", "CallToolAction", "ListToolsAction"}  # schema titles of servers with MCP tools
 
 
 def takes_tools(schema: Mapping[str, Any]) -> bool:
-    """Returns whether a server's actions are calls of MCP tools."""
+    """Returns whether a server's actions are MCP tool calls."""
     return schema.get("title") in TOOL_ACTIONS
 
 
 def text_field(schema: Mapping[str, Any]) -> str | None:
-    """Returns the field that the answer's text becomes: the only one that an action must have, or can have;
-    None if there are several or none."""
+    """Returns the field that receives the answer's text: the only required field of an action or, failing
+    that, its only field. None if neither is unique."""
     fields = [name for name in schema.get("properties") or {} if name != "metadata"]
     required = [name for name in schema.get("required") or () if name in fields]
     return next((names[0] for names in (required, fields) if len(names) == 1), None)
 
 
 def action_problem(schema: Mapping[str, Any], field: str | None, constant: Mapping[str, Any]) -> str:
-    """Returns why actions of this form would all be refused; "" if there is no reason to refuse them."""
+    """Returns why the server would refuse every action of this form; "" if it would not."""
     properties = schema.get("properties") or {}
     given = {*constant, *([field] if field is not None else [])}
     known = ", ".join(name for name in properties if name != "metadata")
@@ -40,9 +40,9 @@ def action_problem(schema: Mapping[str, Any], field: str | None, constant: Mappi
 def action_of(
     text: str, field: str | None, schema: Mapping[str, Any], constant: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the action of an answer: `constant` and the text as `field`, as JSON unless the schema says
-    that the field is a string; without a field the first JSON object in the text. Raises ValueError with what
-    the model should read."""
+    """Returns the action for an answer: `constant`, plus the text as `field`, parsed as JSON unless the
+    schema declares the field a string. Without `field`, adds the first JSON object in the text instead.
+    Raises ValueError with a message for the model."""
     if field is None:
         return {**constant, **first_object(text)}
     kind = ((schema.get("properties") or {}).get(field) or {}).get("type", "string")
@@ -55,7 +55,7 @@ def action_of(
 
 
 def first_object(text: str) -> dict[str, Any]:
-    """Returns the first JSON object in a text. Raises ValueError if there is none."""
+    """Returns the first JSON object in a string. Raises ValueError if there is none."""
     decoder = json.JSONDecoder(parse_constant=_refuse)
     start = text.find("{")
     looks = 0
@@ -75,8 +75,8 @@ def _refuse(constant: str) -> Any:
 
 
 def text_of(observation: Mapping[str, Any], fields: Collection[str], longest: int) -> str:
-    """Returns what the model sees of an observation: the named fields (empty: all that hold something). A
-    field that is text is shown as it is, anything else as JSON. At most `longest` characters."""
+    """Returns the text of an observation that the model sees, at most `longest` characters: the named fields,
+    or all non-empty ones if `fields` is empty. Strings are shown unchanged, anything else as JSON."""
     shown = {
         name: value
         for name, value in observation.items()
@@ -88,7 +88,7 @@ def text_of(observation: Mapping[str, Any], fields: Collection[str], longest: in
 
 
 def tool_text(observation: Mapping[str, Any], longest: int) -> str:
-    """Returns what the model sees of a tool's result."""
+    """Returns the text of a tool's result that the model sees."""
     error = observation.get("error")
     if error:
         told = error.get("message", error) if isinstance(error, dict) else error
@@ -106,8 +106,8 @@ def shortened(text: str, longest: int) -> str:
 
 
 def tools_of(observation: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tools that a server lists, in the form that chat templates describe. Raises ValueError for
-    an answer that lists none."""
+    """Returns the tools that a server lists, in the format that chat templates take. Raises ValueError if the
+    observation lists none."""
     listed = observation.get("tools")
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise ValueError("it lists no tools")

@@ -1,7 +1,7 @@
-"""A session with a server of OpenEnv: reset and step over a WebSocket, and the schema of its actions.
+"""A session with an OpenEnv server: reset and step over a WebSocket, and the schema of its actions.
 
-Source: https://github.com/meta-pytorch/OpenEnv, package openenv-core 0.3.0 (`env_server/types.py`). Each
-session has an environment of its own on the server, which ends with it.
+Source: https://github.com/meta-pytorch/OpenEnv, package openenv-core 0.3.0 (`env_server/types.py`). On the
+server, each session has its own environment, which ends with the session.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import httpx
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-LARGEST = 2**24  # bytes of a message of the server
+LARGEST = 2**24  # bytes of a message from the server
 OPEN_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-TOO_LARGE = 1009  # WebSocket's status for a message that is too big
-TOLD = 200  # characters of a server's text in a message
+TOO_LARGE = 1009  # WebSocket status for a message that is too big
+TOLD = 200  # characters of a server's text shown in a message
 
 
 class ServerFault(RuntimeError):
-    """Reports a server that cannot be reached, or whose answer says nothing about the action."""
+    """Reports that a server cannot be reached, or that its answer says nothing about the action."""
 
 
 class ActionRefused(ValueError):
-    """Reports an action that does not have the form which the server's schema asks for."""
+    """Reports an action that does not match the server's schema."""
 
 
 class OpenEnvStep(NamedTuple):
-    """What the environment says after a reset or an action."""
+    """The environment's reply to a reset or an action."""
 
     observation: dict[str, Any]
     reward: float | None
@@ -45,14 +45,14 @@ class OpenEnvStep(NamedTuple):
 
 
 class OpenEnvServer:
-    """A server at an address, http(s):// or ws(s)://. `token`: sent as a bearer token. `seconds`: for one
-    answer."""
+    """A server at an address, http(s):// or ws(s)://. `token`: sent as a bearer token. `seconds`: time limit
+    for one answer."""
 
     def __init__(self, url: str, token: str | None, seconds: float):
         self._parts = urlsplit(url)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._seconds = seconds
-        self.name = f"{self._parts.scheme}://{self._parts.netloc}{self._parts.path}"  # without a query
+        self.name = f"{self._parts.scheme}://{self._parts.netloc}{self._parts.path}"  # without the query
 
     def _address(self, scheme: str, place: str) -> str:
         secure = "s" if self._parts.scheme in ("https", "wss") else ""
@@ -60,8 +60,8 @@ class OpenEnvServer:
         return urlunsplit((scheme + secure, self._parts.netloc, path, self._parts.query, ""))
 
     def action_schema(self) -> dict[str, Any]:
-        """Returns the JSON schema of actions; empty if the server does not show it. Raises ServerFault when
-        the server cannot be reached."""
+        """Returns the JSON schema of actions; empty if the server does not publish it. Raises ServerFault
+        when the server cannot be reached."""
         body = b""
         end = time.monotonic() + OPEN_SECONDS
         try:
@@ -75,7 +75,7 @@ class OpenEnvServer:
             ) as response:
                 for part in response.iter_bytes():
                     body += part
-                    if time.monotonic() > end:  # the timeout applies to each part
+                    if time.monotonic() > end:  # the client's timeout applies to each part separately
                         raise ServerFault(
                             f"the OpenEnv server {self.name} did not send its schema in {OPEN_SECONDS:g} s"
                         )
@@ -95,7 +95,7 @@ class OpenEnvServer:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[OpenEnvSession]:
-        """Opens a session. Raises ServerFault."""
+        """Opens a session. Raises ServerFault if the server opens none."""
         try:
             connection = await connect(
                 self._address("ws", "ws"),
@@ -103,7 +103,7 @@ class OpenEnvServer:
                 open_timeout=OPEN_SECONDS,
                 close_timeout=CLOSE_SECONDS,
                 max_size=LARGEST,
-                ping_timeout=None,  # a server that computes a step may not answer; each answer has its limit
+                ping_timeout=None,  # a server may not respond during a step; each answer has its own limit
                 proxy=None if self._parts.hostname in LOOPBACK else True,
             )
         except (OSError, WebSocketException, ValueError) as error:  # TimeoutError is an OSError
@@ -116,7 +116,7 @@ class OpenEnvServer:
 
 
 def openenv_problem(url: str, token_env: str | None) -> str:
-    """Returns why a server cannot be used; "" if it shows its schema, or answers that it has none."""
+    """Returns why a server cannot be used; "" if it publishes its schema, or answers that it has none."""
     token = None if token_env is None else os.environ.get(token_env)
     if token_env is not None and not token:
         return f"the variable {token_env} is empty: set it to the token of the OpenEnv server"
@@ -136,14 +136,14 @@ class OpenEnvSession:
         self._seconds = seconds
 
     async def reset(self, arguments: Mapping[str, Any]) -> OpenEnvStep:
-        """Begins an episode. Raises ServerFault."""
+        """Starts an episode. Raises ServerFault."""
         try:
             return await self._asked("reset", arguments)
         except ActionRefused as error:
             raise ServerFault(f"the OpenEnv server {self._name} refuses the reset: {error}") from error
 
     async def step(self, action: Mapping[str, Any]) -> OpenEnvStep:
-        """Takes an action. Raises ActionRefused for an action of another form, and ServerFault."""
+        """Takes an action. Raises ActionRefused if the action does not match the schema, and ServerFault."""
         return await self._asked("step", action)
 
     async def _asked(self, kind: str, data: Mapping[str, Any]) -> OpenEnvStep:

@@ -1,4 +1,4 @@
-"""Runs asynchronous work to completion from code that an event loop has called."""
+"""Runs asynchronous work to completion from synchronous code inside an event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ R = TypeVar("R")
 
 
 def in_a_loop_of_its_own(work: Callable[[], Awaitable[R]]) -> R:
-    """Runs work although another event loop is running in this thread; the thread waits for the work."""
+    """Runs `work` in a new event loop on another thread, so that it works even while a loop is running in
+    this one. Blocks until it is done."""
     results = list[R]()
     errors = list[BaseException]()
 

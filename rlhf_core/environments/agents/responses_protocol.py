@@ -1,9 +1,8 @@
-"""Reads requests of OpenAI's responses API, and writes their answers, whole or as a stream.
+"""Reads OpenAI responses API requests, and writes their answers, whole or as a stream.
 
-Source: https://platform.openai.com/docs/api-reference/responses. A request becomes a list of messages of chat
-completions: `instructions` become a system message, and calls and their outputs become messages of the
-assistant and of tools. `previous_response_id` stands for all messages up to that response of the same
-episode.
+Source: https://platform.openai.com/docs/api-reference/responses. A request is converted to a list of chat
+completions messages: `instructions` become a system message, and calls and their outputs become assistant and
+tool messages. `previous_response_id` stands for all messages up to that response in the same episode.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 def read_responses_request(body: Mapping[str, Any], earlier: Sequence[dict[str, Any]]) -> AgentRequest:
     """Reads the body of `POST /v1/responses`. `earlier`: the messages up to `previous_response_id`. Raises
-    ValueError for what is refused."""
+    ValueError if the request is refused."""
     refuse_fields(body)
     if ((body.get("text") or {}).get("format") or {}).get("type") not in (None, "text"):
         raise ValueError("text.format is not supported: the policy writes text")
@@ -40,7 +39,7 @@ def read_responses_request(body: Mapping[str, Any], earlier: Sequence[dict[str, 
 
 
 def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns the messages of chat completions that items of an input stand for. Raises ValueError."""
+    """Converts the items of an input to chat completions messages. Raises ValueError."""
     messages = list[dict[str, Any]]()
     for item in items:
         kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
@@ -70,7 +69,7 @@ def _content(content: Any) -> Any:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    """Returns a function in the form of chat completions. Raises ValueError for a hosted tool."""
+    """Returns a function tool in chat completions form. Raises ValueError for a hosted tool."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
         raise ValueError(f"tools of type {kind!r} run at OpenAI: give functions")
@@ -79,7 +78,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def response_of(answer: Answer) -> dict[str, Any]:
-    """Returns the body of an answer."""
+    """Returns the response body for an answer."""
     output = list[dict[str, Any]]()
     if answer.text or not answer.calls:
         part = {"type": "output_text", "text": answer.text, "annotations": []}
@@ -117,7 +116,7 @@ def _item(kind: str, prefix: str) -> dict[str, Any]:
 
 
 def response_events(response: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the server-sent events of an answer, which is complete when its stream begins."""
+    """Yields the server-sent events for an answer that is already complete."""
     begun = {**response, "status": "in_progress", "output": []}
     parts: list[tuple[str, dict[str, Any]]] = [("response.created", {"response": begun})]
     for index, item in enumerate(response["output"]):

@@ -1,4 +1,4 @@
-"""Imports and calls the functions of a user that an environment names: agents and checkers."""
+"""Imports and calls the user's functions that an environment names: agents and checkers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlhf_core.system.processes import users_module
 
 
 async def called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Calls a function of the user. A function that is not async runs in a thread of its own, which this
-    process does not wait for: one that hangs does not block the others."""
+    """Calls a function written by the user. A function that is not async runs in its own thread, which this
+    process does not wait for, so one that hangs does not block the others."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **named)
     loop = asyncio.get_running_loop()
@@ -28,9 +28,9 @@ async def called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     def call() -> None:
         try:
             outcome: tuple[Callable[[Any], None], Any] = done.set_result, function(*args, **named)
-        except (StopIteration, asyncio.CancelledError) as error:  # which mean something else to a future
+        except (StopIteration, asyncio.CancelledError) as error:  # these have another meaning to a future
             outcome = done.set_exception, RuntimeError(f"{type(error).__name__}: {error}")
-        except BaseException as error:  # an error of the user's code, whatever its kind
+        except BaseException as error:  # any kind of error in the user's code
             outcome = done.set_exception, error
         loop.call_soon_threadsafe(settle, *outcome)
 
@@ -40,7 +40,8 @@ async def called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 
 def function_of(place: str, what: str, modules: dict[str, ModuleType]) -> Callable[..., Any]:
-    """Imports `path.py:function`, each file once. Raises ValueError."""
+    """Imports `path.py:function`, loading each file only once. Raises ValueError if there is no such
+    function."""
     path, _, name = place.rpartition(":")
     if path not in modules:
         modules[path] = users_module(Path(path), what)
@@ -53,7 +54,7 @@ def function_of(place: str, what: str, modules: dict[str, ModuleType]) -> Callab
 def require_arguments(
     function: Callable[..., Any], place: str, args: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    """Raises ValueError when a function does not take these arguments."""
+    """Raises ValueError when the function does not accept these arguments."""
     try:
         inspect.signature(function).bind(*args, **named)
     except TypeError as error:
@@ -63,7 +64,7 @@ def require_arguments(
 
 
 def reward_of(result: Any, what: str) -> float:
-    """Returns the reward that `what` returned. Raises ValueError unless it is a number."""
+    """Returns the reward that `what` returned. Raises ValueError if it is not a number."""
     if not isinstance(result, bool | int | float) and not hasattr(result, "__float__"):
         raise ValueError(f"the {what} returned {result!r:.60}, no number: return the reward")
     return float(result)

@@ -1,10 +1,10 @@
-"""`environment: {agent: ...}`: trains an agent that somebody else may have written, through the address of
-its model.
+"""`environment: {agent: ...}`: trains an agent, which somebody else may have written, by serving it the
+policy as its model.
 
-The agent is a function `path.py:run`, called as `run(task, base_url, api_key)`, or a command. It asks the
+The agent is a function `path.py:run`, called as `run(task, base_url, api_key)`, or a command. It calls the
 policy through an OpenAI-compatible endpoint (`agent_endpoint`), as often and in as many conversations as it
-likes. Its result is the function's return value, or the command's output. `checker`, a function
-`path.py:check`, called as `check(task, result)`, returns the reward; without it the result is the reward.
+likes. Its result is the function's return value or the command's output. `checker`, a function
+`path.py:check` called as `check(task, result)`, returns the reward; without it the result is the reward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhf_core.environments.conversation import Conversation, LimitReached
 
 class Agent:
     """Runs agents. `agent`: path.py:function, or a `command`. `checker`: path.py:function, or None.
-    `options`: further arguments of the agent's function. Raises ValueError for what cannot be called."""
+    `options`: additional arguments of the agent's function. Raises ValueError if either cannot be called."""
 
     def __init__(
         self, agent: str, command: bool, checker: str | None = None, options: dict[str, Any] | None = None
@@ -49,7 +49,7 @@ class Agent:
             try:
                 result = await self._result(task, key)
             except Exception as error:
-                if session.limited:  # the agent did not survive the refusal
+                if session.limited:  # the agent failed because of the refusal
                     raise LimitReached(session.limited) from error
                 raise
         if self._check is not None:
@@ -63,7 +63,7 @@ class Agent:
 
 
 def require_program(command: str) -> None:
-    """Raises ValueError when there is no such program."""
+    """Raises ValueError when the command's program does not exist."""
     program = shlex.split(command)[0]
     if shutil.which(program) is None:
         raise ValueError(f"the agent {command!r}: there is no program {program!r}; correct the command")

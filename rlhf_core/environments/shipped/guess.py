@@ -1,8 +1,8 @@
-"""`environment: guess`: the model guesses a number; after a wrong guess the environment says `higher` or
+"""`environment: guess`: the model guesses a number; after a wrong guess the environment replies `higher` or
 `lower`.
 
-The secret changes with every prompt and iteration. Each episode begins with the row's prompt, which should
-say what to guess.
+The secret number changes with every prompt and iteration. Each episode starts with the row's prompt, which
+should explain the game.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ NUMBER = re.compile(r"\d+")
 
 
 class Guess:
-    """Lets the model guess a number from 1 to `largest` in `guesses` attempts. The reward is 1 for the
-    secret, else 0. An answer without a number ends the episode."""
+    """Lets the model guess a number from 1 to `largest` in `guesses` attempts. The reward is 1 for guessing
+    the secret, otherwise 0. An answer without a number ends the episode."""
 
     def __init__(self, largest: int = 3, guesses: int = 2, higher: str = "higher", lower: str = "lower"):
         if largest < 2 or guesses < 1:

@@ -1,8 +1,8 @@
 """`environment: {mcp: [...]}`: the model uses the tools of MCP servers (Model Context Protocol).
 
-A server is an address (streamable HTTP) or a command (stdio). Each episode has a session of its own with each
-server, so that what a tool keeps does not leak from one answer into another. The model's template describes
-the tools; its calls are sent to their server until an answer has none.
+A server is an address (streamable HTTP) or a command (stdio). Each episode has its own session with each
+server, so that state kept by a tool does not leak from one answer into another. The model's template
+describes the tools; the model's calls are sent to their servers until it answers without a call.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from rlhf_core.environments.shipped.tools import is_right
 from rlhf_core.system.processes import users_error
 
 START_SECONDS = 60.0  # within which all servers must list their tools
-MARK = "ALIGNFLOW_EPISODE"  # the variable that names the episode of a server
+MARK = "ALIGNFLOW_EPISODE"  # the variable that identifies the episode of a server process
 
 
 class McpTools:
-    """Answers the model's calls with the tools of `servers`. `checker`: path.py:function, called with the
-    task and the text of the last answer; without it the reward is 1 if that answer equals the row's column
-    `answer`. `seconds`: time limit of one call of a tool. `calls`: most calls in one answer. `longest`: most
-    characters of a result. `token_env`: the variable with the bearer token for servers with an address.
-    Raises ValueError when a server cannot be asked for its tools."""
+    """Answers the model's calls with the tools of `servers`.
 
-    users_function = None  # errors name no line, except those of the checker
+    `checker`: path.py:function, called with the task and the text of the last answer; without it the reward
+    is 1 if that answer equals the row's column `answer`. `seconds`: time limit of one tool call. `calls`:
+    maximum number of calls in one answer. `longest`: maximum number of characters in a result. `token_env`:
+    the variable that holds the bearer token for servers with an address. Raises ValueError when a server does
+    not list its tools.
+    """
+
+    users_function = None  # errors have no line to point to, except those of the checker
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class McpTools:
             raise ValueError(told.text) from error
 
     async def _in_sessions(self, model: Conversation) -> Answer:
-        """Returns the last answer. Opens and closes a session with each server around the conversation."""
+        """Returns the last answer. Keeps a session with each server open during the conversation."""
         talked: Answer | LimitReached | None = None
         mark = secrets.token_hex(16)
         try:
@@ -94,10 +97,10 @@ class McpTools:
                 ]
                 try:
                     talked = await self._talk(model, sessions)
-                except LimitReached as limit:  # sessions wrap what leaves them
+                except LimitReached as limit:  # sessions wrap exceptions that pass through them
                     talked = limit
         except BaseExceptionGroup as group:
-            if talked is None:  # else a server failed while its session was closed
+            if talked is None:  # otherwise a server failed while its session was closing
                 raise first_of(group) from group
         finally:
             kill_marked(MARK, mark)
@@ -120,7 +123,8 @@ class McpTools:
         return answer
 
     async def _result(self, call: Call, sessions: Sequence[McpSession]) -> str:
-        """Returns what the model sees of a call, at most `longest` characters. Raises ServerGone."""
+        """Returns the text of a call's result that the model sees, at most `longest` characters. Raises
+        ServerGone."""
         if call.wrong or call.name not in self._server_of:
             return f"error: {call.wrong or f'there is no tool {call.name!r}'}"
         session = sessions[self._server_of[call.name]]
@@ -129,7 +133,8 @@ class McpTools:
         return text[: self._longest] + cut
 
     async def _list_tools(self) -> list[list[mcp.Tool]]:
-        """Returns the tools of each server. Raises ValueError for one that lists none in time."""
+        """Returns the tools of each server. Raises ValueError for a server that does not list them in
+        time."""
         listed = list[list[mcp.Tool]]()
         mark = secrets.token_hex(16)
         try:
@@ -149,7 +154,7 @@ class McpTools:
 
 
 def first_of(group: BaseException) -> BaseException:
-    """Returns the first error in a group of errors, which may hold groups."""
+    """Returns the first error in a group of errors, which may be nested."""
     while isinstance(group, BaseExceptionGroup):
         group = group.exceptions[0]
     return group
@@ -162,6 +167,6 @@ def _token(variable: str) -> str:
 
 
 def _schema(tool: mcp.Tool) -> Mapping[str, Any]:
-    """Returns a tool in the form that chat templates describe."""
+    """Returns a tool in the format that chat templates take."""
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": function}

@@ -1,8 +1,8 @@
-"""`environment: {openenv: URL}`: plays episodes on a server of OpenEnv.
+"""`environment: {openenv: URL}`: plays episodes on an OpenEnv server.
 
-An answer of the model becomes an action, and the observation the next message, until the server says that the
-episode is done. Servers whose actions are MCP tools get the model's calls, until an answer has none. Each
-episode has a session of its own.
+Each answer of the model becomes an action, and each observation the next message, until the server reports
+that the episode is done. On servers whose actions are MCP tools, the model's calls are sent instead, until it
+answers without a call. Each episode has its own session.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from rlhf_core.environments.agents.openenv_session import (
 from rlhf_core.environments.agents.own_loop import in_a_loop_of_its_own
 from rlhf_core.environments.conversation import Answer, Conversation, LimitReached
 
-CALLS = 8  # most calls of tools in one answer
+CALLS = 8  # maximum number of tool calls in one answer
 CUT = "a limit of tokens cut the last answer"
 
 
 class OpenEnvEpisodes:
     """Plays on the server at `url`.
 
-    `field`: the field of the action that takes the answer's text; by default the only one that the server's
-    schema asks for, and if it asks for several, the answer must hold a JSON object. `action`: constant
-    fields. `observe`: fields of the observation that the model sees; empty: all. `reward`: sum over the
-    steps, or the last. `reset`: arguments of the reset; those in a row's column `reset` are added. `seconds`:
-    time limit of one answer of the server. `longest`: most characters of an observation. `token_env`: the
-    variable with a bearer token. Raises ValueError with a sentence when the server cannot be used."""
+    `field`: the action field that receives the answer's text; by default the only one that the server's
+    schema requires. If it requires several, the answer must contain a JSON object. `action`: constant fields.
+    `observe`: fields of the observation that the model sees; empty: all. `reward`: whether rewards of the
+    steps are summed or only the last one counts. `reset`: arguments of the reset, to which those in a row's
+    column `reset` are added. `seconds`: time limit of one answer from the server. `longest`: maximum number
+    of characters in an observation. `token_env`: the variable that holds a bearer token. Raises ValueError
+    with a user-facing message when the server cannot be used.
+    """
 
-    users_function = None  # errors name no line
+    users_function = None  # errors have no line to point to
 
     def __init__(
         self,
@@ -129,8 +131,8 @@ class OpenEnvEpisodes:
     async def _call_tools(
         self, session: OpenEnvSession, step: OpenEnvStep, model: Conversation, rewards: RewardsOfSteps
     ) -> None:
-        """Steps with each call until the episode is done, or an answer has no calls: its reward is 0. Raises
-        LimitReached."""
+        """Steps with each call until the episode is done, or until an answer has no calls, which gets the
+        reward 0. Raises LimitReached."""
         said = self._text(step)
         answer = await model.answer(*[said] if said else [])
         while answer.calls and answer.finished:
@@ -152,14 +154,15 @@ class OpenEnvEpisodes:
             answer = await model.answer(*results)
         if not answer.finished:
             raise LimitReached(CUT)
-        model.reward(0.0)  # an episode that ends without a step has a reward too
+        model.reward(0.0)  # an episode that ends without a step also needs a reward
 
     def _text(self, step: OpenEnvStep) -> str:
         return text_of(step.observation, self._observe, self._longest)
 
 
 class RewardsOfSteps:
-    """Gives a conversation the rewards of its steps: each as it comes, or the last one at the end."""
+    """Adds the rewards of steps to a conversation, either each as it comes or only the last one, at the
+    end."""
 
     def __init__(self, model: Conversation, last_counts: bool):
         self._model = model

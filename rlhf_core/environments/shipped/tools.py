@@ -1,8 +1,7 @@
-"""`environment: tools`: the model answers a question and may first call a calculator and a Python
-interpreter.
+"""`environment: tools`: the model answers a question and may first use a calculator and a Python interpreter.
 
-The reward is 1 if the last answer equals the row's column `answer`, as text or in its last number. Configure
-other rewards in `reward`.
+The reward is 1 if the last answer equals the row's column `answer`, either as text or in its last number.
+Configure other rewards in `reward`.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def calculate(expression: str) -> str:
-    """Computes an arithmetic expression: numbers, + - * / // % **, sqrt, log, exp, abs, round. Returns the
-    result or an error message."""
+    """Evaluates an arithmetic expression with numbers, + - * / // % **, sqrt, log, exp, abs and round.
+    Returns the result or an error message."""
     try:
         result = _value(ast.parse(expression[:1000].strip(), mode="eval").body)
         return str(int(result) if isinstance(result, float) and result.is_integer() else result)
@@ -96,10 +95,13 @@ SCHEMAS = {
 
 
 class Tools:
-    """Answers the model's tool calls. `tools`: calculator, python, or both. `answer`: the column with the
-    right answer; None: the environment's reward is 0, for recipes with other rewards in `reward`. `seconds`
-    and `memory_mib` limit one Python program, `all_seconds` all programs of an episode, `calls` the calls in
-    one answer. Calls beyond a limit get an error."""
+    """Answers the model's tool calls.
+
+    `tools`: calculator, python, or both. `answer`: the column with the right answer; None: the environment's
+    reward is 0, for recipes with other rewards in `reward`. `seconds` and `memory_mib` limit one Python
+    program, `all_seconds` all programs of an episode, and `calls` the calls in one answer. Calls beyond a
+    limit get an error.
+    """
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class Tools:
 
 
 def is_right(said: str, answer: str) -> bool:
-    """Returns whether a text equals the answer, or its last number equals the answer's number."""
+    """Returns whether a string equals the answer, or its last number equals the answer's number."""
     if " ".join(said.split()) == " ".join(answer.split()):
         return True
     numbers = NUMBER.findall(said.replace(",", ""))

@@ -1,8 +1,8 @@
-"""`environment: {verifiers: NAME}`: plays the tasks of an environment of the package `verifiers`, unchanged.
+"""`environment: {verifiers: NAME}`: plays the tasks of an environment of the package `verifiers`, unmodified.
 
-The environment runs in an interpreter of its own (`data/verifiers_driver`), since the package's dependencies
-need not fit alignflow's. Its client asks an endpoint of this process (`agent_endpoint`), and its rubric gives
-the reward.
+The environment runs in its own interpreter (`data/verifiers_driver`), since the package's dependencies may
+conflict with alignflow's. Its client calls this process's endpoint (`agent_endpoint`), and its rubric
+computes the reward.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from rlhf_core.system.processes import LASTING
 
 
 class RaisedByEnvironment(ValueError):
-    """Reports an error in the environment's code that every attempt would repeat."""
+    """Reports an error in the environment's code that would recur in every attempt."""
 
 
 class FailedEnvironment(RuntimeError):
-    """Reports an episode without a reward for another reason."""
+    """Reports an episode without a reward, for any other reason."""
 
 
 class VerifiersEpisodes:
-    """Runs the environment `name` with `options`, in the interpreter `python` (None: this one). Raises
-    ValueError with a sentence when it cannot be loaded."""
+    """Runs the environment `name` with `options` in the interpreter `python` (None: this one). Raises
+    ValueError with a user-facing message when it cannot be loaded."""
 
-    users_function = None  # errors name their line themselves
+    users_function = None  # errors already name their line
 
     def __init__(self, name: str, options: dict[str, Any] | None = None, python: str | None = None):
         self._endpoint = AgentEndpoint()
@@ -55,7 +55,7 @@ class VerifiersEpisodes:
         driver = await self._ready()
         with self._endpoint.session(model) as (_, session):
             told = await driver.run(json.loads(task[VERIFIERS]), session.name)
-            # the error is that of the refused request, not that of what ran after it
+            # report the refused request's error, not that of the code that ran after it
             if session.limited and session.limited in told.get("error", ""):
                 raise LimitReached(session.limited)
         if "error" in told:
@@ -64,7 +64,7 @@ class VerifiersEpisodes:
         return reward_of(told.get("reward"), "environment")
 
     async def _ready(self) -> DriverProcess:
-        """Returns the process of the environment, after starting it again if it has ended."""
+        """Returns the environment's process, restarting it if it has ended."""
         async with self._starting:
             if self._driver.ended:
                 self._driver = await asyncio.to_thread(DriverProcess, self._python, self._asked)
@@ -76,6 +76,6 @@ class VerifiersEpisodes:
 
 
 def lasts(name: str) -> bool:
-    """Returns whether a built-in error of this name is one that every attempt would repeat."""
+    """Returns whether a built-in error with this name would recur in every attempt."""
     kind = getattr(builtins, name, None)
     return isinstance(kind, type) and issubclass(kind, LASTING) and not issubclass(kind, OSError)

@@ -1,7 +1,7 @@
 """Parses tool calls in answers, in the format that the model's chat template writes.
 
-The format is found by rendering one call: JSON (Hermes, Qwen 2.5 and 3, Llama 3, Mistral), a name before JSON
-(newer Mistral, DeepSeek), or tags for each argument (Qwen3-Coder, Qwen3.5).
+The format is detected by rendering one call: JSON (Hermes, Qwen 2.5 and 3, Llama 3, Mistral), a name followed
+by JSON (newer Mistral, DeepSeek), or tags for each argument (Qwen3-Coder, Qwen3.5).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ DECODER = json.JSONDecoder()
 
 
 class CallFormat(NamedTuple):
-    """Holds the strings around the parts of a call. `begin`: before the call ("": the whole answer is a
-    call). `between`: after the name, before the arguments; None if one JSON object has both. `tags`: for
+    """The strings around the parts of a call. `begin`: before the call ("": the whole answer is a call).
+    `between`: after the name and before the arguments; None if one JSON object contains both. `tags`: for
     arguments in tags, the strings before the argument's name, before its value and after its value."""
 
     begin: str
@@ -112,8 +112,8 @@ def _decoded(text: str) -> Any:
 
 
 def _of_json(text: str, whole: bool) -> list[Call]:
-    """Parses an object or a list of objects at the beginning of a text. With `whole`, values that are not
-    calls are skipped instead of returned as wrong calls."""
+    """Parses an object or a list of objects at the start of a string. With `whole`, values that are not calls
+    are skipped instead of being returned as wrong calls."""
     value = _decoded(text)
     objects = value if isinstance(value, list) else [value]
     calls = []
@@ -138,7 +138,7 @@ def _call(name: str, arguments: Any) -> Call:
 
 
 def _value(text: str) -> Any:
-    """Parses the value of an argument in tags as JSON if possible, else as text."""
+    """Parses the value of a tagged argument as JSON if possible, otherwise returns it as text."""
     stripped = text.strip()
     value = _decoded(stripped)
     return (

@@ -1,8 +1,8 @@
 """Joins the conversations of one episode.
 
-An environment that asks by `model.answer` has one conversation. An agent that sends whole lists of messages
-(`joined_calls`) may have several: sub-agents, summaries in place of a history, several attempts from one
-point. All of them are trained on with the episode's reward, as one document of several sequences
+An environment that uses `model.answer` has one conversation. An agent that sends complete lists of messages
+(`joined_calls`) may have several: sub-agents, a summary that replaces the history, or several attempts from
+the same point. All of them are trained with the episode's reward, as one document of several sequences
 (`Document.starts`), in the order of their last answers.
 """
 
@@ -24,7 +24,7 @@ from rlhf_core.rollout.engine_contract import SampledAnswer
 
 
 class TakenAnswer(NamedTuple):
-    """An answer of an episode: the call that it answered, its conversation, its place in the order there."""
+    """An answer of an episode: the call that it answers, its conversation, and its index there."""
 
     call: int
     conversation: int
@@ -32,11 +32,11 @@ class TakenAnswer(NamedTuple):
 
 
 class JoinedTrajectories:
-    """Holds the trajectories of an episode by the number of their conversation; number 0 begins with the
-    row's prompt. `tools`: the environment's and the row's, for that trajectory.
+    """Holds the trajectories of an episode, keyed by conversation number; number 0 starts with the row's
+    prompt. `tools`: the tools of the environment and of the row, for trajectory 0.
 
-    All conversations together have at most `limits.turns` answers, and at most as many tokens as a single one
-    may have. `format_of_calls` returns the template's format of tool calls, and raises ValueError if it has
+    All conversations together may have at most `limits.turns` answers, and no more tokens than a single one
+    could have. `format_of_calls` returns the template's tool call format, and raises ValueError if it has
     none.
     """
 
@@ -55,13 +55,13 @@ class JoinedTrajectories:
         first = Trajectory(prompt, renderer, limits, tools, format_of_calls() if tools else None)
         self._paths = {0: first}
         self._cut_at: int | None = None  # number of answers when a limit refused a request
-        self._refused_by: Limit = "tokens"  # that limit
-        self._waiting = dict[int, tuple[int, int]]()  # by call: its conversation, its room in tokens
+        self._refused_by: Limit = "tokens"  # which limit that was
+        self._waiting = dict[int, tuple[int, int]]()  # by call: its conversation and room in tokens
         self._answers = list[TakenAnswer]()
 
     def ask(self, call: int, asked: Mapping[str, Any]) -> tuple[list[int], int]:
-        """Adds the messages of a request (`Conversation`). Returns all tokens of its conversation, and how
-        many the answer may have. Raises Full, or ValueError like `Trajectory.ask`."""
+        """Adds the messages of a request (`Conversation`). Returns all tokens of its conversation and the
+        token limit of the answer. Raises Full, or the same ValueError as `Trajectory.ask`."""
         path, tokens, room = self._ask(asked)
         room = min(room, asked.get("most") or room)
         self._paths[asked["conversation"]] = path
@@ -84,7 +84,7 @@ class JoinedTrajectories:
         return path, tokens, room
 
     def _path(self, asked: Mapping[str, Any]) -> Trajectory:
-        """Returns the trajectory of a request: an existing one, a fork of one, or a new one."""
+        """Returns the trajectory for a request: an existing one, a fork of one, or a new one."""
         known = self._paths.get(asked["conversation"])
         if known is not None:
             return known
@@ -97,7 +97,7 @@ class JoinedTrajectories:
         return Trajectory(prompt, self._renderer, self._limits, tools, calls, whole=True)
 
     def take(self, call: int, answer: SampledAnswer) -> tuple[Answer, Message]:
-        """Adds the model's answer to a request. Returns it as `Trajectory.take` does."""
+        """Adds the model's answer to a request. Returns the same as `Trajectory.take`."""
         number, _ = self._waiting.pop(call)
         path = self._paths[number]
         taken = path.take(answer)
@@ -105,7 +105,7 @@ class JoinedTrajectories:
         return taken
 
     def give_up(self, call: int) -> None:
-        """Records that nobody waits for the answer to a request any more."""
+        """Records that nobody is waiting for the answer to a request any longer."""
         number, _ = self._waiting.pop(call)
         if number and not self._paths[number].turns:
             del self._paths[number]
@@ -113,12 +113,12 @@ class JoinedTrajectories:
             self._paths[number].drop_request()
 
     def of_row(self, call: int) -> bool:
-        """Returns whether one of the waiting requests belongs to the row's conversation."""
+        """Returns whether a waiting request belongs to the row's conversation."""
         return self._waiting[call][0] == 0
 
     def rewarded(self, rewards: Mapping[int, float]) -> list[float]:
         """Returns the reward of each answer, in order of arrival. Answers whose call has no reward never
-        reached the environment, and are dropped. Raises LookupError if one of them belongs to conversation
+        reached the environment and are dropped. Raises LookupError if one of them belongs to conversation
         0."""
         received = [taken for taken in self._answers if taken.call in rewards]
         if self._cut_at is not None:
@@ -128,20 +128,21 @@ class JoinedTrajectories:
                 continue
             if taken.conversation == 0:
                 raise LookupError("an answer of the row's conversation has no reward")
-            # the last one: without it, the environment could not continue this conversation
+            # always its last answer: without it, the environment could not have continued the conversation
             self._paths[taken.conversation].drop_last()
         self._answers = received
         return [rewards[taken.call] for taken in received]
 
     def cut(self, limit: Limit) -> None:
-        """Records that a limit refused a request. The episode is then not `finished`, unless another answer
-        follows."""
+        """Records that a limit refused a request. The episode then counts as not `finished`, unless another
+        answer follows."""
         self._cut_at = len(self._answers)
         self._refused_by = limit
 
     @property
     def _kept(self) -> list[Trajectory]:
-        """Returns the trajectories with an answer, in the order of their last answers; else the first."""
+        """Returns the trajectories that have an answer, in the order of their last answers; if none has, the
+        first trajectory."""
         numbers = dict[int, None]()
         for taken in self._answers:
             numbers.pop(taken.conversation, None)
@@ -154,12 +155,12 @@ class JoinedTrajectories:
 
     @property
     def prompt(self) -> Prompt:
-        """Returns the prompt at the beginning of the document."""
+        """Returns the prompt at the start of the document."""
         return self._kept[0].prompt
 
     @property
     def messages(self) -> list[Message]:
-        """Returns the messages of the conversation with the last answer."""
+        """Returns the messages of the conversation that has the last answer."""
         return self._kept[-1].messages
 
     @property
@@ -182,7 +183,7 @@ class JoinedTrajectories:
 
     @property
     def versions(self) -> list[tuple[int, int]]:
-        """Returns pairs (first token, version of the weights that sampled from there on)."""
+        """Returns pairs of a token index and the version of the weights that sampled from that token on."""
         return [
             (start + first, version)
             for start, path in zip(self._starts(), self._kept, strict=True)
@@ -201,25 +202,25 @@ class JoinedTrajectories:
 
     @property
     def finished(self) -> bool:
-        """Returns False if a limit ended the episode: on tokens, turns or time."""
+        """Returns False if a limit on tokens, turns or time ended the episode."""
         return self.ended_by is None
 
     @property
     def ended_by(self) -> Limit | None:
-        """Returns the limit that ended the episode, None if none did: the one that refused a request, else
-        the limit on tokens, if it cut the last answer."""
+        """Returns the limit that ended the episode, or None. A limit that refused a request takes precedence
+        over the token limit that truncated the last answer."""
         if self._cut_at is not None and len(self._answers) <= self._cut_at:
             return self._refused_by
         return None if self._kept[-1].ended else "tokens"
 
     @property
     def ended(self) -> bool:
-        """Returns whether the last answer is complete, even if the episode was cut after it."""
+        """Returns whether the last answer is complete, even if a limit ended the episode after it."""
         return self._kept[-1].ended
 
     def early(self, rewards: Sequence[float]) -> np.ndarray | None:
-        """Returns the rewards (T,) of all answers but the last, each at its answer's last token; None if they
-        are all 0."""
+        """Returns the rewards (T,) of all answers but the last, each at its answer's last token; None if all
+        of them are 0."""
         if not any(rewards[:-1]):
             return None
         starts = dict(zip(map(id, self._kept), self._starts(), strict=True))
@@ -231,8 +232,8 @@ class JoinedTrajectories:
 
 
 def joined_experts(known: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Joins the experts of sequences, (T - 1, layers, k) each, with -1 (unknown) for the last token of each
-    but the last. Returns None if the experts of one sequence are unknown."""
+    """Joins the experts of several sequences, (T - 1, layers, k) each, inserting -1 (unknown) for the last
+    token of every sequence but the last. Returns None if the experts of any sequence are unknown."""
     parts = list[np.ndarray]()
     for experts in known:
         if experts is None:

@@ -1,6 +1,6 @@
 """Keeps the tokens of a conversation as they were sampled, without tokenising them again.
 
-The environment's messages between the answers are rendered by the chat template and masked.
+The environment's messages between answers are rendered by the chat template and masked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Limit = Literal["turns", "tokens", "time"]
 
 
 class Full(Exception):
-    """Reports that a conversation has no turns or tokens left. `limit`: which of them."""
+    """Reports that a conversation has no turns or tokens left. `limit`: which of the two."""
 
     def __init__(self, message: str, limit: Limit):
         super().__init__(message)
@@ -34,7 +34,8 @@ class Full(Exception):
 
 
 class Limits(NamedTuple):
-    """Limits a conversation: answers, tokens of the prompt, tokens after it, tokens of one answer."""
+    """Limits on a conversation: answers, tokens of the prompt, tokens after the prompt, and tokens of one
+    answer."""
 
     turns: int
     prompt_tokens: int
@@ -43,8 +44,8 @@ class Limits(NamedTuple):
 
 
 class AnswerPlace(NamedTuple):
-    """Where an answer is: its first token, its last token, whether it is complete, and the number of messages
-    up to it."""
+    """Locates an answer: its first and last token, whether it is complete, and the number of messages up to
+    it."""
 
     first: int
     last: int
@@ -53,8 +54,8 @@ class AnswerPlace(NamedTuple):
 
 
 class Trajectory:
-    """Holds the tokens of one conversation. `prompt`: all messages before the first answer, once that is
-    requested. `whole`: a prompt over its limit is refused; otherwise it is cut."""
+    """Holds the tokens of one conversation. `prompt`: all messages before the first answer, once that answer
+    is requested. `whole`: whether a prompt over its limit is refused instead of truncated."""
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class Trajectory:
         self._mask = list[bool]()
         self._logprobs = list[float]()
         self._answers = list[AnswerPlace]()
-        self._copied = 0  # number of answers that another trajectory has too
-        self._cut = False  # a limit ended the conversation after the last answer
+        self._copied = 0  # number of answers shared with another trajectory
+        self._cut = False  # whether a limit ended the conversation after the last answer
         self._versions = list[tuple[int, int]]()
         self._called = 0
         self._experts: np.ndarray | None = None
@@ -85,7 +86,7 @@ class Trajectory:
     def ask(self, new: Sequence[Message], left: int = NO_LIMIT) -> tuple[list[int], int]:
         """Adds messages. Returns all tokens and the token limit of the next answer. `left`: how many tokens
         the episode may still use. Raises Full, or ValueError for messages that the template rejects; in both
-        cases nothing is added. After Full the conversation is not `finished`, unless another answer
+        cases nothing is added. After Full the conversation counts as not `finished`, unless another answer
         follows."""
         if not self._answers:
             return self._open(new, left)
@@ -105,11 +106,11 @@ class Trajectory:
         return self._tokens, room
 
     def cut(self) -> None:
-        """Records that a limit ended the conversation, which is then not `finished`."""
+        """Records that a limit ended the conversation, so that it counts as not `finished`."""
         self._cut = True
 
     def _open(self, new: Sequence[Message], left: int) -> tuple[list[int], int]:
-        """Renders the prompt, and returns the same as `ask`."""
+        """Renders the prompt and returns the same as `ask`."""
         prompt = self.prompt
         if new or self._tools or not prompt.tokens:
             messages = [*self.messages, *new]
@@ -128,8 +129,7 @@ class Trajectory:
         return self._tokens, room
 
     def _rendered(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """Returns the tokens of the prompt, and whether it is too long; if so, the tokens are cut, unless
-        `whole`."""
+        """Returns the tokens of the prompt, truncated unless `whole`, and whether the prompt was too long."""
         if not self._whole:
             return self._renderer.prompt_within(messages, self._limits.prompt_tokens, self._tools)
         tokens = self._renderer.prompt(messages, self._tools)
@@ -150,7 +150,7 @@ class Trajectory:
         self._cut = False
         text = self._renderer.decoded(answer.tokens, True)
         calls = list[Call]()
-        if self._calls:  # special tokens may begin a call
+        if self._calls:  # a call may start with a special token
             before, calls = self._calls.read(
                 self._renderer.decoded(answer.tokens[: len(answer.tokens) - answer.finished], False)
             )
@@ -169,8 +169,8 @@ class Trajectory:
         return Answer(text, answer.finished, calls, start, len(answer.tokens)), message
 
     def forked(self, answers: int) -> Trajectory:
-        """Returns a trajectory that continues after the first `answers` answers of this one. The tokens that
-        it takes from this one are masked, since this one trains on them."""
+        """Returns a trajectory that continues after the first `answers` answers of this one. The tokens
+        copied from this one are masked, since this one trains on them."""
         end = self._answers[answers - 1].last + 1
         made = Trajectory(self.prompt, self._renderer, self._limits, self._tools, self._calls, self._whole)
         made.messages = self.messages[: self._answers[answers - 1].messages]
@@ -183,7 +183,7 @@ class Trajectory:
         return made
 
     def drop_last(self) -> None:
-        """Drops the last answer, and the messages that it answers."""
+        """Drops the last answer and the messages that it responds to."""
         self._answers.pop()
         self._experts = None
         self.drop_request()
@@ -212,7 +212,7 @@ class Trajectory:
 
     @property
     def versions(self) -> list[tuple[int, int]]:
-        """Returns pairs (first token, version of the weights that sampled from there on)."""
+        """Returns pairs of a token index and the version of the weights that sampled from that token on."""
         return self._versions
 
     @property
@@ -222,18 +222,18 @@ class Trajectory:
 
     @property
     def size(self) -> int:
-        """Returns the number of tokens so far, including messages that wait for an answer."""
+        """Returns the number of tokens so far, including messages that await an answer."""
         return len(self._tokens)
 
     @property
     def finished(self) -> bool:
-        """Returns False if a limit ended the conversation: on tokens or turns, within the last answer or
+        """Returns False if a limit ended the conversation: on tokens or turns, during the last answer or
         before the environment was done, or on time (`cut`)."""
         return self.ended and not self._cut
 
     @property
     def ended(self) -> bool:
-        """Returns whether the last answer is complete, even if the conversation was cut after it."""
+        """Returns whether the last answer is complete, even if a limit ended the conversation after it."""
         return not self._answers or self._answers[-1].finished
 
     @property

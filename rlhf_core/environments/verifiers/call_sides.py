@@ -1,11 +1,12 @@
-"""The two programs that check an answer's functions, each in a sandbox of its own: one holds the answer's
-code, the other the tests. `python -c SOURCE answer|tests`; standard library only: nothing else is there.
+"""The two programs that check an answer's functions, each in its own sandbox: one holds the answer's code,
+the other the tests. `python -c SOURCE answer|tests`. Both use only the standard library, since nothing else
+is available there.
 
-The side of the tests asks for calls of the answer's functions, and gets their results as plain data. So the
-answer sees no test and no expected value, cannot change how results are compared, and cannot report a test as
-passed. Both sides read and write lines of JSON on the descriptors that they are started with; what code
-prints or reads goes to /dev/null. Lists, dicts and sets that a call changes are changed on the side of the
-tests, too; functions and iterators go by reference in both directions.
+The tests side requests calls of the answer's functions and gets their results as plain data. The answer
+therefore sees no test and no expected value, cannot change how results are compared, and cannot report a test
+as passed. Both sides exchange lines of JSON on the descriptors they are started with; stdin and stdout of the
+tested code are redirected to /dev/null. Changes that a call makes to lists, dicts and sets are repeated on
+the tests side; functions and iterators are passed by reference in both directions.
 """
 
 import builtins
@@ -26,15 +27,15 @@ from functools import cache, lru_cache, reduce
 from heapq import heapify, heappop, heappush
 from typing import *
 """
-DEEPEST = 200  # containers in containers
+DEEPEST = 200  # nesting depth of containers
 
 
 class AnswerError(Exception):
-    """An error that the answer's code raised, of a type that Python does not know."""
+    """An error raised by the answer's code, of a type that Python does not define."""
 
 
 class AnswerObject:
-    """An object of the other side. Equal only to itself."""
+    """An object on the other side. It is equal only to itself."""
 
     def __init__(self, link: "Link", place: Any):
         self._link = link
@@ -65,8 +66,8 @@ class AnswerObject:
 
 
 class Link:
-    """One side's line to the program that started both. `held`: the objects that the other side knows by
-    number. `check`: the number of the check that runs."""
+    """One side's connection to the program that started both. `held`: the objects that the other side refers
+    to by number. `check`: the number of the current check."""
 
     def __init__(self) -> None:
         self.check = 0
@@ -88,7 +89,7 @@ class Link:
         return json.loads(line)
 
     def ask(self, what: str, target: AnswerObject, given: Any) -> Any:
-        """Asks the other side for a result. Raises what the answer's code raised."""
+        """Asks the other side for a result. Raises any error that the answer's code raises."""
         self.send({"ask": [what, target._place, self.encoded(given), self.check]})
         reply = self.receive()
         while "ask" in reply:
@@ -104,7 +105,7 @@ class Link:
         raise kind(str(reply.get("text", "")))
 
     def encoded(self, value: Any, depth: int = 0) -> Any:
-        """Returns a value as JSON: plain data by its type, any other object by its number."""
+        """Encodes a value as JSON: plain data by type, any other object by number."""
         if depth > DEEPEST:
             raise ValueError("the value is nested too deeply")
         if value is None or isinstance(value, bool | int | float | str):
@@ -131,7 +132,7 @@ class Link:
         return ["object", len(self.held) - 1]
 
     def decoded(self, value: Any) -> Any:
-        """Returns the value that `encoded` turned into JSON."""
+        """Decodes a value encoded by `encoded`."""
         if not isinstance(value, list):
             return value
         name, *rest = value
@@ -152,7 +153,7 @@ class Link:
         return SEQUENCES[name](self.decoded(part) for part in rest[0])
 
     def serve(self, asked: list[Any]) -> None:
-        """Sends the result of what the other side asks for, or what that raised."""
+        """Sends the result that the other side asks for, or the error raised while computing it."""
         what, place, given, self.check = asked
         try:
             reply = self.reply(what, place, given)
@@ -162,8 +163,8 @@ class Link:
         self.send(reply)
 
     def reply(self, what: str, place: Any, given: Any) -> dict[str, Any]:
-        """Calls a function that was an argument, or continues an iterator. Nothing else: attributes would
-        lead the answer to the tests."""
+        """Calls a function that was passed as an argument, or advances an iterator. Allows nothing else,
+        because attributes would lead the answer to the tests."""
         if what not in ("call", "iterate", "next"):
             raise AttributeError(f"no {what} of an argument")
         return {"result": self.encoded(self.result(what, self.named(place), self.decoded(given)))}
@@ -175,7 +176,7 @@ class Link:
         return iter(target) if what == "iterate" else next(target)
 
     def named(self, place: Any) -> Any:
-        """Returns an object that the other side knows by its number."""
+        """Returns an object that the other side refers to by number."""
         return self.held[place]
 
 
@@ -192,7 +193,7 @@ CHANGEABLE = ("list", "dict", "set")
 
 
 def _change(value: Any, new: Any) -> None:
-    """Gives a list, dict or set the content of another."""
+    """Replaces the contents of a list, dict or set with those of another."""
     if isinstance(value, list):
         value[:] = new
     else:
@@ -201,10 +202,10 @@ def _change(value: Any, new: Any) -> None:
 
 
 class AnswerLink(Link):
-    """The side of the answer: objects have numbers, and what its code defines has names."""
+    """The answer's side: objects are identified by number, and definitions in its code by name."""
 
     names: dict[str, Any]
-    standard: dict[str, Any]  # the names that were there before the answer's
+    standard: dict[str, Any]  # the names defined before the answer's code ran
     seconds: float  # CPU time of one check
 
     def named(self, place: Any) -> Any:
@@ -222,7 +223,8 @@ class AnswerLink(Link):
         super().serve(asked)
 
     def limit_time(self) -> None:
-        """Ends this process after `seconds` more of CPU time. Code may undo it; the sandbox's limits stay."""
+        """Ends this process after `seconds` more of CPU time. The answer's code can undo this, but not the
+        sandbox's limits."""
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, self.seconds)
 
@@ -237,8 +239,7 @@ class AnswerLink(Link):
         return result
 
     def changed(self, places: list[Any], plain: list[Any]) -> list[Any]:
-        """Returns the place and new value of each list, dict or set among the arguments that differs from
-        what was given."""
+        """Returns the place and new value of each list, dict or set argument that the call has changed."""
         found = []
         for of_options, place, before in places:
             if not isinstance(before, list) or before[0] not in CHANGEABLE or _has_objects(before):
@@ -264,7 +265,7 @@ def _has_objects(given: list[Any]) -> bool:
 
 
 def answer_side(link: AnswerLink) -> None:
-    """Runs the answer's code, then the calls that the tests ask for."""
+    """Runs the answer's code, then the calls that the tests request."""
     link.names = {"__name__": "answer"}
     exec(COMMON, link.names)  # noqa: S102 this is what the sandbox is for
     link.standard = dict(link.names)
@@ -278,7 +279,7 @@ def answer_side(link: AnswerLink) -> None:
 
 
 def tests_side(link: Link) -> None:
-    """Runs the tests one after another and reports each."""
+    """Runs the tests one after another and reports the result of each."""
     names: dict[str, Any] = {"__name__": "__main__", "_same": same}
     exec(COMMON, names)  # noqa: S102
     link.send({"ready": True})
@@ -288,21 +289,21 @@ def tests_side(link: Link) -> None:
         try:
             exec(compile(code, "tests.py", "exec"), names)  # noqa: S102
             passed = True
-        except BaseException:  # whatever tests raise, or the answer's code through them
+        except BaseException:  # whatever is raised by the tests or, through them, by the answer's code
             passed = False
         link.send({"passed": passed})
 
 
 def same(found: Any, known: Any) -> bool:
-    """Returns whether a result equals the known one, which is JSON: tuples count as lists, and floats may
-    differ by rounding."""
+    """Returns whether a result equals the expected one, which comes from JSON: tuples count as lists, and
+    floats may differ by rounding."""
     if isinstance(found, list | tuple) and isinstance(known, list):
         return len(found) == len(known) and all(map(same, found, known))
     if isinstance(found, float) or isinstance(known, float):
         numbers = isinstance(found, int | float) and isinstance(known, int | float)
         return numbers and math.isclose(found, known, rel_tol=1e-6, abs_tol=1e-9)
     if isinstance(found, dict) and isinstance(known, dict):
-        given = {str(key): value for key, value in found.items()}  # keys in JSON are strings
+        given = {str(key): value for key, value in found.items()}  # JSON keys are strings
         return given.keys() == known.keys() and all(same(given[key], known[key]) for key in known)
     return type(found) is type(known) and bool(found == known)
 

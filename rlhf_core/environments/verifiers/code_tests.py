@@ -1,10 +1,10 @@
-"""Reads the tests of a row, in the forms that published data sets use.
+"""Reads a row's tests, in the forms used by published data sets.
 
-- Python code with asserts, as text or a list of texts (MBPP), or with a function `check(candidate)` and the
-  column `entry_point` (HumanEval), or with functions `test_...`.
-- `{"inputs": [...], "outputs": [...]}`, also as JSON (APPS, TACO, verl): what a program reads and prints;
-  with `fn_name`, arguments and results of that function.
-- A list of `{"input": ..., "output": ...}` (PrimeIntellect, DeepCoder), with `fn_name` or without.
+- Python code with asserts, as a string or a list of strings (MBPP), with a function `check(candidate)` and
+  the column `entry_point` (HumanEval), or with functions `test_...`.
+- `{"inputs": [...], "outputs": [...]}`, possibly as JSON (APPS, TACO, verl): the input and output of a
+  program or, with `fn_name`, the arguments and results of that function.
+- A list of `{"input": ..., "output": ...}` (PrimeIntellect, DeepCoder), with or without `fn_name`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 from rlhf_core.environments.verifiers.python_tests import checks_of
 from rlhf_core.environments.verifiers.row_cells import cell
 
-OWN = {"_same", "_found"}  # names that the checks of calls use
+OWN = {"_same", "_found"}  # names used by the checks of calls
 
 
 class CodeTests(NamedTuple):
-    """Holds the tests of a row: `checks`, pieces of Python code that run one after another and each raise
-    unless passed; `names`, what they use of the answer; or `programs`, pairs of input and expected output."""
+    """A row's tests: either `checks`, pieces of Python code that run one after another and each raise if the
+    test fails, with `names`, the names of the answer that they use; or `programs`, pairs of input and
+    expected output."""
 
     checks: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -33,13 +34,13 @@ class CodeTests(NamedTuple):
 
 
 def known_tests(row: Mapping[str, Any], column: str) -> CodeTests:
-    """Returns a row's tests. Raises ValueError when it has none, or has them in an unknown form."""
+    """Returns a row's tests. Raises ValueError when it has none, or when their form is unknown."""
     value = cell(row, column)
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             value = json.loads(value)
         except ValueError:
-            pass  # Python code may also begin like this
+            pass  # Python code may also start like this
     try:
         found = _tests(value, row.get("entry_point"))
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -83,13 +84,13 @@ def _paired(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _lines(value: Any) -> str:
-    """Returns what a program reads or prints: a text, or a list of lines."""
+    """Returns a program's input or output, given as a string or a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _call(name: str, given: Any, known: Any) -> str:
-    """Returns the check of one call. As in APPS, a result may be wrapped in a list; arguments given as text
-    are JSON, one per line."""
+    """Returns the code that checks one call. As in APPS, a result may be wrapped in a list, and arguments
+    given as a string are JSON, one per line."""
     if not name.isidentifier() or iskeyword(name) or name in OWN:
         raise ValueError(f"fn_name {name!r:.60}, which is no name of a function")
     if isinstance(given, str):

@@ -1,8 +1,8 @@
-"""`reward: code`: runs the last block of Python code of a response with the row's tests, in a sandbox.
+"""`reward: code`: runs the last Python code block of a response against the row's tests, in a sandbox.
 
-The reward is 1 if all tests pass, else 0; with `partial` the share that passes. A test that exceeds a limit
-of CPU time or memory has failed, and after one that exceeds the time limit the remaining ones count as failed
-too. An answer has no reward if the sandbox itself fails.
+The reward is 1 if all tests pass, otherwise 0; with `partial`, the share that passes. A test that exceeds a
+limit on CPU time or memory has failed; if it exceeds the time limit, the remaining tests count as failed too.
+An answer has no reward if the sandbox itself fails.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rlhf_core.environments import sandbox
 from rlhf_core.environments.verifiers.code_tests import CodeTests, known_tests
 
 ALL_TESTS = 10  # all tests of an answer together may take this many times the limit of one test
-WAITING = 4  # tests may take this many times their limit of CPU time by the clock, on a busy machine
-START_SECONDS = 30.0  # for the sandbox and Python to start, by the clock
+WAITING = 4  # tests may take this many times their CPU limit in wall-clock time, on a busy machine
+START_SECONDS = 30.0  # wall-clock limit for the sandbox and Python to start
 START_CPU = 1.0  # CPU seconds for them to start
 LONGEST_CODE = 100_000  # bytes; Linux limits an argument to 128 KiB
-LONGEST_LINE = 16 << 20  # bytes of one call's arguments or result
-SPARE_OUTPUT = 4096  # bytes that a program may print beyond twice what is expected
+LONGEST_LINE = 16 << 20  # bytes of the arguments or result of one call
+SPARE_OUTPUT = 4096  # bytes that a program may print beyond twice the expected output
 FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^`]*$")
 TAGS = {"python": ("python", "py", "python3")}
 SIDES = Path(__file__).with_name("call_sides.py")
@@ -42,7 +42,7 @@ exec(compile(sys.argv.pop(), "answer.py", "exec"), {"__name__": "__main__"})
 
 
 class SandboxFailed(Exception):
-    """Reports that a program could not be started in the sandbox, whatever its code is."""
+    """Reports that no program could be started in the sandbox, whatever its code."""
 
 
 def verify_answers(
@@ -57,7 +57,7 @@ def verify_answers(
     mode: str = "bubblewrap",
 ) -> list[float | None]:
     """Returns the rewards of responses, None where the sandbox failed. Raises ValueError when a row has no
-    tests, SandboxFailed when the sandbox failed for all responses."""
+    tests, and SandboxFailed when the sandbox failed for all responses."""
     os.environ[sandbox.MODE] = mode
     rewards: list[float | None] = []
     failure = ""
@@ -81,8 +81,8 @@ def verify_answers(
 
 
 def last_block(text: str, tags: Sequence[str]) -> str | None:
-    """Returns the last closed block of code between fences that has one of these tags, or, if there is none,
-    the last one without a tag; None if there is neither."""
+    """Returns the last closed fenced code block that has one of these tags, or else the last one without a
+    tag; None if there is neither."""
     tagged: str | None = None
     untagged: str | None = None
     fence = tag = ""
@@ -103,16 +103,15 @@ def last_block(text: str, tags: Sequence[str]) -> str | None:
 
 
 def can_run(code: str) -> bool:
-    """Returns whether code can be handed to Python at all."""
+    """Returns whether code can be passed to Python at all."""
     return bool(code.strip()) and "\0" not in code and len(code.encode(errors="replace")) <= LONGEST_CODE
 
 
 async def passed_tests(
     code: str, tests: CodeTests, seconds: float, memory_mib: int, all_or_nothing: bool
 ) -> int:
-    """Returns how many tests the code passes; with `all_or_nothing`, only up to the first that it does not
-    pass. `seconds`: CPU time of one test. Raises SandboxFailed, OSError or RuntimeError when the sandbox
-    fails."""
+    """Returns how many tests the code passes; with `all_or_nothing`, stops at the first failure. `seconds`:
+    CPU time of one test. Raises SandboxFailed, OSError or RuntimeError when the sandbox fails."""
     if tests.programs:
         return await _programs(code, tests, seconds, memory_mib, all_or_nothing)
     command = [*sandbox.python()[:-1], "-c", SIDES.read_text()]
@@ -138,7 +137,7 @@ async def passed_tests(
 async def _programs(
     code: str, tests: CodeTests, seconds: float, memory_mib: int, all_or_nothing: bool
 ) -> int:
-    """Runs the code as a program with each test's input, and compares what it prints."""
+    """Runs the code as a program on each test's input and compares its output."""
     passed = 0
     spent = 0.0  # CPU seconds
     end = time.monotonic() + WAITING * ALL_TESTS * seconds
@@ -160,13 +159,13 @@ async def _programs(
 
 
 def _children_seconds() -> float:
-    """Returns the CPU time of the programs that have ended."""
+    """Returns the CPU time of the child programs that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 async def _checks(answer: Process, checker: Process, count: int, seconds: float, all_or_nothing: bool) -> int:
-    """Passes calls and results between the two sides, and counts the checks that passed."""
+    """Passes calls and results between the two sides and counts the checks that pass."""
     passed = 0
     deadline = time.monotonic() + WAITING * ALL_TESTS * seconds
     end = time.monotonic() + WAITING * seconds
@@ -190,9 +189,8 @@ async def _checks(answer: Process, checker: Process, count: int, seconds: float,
 
 
 async def _answer_call(answer: Process, checker: Process, line: bytes, end: float) -> None:
-    """Hands a call, or the result of one, to the answer's side, and that side's next line to the tests.
-    Raises TimeoutError when there is none in time, and when the answer's process has ended or wrote too
-    much."""
+    """Forwards a call, or the result of one, to the answer's side, and the reply to the tests. Raises
+    TimeoutError when no reply arrives in time, or the answer's process has ended or written too much."""
     await _send_line(answer, line, end - time.monotonic())
     reply = await _line(answer, end - time.monotonic())
     if not reply:
@@ -201,7 +199,7 @@ async def _answer_call(answer: Process, checker: Process, line: bytes, end: floa
 
 
 async def _start(process: Process, memory_mib: int) -> None:
-    """Waits until a side runs. Raises SandboxFailed when it does not."""
+    """Waits until a side is running. Raises SandboxFailed if it does not start."""
     try:
         line = await _line(process, START_SECONDS)
     except TimeoutError:
@@ -211,8 +209,8 @@ async def _start(process: Process, memory_mib: int) -> None:
 
 
 async def _line(process: Process, seconds: float) -> bytes:
-    """Returns the next line of a side, without line breaks inside; b"" if it ended or wrote too much. Raises
-    TimeoutError."""
+    """Returns the next line from a side, without inner line breaks; b"" if the side ended or wrote too much.
+    Raises TimeoutError."""
     assert process.stdout is not None
     try:
         return await asyncio.wait_for(process.stdout.readline(), max(seconds, 0.001))
@@ -233,8 +231,8 @@ async def _send_line(process: Process, line: bytes, seconds: float) -> None:
 
 
 def same_output(printed: str, known: str) -> bool:
-    """Returns whether a program printed what is expected: line by line, without space around lines and empty
-    lines at the end. Numbers with a decimal point may differ by rounding."""
+    """Returns whether a program printed the expected output. Compares line by line, ignoring whitespace
+    around lines and empty lines at the end. Numbers with a decimal point may differ by rounding."""
     lines = [line.strip() for line in printed.rstrip().split("\n")]
     others = [line.strip() for line in known.rstrip().split("\n")]
     if lines == others:

@@ -1,16 +1,16 @@
-r"""Finds the final answer in a text. Standard library only.
+r"""Finds the final answer in a response. Standard library only.
 
-The first of these forms that occurs in a text decides, and if it occurs several times, its last occurrence:
-`\boxed{...}`, a line `#### ...` (as in GSM8K), and a sentence with `answer is ...` or `answer: ...`.
-Sentences without a number or a formula count only if no sentence has one. A sentence with several values, or
-that hedges, is not an answer. A text that is nothing but a number or a formula is its own answer.
+The first of these forms that occurs decides, by its last occurrence: `\boxed{...}`, a line `#### ...` (as in
+GSM8K), and a sentence with `answer is ...` or `answer: ...`. Sentences without a number or a formula count
+only if every sentence is like that. A sentence with several values, or one that hedges, is not an answer. A
+response that is nothing but a number or a formula is itself the answer.
 """
 
 from __future__ import annotations
 
 import re
 
-LONGEST = 1000  # characters of a final answer; anything longer is not one
+LONGEST = 1000  # characters of a final answer; anything longer does not count
 BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 HASHES = re.compile(r"####[ \t]*([^\n]*)")
 FORMULA = r"\\\[[\s\S]{1,500}?\\\]|\\\(.{1,500}?\\\)|\$\$[^$]{1,500}\$\$|\$(?=\S)[^$\n]{1,500}(?<=\S)\$(?!\d)"
@@ -25,7 +25,7 @@ HEDGES = re.compile(
     r"|wrong|incorrect|unknown)\b",
     re.IGNORECASE,
 )
-SCALES = re.compile(  # words that turn the number beside them into another one
+SCALES = re.compile(  # words that change the value of the number beside them
     r"\b(?:hundred|thousand|million|billion|trillion|dozen|half|halves|thirds?|quarters?|squared|cubed"
     r"|below)s?\b",
     re.IGNORECASE,
@@ -44,7 +44,7 @@ MORE_THAN_WORDS = re.compile(r"[\d=<>^*+\\{}$~≈≤≥±≠]|(?<![A-Za-z])/|\b(
 
 
 def final_answer(text: str) -> str | None:
-    """Returns the final answer in a text; None if there is none, or it is longer than LONGEST."""
+    """Returns the final answer in a response; None if it has none, or one longer than LONGEST."""
     found = _final(plain_signs(text))
     if found is None:
         return None
@@ -53,7 +53,7 @@ def final_answer(text: str) -> str | None:
 
 
 def plain_signs(text: str) -> str:
-    """Returns a text with hyphens for minus signs, and for en dashes that are not between numbers."""
+    """Returns text with minus signs, and en dashes that are not between numbers, replaced by hyphens."""
     return re.sub(r"(?<!\d)(?<!\d )–", "-", text.replace("−", "-"))
 
 
@@ -78,9 +78,12 @@ def _final(text: str) -> str | None:
 
 
 def _value(sentence: str) -> str | None:
-    """Returns the one value of a sentence, with the words after it, which may be its unit: what is bold, if
-    something is; all of it, if it has neither words nor formulas between dollar signs; else its formula or
-    number. None if there are several, or if something other than words is beside it."""
+    """Returns the one value of a sentence, followed by any words that may be its unit.
+
+    Only the bold part counts, if there is one. Without words and formulas between dollar signs, this is the
+    whole sentence; otherwise its only formula or number. Returns None if there are several, or if anything
+    other than words accompanies it.
+    """
     bold = BOLD.findall(sentence)
     stated = MINUS.sub("-", bold[0] if len(bold) == 1 else sentence)
     values = list(VALUE.finditer(stated))
@@ -98,14 +101,14 @@ def _value(sentence: str) -> str | None:
 
 
 def _bare(value: str) -> str:
-    """Returns a number, or a formula without its delimiters."""
+    """Returns a number unchanged, or a formula without its delimiters."""
     if value[:2] in (r"\[", r"\("):
         return value[2:-2]
     return value.strip("$")
 
 
 def _braced(text: str, start: int) -> str | None:
-    """Returns what is in the braces that open at `start`; None if they do not close within LONGEST."""
+    """Returns the contents of the braces that open at `start`; None if they do not close within LONGEST."""
     depth = 0
     for place in range(start, min(len(text), start + LONGEST + 2)):
         if text[place] in "{}" and text[place - 1] != "\\":

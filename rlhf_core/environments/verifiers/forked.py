@@ -1,4 +1,4 @@
-"""Runs checks in a forked process with limits of time and memory: a check that exceeds them, or crashes, is
+"""Runs checks in a forked process with limits on time and memory. A check that exceeds them, or crashes, is
 false, and the next check runs in a fresh process. Standard library only."""
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import signal
 from collections.abc import Callable
 from typing import NoReturn
 
-MEMORY_MIB = 1024  # more than the process had when it was forked
-WAITING = 10  # a check may take this many times its limit of CPU time by the clock, on a busy machine
+MEMORY_MIB = 1024  # on top of the memory the process had when it was forked
+WAITING = 10  # a check may take this many times its CPU limit in wall-clock time, on a busy machine
 START_SECONDS = 30.0
 READY, RIGHT, WRONG = b"r", b"1", b"0"
 
 
 def forked(check: Callable[[int], bool], count: int, seconds: float) -> list[bool]:
-    """Returns `check(i)` for i below `count`. `seconds`: CPU time of one check. Raises OSError when no
+    """Returns `check(i)` for each i below `count`. `seconds`: CPU time of one check. Raises OSError when no
     process can be started."""
     found: list[bool] = []
     while len(found) < count:
@@ -26,8 +26,8 @@ def forked(check: Callable[[int], bool], count: int, seconds: float) -> list[boo
 
 
 def _until_one_fails(check: Callable[[int], bool], first: int, count: int, seconds: float) -> list[bool]:
-    """Returns the results of a process from `first` on; the last one is false if it exceeded a limit or
-    crashed there."""
+    """Returns one process's results from check `first` on; the last is false if that check exceeded a limit
+    or crashed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -51,13 +51,13 @@ def _until_one_fails(check: Callable[[int], bool], first: int, count: int, secon
 
 
 def _next(reader: int, seconds: float) -> bytes:
-    """Returns the next byte; b"" if the process has ended, or sent none in time."""
+    """Returns the next byte; b"" if the process has ended or sent none in time."""
     ready, _, _ = select.select([reader], [], [], seconds)
     return os.read(reader, 1) if ready else b""
 
 
 def _work(check: Callable[[int], bool], places: range, writer: int, seconds: float) -> NoReturn:
-    """Writes a byte for each check and ends the process, whatever the checks do."""
+    """Writes one byte per check and ends the process, whatever the checks do."""
     try:
         _limit_memory()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -66,7 +66,7 @@ def _work(check: Callable[[int], bool], places: range, writer: int, seconds: flo
             signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process, even within one operation
             try:
                 right = check(place)
-            except Exception:  # whatever the library raises for odd input; MemoryError and RecursionError too
+            except Exception:  # any error for odd input, even MemoryError and RecursionError
                 right = False
             os.write(writer, RIGHT if right else WRONG)
     finally:

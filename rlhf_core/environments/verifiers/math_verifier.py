@@ -1,9 +1,9 @@
-r"""`reward: math`: 1 if the final answer of a response equals that of the row, else 0.
+r"""`reward: math`: 1 if the final answer of a response equals the row's, otherwise 0.
 
 math-verify compares the two as numbers, formulas, sets, intervals or equations: 1/2 equals 0.5 and 50\%, and
-1,000 equals 1000. Decimals count to six places, and below 0.001 to three significant digits. Units and bases
-are compared, as text, if both answers have one. Words are compared as text. A response without an answer is
-wrong, and so is one that a limit cut, or whose comparison exceeds a limit of time or memory.
+1,000 equals 1000. Decimals are compared to six places, and below 0.001 to three significant digits. Units and
+bases are compared as text if both answers have one. Answers in words are compared as text. A response is
+wrong if it has no answer, was truncated by a limit, or takes too much time or memory to compare.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|operatorname)\s*\{(
 SPACES = re.compile(r"\\[ ,;:!]|~|\s+")
 WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 CONSTANTS = frozenset(("pi", "inf", "infinity", "oo"))
-SMALL = 1e-3  # six decimals of a smaller number are not three significant digits
+SMALL = 1e-3  # six decimals of a smaller number give fewer than three significant digits
 SIGNIFICANT = 1e-3
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}")
 SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d+)\b")
@@ -40,7 +40,7 @@ UNIT = re.compile(
     r"[-+]?\s*(?:\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|\(?[\d.,:/+ ]*\d\)?(?:\s*\\times\s*10\^\{?-?\d+\}?)?)\$?"
     r"\s*(?P<unit>[A-Za-zµ].*)"
 )
-# forked.py limits the time: the library's own limits, by signals, do not end one long operation
+# forked.py limits the time: the library's own limits, which use signals, do not stop one long operation
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
@@ -51,8 +51,8 @@ def verify_answers(
     column: str = "answer",
     seconds: float = 5.0,
 ) -> list[float]:
-    """Returns 1 for each right response, else 0. `seconds`: CPU time of one comparison. Raises ValueError
-    when a row has no answer."""
+    """Returns 1 for each right response, otherwise 0. `seconds`: CPU time of one comparison. Raises
+    ValueError when a row has no answer."""
     known = [known_answer(row, column) for row in rows]
 
     def is_right(place: int) -> bool:
@@ -65,14 +65,14 @@ def verify_answers(
 
 
 def marked_answer(known: str) -> str:
-    r"""Returns the answer of a row: what it marks with `\boxed{}` or `####`, else all of it."""
+    r"""Returns a row's answer: the part marked with `\boxed{}` or `####`, or else all of it."""
     if "\\boxed" in known or "####" in known:
         return final_answer(known) or known
     return known.strip()
 
 
 def same_answer(said: str, known: str) -> bool:
-    """Returns whether two final answers are equal: as text, or as mathematics."""
+    """Returns whether two final answers are equal, as text or mathematically."""
     said, known = _spelt_out(said), _spelt_out(known)
     one, other = _plain(said), _plain(known)
     if one == other:
@@ -93,15 +93,15 @@ def same_answer(said: str, known: str) -> bool:
 
 
 def _spelt_out(answer: str) -> str:
-    r"""Returns an answer in which forms that the library misreads are rewritten: 1e-9, 3 1/2, 0.\overline{3},
-    5 percent, and signs that are not hyphens."""
+    r"""Rewrites forms that the library misreads: 1e-9, 3 1/2, 0.\overline{3}, 5 percent, and minus signs
+    other than hyphens."""
     text = PERCENT.sub(r"\\%", plain_signs(answer))
     text = MIXED.sub(r"(\1+\2/\3)", SCIENTIFIC.sub(r"\1\\times 10^{\2}", text))
     return REPEATING.sub(_fraction, text)
 
 
 def _fraction(decimal: re.Match[str]) -> str:
-    """Returns a repeating decimal as a fraction."""
+    """Converts a repeating decimal to a fraction."""
     whole, once, again = decimal.groups()
     nines = 10 ** len(once) * (10 ** len(again) - 1)
     value = Fraction(int(f"{whole}{once}{again}") - int(f"0{whole}{once}"), nines)
@@ -109,13 +109,13 @@ def _fraction(decimal: re.Match[str]) -> str:
 
 
 def _differ(part: re.Pattern[str], one: str, other: str) -> bool:
-    """Returns whether both answers have this part, a base or a unit, and the two differ."""
+    """Returns whether both answers have this part (a base or a unit) and differ in it."""
     found, known = part.fullmatch(one), part.fullmatch(other)
     return bool(found and known) and _part(found) != _part(known)
 
 
 def _part(found: re.Match[str] | None) -> str:
-    """Returns a base or a unit without spaces, braces and the s of a plural."""
+    """Returns a base or a unit without spaces, braces and a plural s."""
     text = "" if found is None else found[1].replace("²", "^2").replace("³", "^3")
     bare = re.sub(r"[\s{}.]", "", text)
     return bare.removesuffix("s") if len(bare) > 2 else bare
@@ -126,8 +126,7 @@ def _variables(parsed: Any) -> bool:
 
 
 def _are_near(one: Any, other: Any) -> bool:
-    """Returns whether two answers that are equal to six decimals are also equal to three significant
-    digits."""
+    """Returns whether two answers that agree to six decimals also agree to three significant digits."""
     values = [getattr(answer, "rhs", answer) for answer in (one, other)]
     if not all(getattr(value, "is_number", False) and value.is_real for value in values):
         return True
@@ -137,8 +136,8 @@ def _are_near(one: Any, other: Any) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Returns an answer without markup that has no meaning: dollar signs, fonts, a full stop, parentheses
-    around one letter."""
+    """Returns an answer without meaningless markup: dollar signs, fonts, a full stop, parentheses around one
+    letter."""
     bare = WRAPPED.sub(r"\1", text.strip().removesuffix(".").strip("$").strip())
     bare = SPACES.sub(" ", bare).strip()
     letter = re.fullmatch(r"\(([A-Za-z])\)", bare)
@@ -146,15 +145,15 @@ def _plain(text: str) -> str:
 
 
 def _is_words(text: str) -> bool:
-    """Returns whether an answer is a word or words: letters that are not a formula."""
+    """Returns whether an answer consists of words, that is, of letters that are not a formula."""
     return bool(WORDS.fullmatch(text)) and text.casefold() not in CONSTANTS
 
 
 def _parsed(answer: str) -> list[Any]:
-    """Returns an answer as mathematics; empty if it is not mathematics."""
+    """Parses an answer as mathematics; returns an empty list if it is not mathematics."""
     bare = answer.strip().strip("$").strip()
     found = parse(rf"\boxed{{{bare}}}", FORMS, fallback_mode="no_fallback", parsing_timeout=None)
     return list(found)
 
 
-same_answer(r"\frac{1}{2}", "0.25")  # fills the parser's caches, which forked processes then have
+same_answer(r"\frac{1}{2}", "0.25")  # fills the parser's caches, which forked processes inherit

@@ -1,6 +1,6 @@
-"""Cuts tests that are Python code into checks, and finds what they use of the answer.
+"""Splits tests written in Python into checks, and finds the names of the answer that they use.
 
-Nothing of the tests is left out: what cannot run here, or would test nothing, makes them unreadable.
+No part of the tests is left out: anything that cannot run here, or would test nothing, makes them unreadable.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from rlhf_core.environments.verifiers.call_sides import COMMON
 
 ENTRY = re.compile(r"(?:Solution\(\)\.)?([A-Za-z_]\w*)")
-GIVEN = {"_same", "candidate", "__name__"}  # names that are not the answer's
-RUNNERS = {"unittest", "doctest"}  # report failures, but raise nothing
+GIVEN = {"_same", "candidate", "__name__"}  # names that do not belong to the answer
+RUNNERS = {"unittest", "doctest"}  # these report failures but raise nothing
 INNER = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 STANDARD: dict[str, Any] = {}
 exec(COMMON, STANDARD)  # noqa: S102 imports from the standard library
@@ -26,9 +26,9 @@ Definitions = dict[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]
 
 
 def checks_of(code: str, entry: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the checks, and the names of the answer in them. A check ends with an assert, or with a
-    statement that contains or calls one. `entry`: the name of the answer's function, for a function `check`.
-    Raises ValueError for tests that cannot be run."""
+    """Returns the checks, and the names of the answer that they use. A check ends with an assert, or with a
+    statement that contains or calls one. `entry`: the name of the answer's function, to pass to a function
+    `check`. Raises ValueError for tests that cannot be run."""
     body: list[ast.stmt] = []
     of_answer: set[str] = set()
     for part in ast.parse(code).body:
@@ -52,7 +52,7 @@ def checks_of(code: str, entry: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _imported(part: ast.ImportFrom) -> list[str]:
-    """Returns the names that a statement imports from the answer, as if it were a module `solution`."""
+    """Returns the names that a statement imports from the answer, as though it were a module `solution`."""
     for alias in part.names:
         if alias.asname not in (None, alias.name):
             raise ValueError(f"tests that import {alias.name} under another name")
@@ -75,7 +75,7 @@ def _refuse_imports(body: list[ast.stmt]) -> None:
 
 
 def _calls(body: list[ast.stmt], entry: Any) -> list[str]:
-    """Returns calls of the tests' functions `check` and `test...` that nothing calls."""
+    """Returns calls to those test functions, `check` and `test...`, that nothing else calls."""
     defined = _definitions(body)
     reached = _reached(body, defined)
     calls = []
@@ -98,7 +98,7 @@ def _calls(body: list[ast.stmt], entry: Any) -> list[str]:
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Returns how many arguments a function needs."""
+    """Returns how many arguments a function requires."""
     given = node.args
     needed = len(given.posonlyargs) + len(given.args) - len(given.defaults)
     return needed + sum(default is None for default in given.kw_defaults)
@@ -120,7 +120,7 @@ def _refuse_unused(body: list[ast.stmt], defined: Definitions) -> None:
 
 
 def _outside(part: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a statement, without those inside functions and classes."""
+    """Yields the nodes of a statement, except those inside functions and classes."""
     yield part
     if not isinstance(part, INNER):
         for child in ast.iter_child_nodes(part):
@@ -133,7 +133,7 @@ def _definitions(body: list[ast.stmt]) -> Definitions:
 
 
 def _reached(body: list[ast.stmt], defined: Definitions) -> set[str]:
-    """Returns which functions and classes the statements use, directly or through each other."""
+    """Returns the functions and classes that the statements use, directly or through each other."""
     outside = [node for part in body for node in _outside(part)]
     waiting = _loads(outside)
     reached: set[str] = set()
@@ -166,8 +166,8 @@ def _is_assert(node: ast.AST) -> bool:
 
 
 def _pieces(body: list[ast.stmt], asserting: set[str]) -> list[str]:
-    """Returns, as code, the statements up to and including each one that tests something; what follows the
-    last of these belongs to it."""
+    """Returns the code in pieces, each ending with a statement that tests something. Statements after the
+    last of these are added to its piece."""
     pieces: list[list[ast.stmt]] = []
     piece: list[ast.stmt] = []
     for part in body:
@@ -183,9 +183,9 @@ def _pieces(body: list[ast.stmt], asserting: set[str]) -> list[str]:
 
 
 def _names(body: list[ast.stmt], of_answer: set[str]) -> tuple[str, ...]:
-    """Returns the names that are the answer's: `of_answer`, and those that the code uses and neither binds
-    nor gets from Python. Only the code decides: an answer must not replace what its result is compared with.
-    Raises ValueError for a name that may belong to either."""
+    """Returns the names that the answer must define: those in `of_answer`, and those that the code uses but
+    neither binds nor gets from Python. The answer has no say in this, since it must not replace what its
+    result is compared with. Raises ValueError for a name that could belong to either."""
     nodes = list(ast.walk(ast.Module(body, [])))
     bound = {name for node in nodes for name in _bound(node)}
     used = dict.fromkeys(name for name in _loads(nodes) if name not in bound | GIVEN)
@@ -194,7 +194,7 @@ def _names(body: list[ast.stmt], of_answer: set[str]) -> tuple[str, ...]:
         node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     either = [name for name in used if name in called and name in STANDARD and name not in names]
-    modules = [name for name in either if isinstance(STANDARD[name], ModuleType)]  # cannot be called
+    modules = [name for name in either if isinstance(STANDARD[name], ModuleType)]  # are not callable
     unclear = [name for name in either if name not in modules]
     names += modules
     if unclear and (names or len(unclear) > 1):
@@ -222,8 +222,8 @@ def _bound(node: ast.AST) -> list[str]:
 
 
 def _refuse_objects(body: list[ast.stmt], names: set[str]) -> None:
-    """Raises ValueError for tests that need the answer's classes or the identity of its results: results come
-    as plain data from another process."""
+    """Raises ValueError for tests that need the answer's classes or the identity of its results, since
+    results arrive as plain data from another process."""
     for node in ast.walk(ast.Module(body, [])):
         classes: list[ast.expr] = []
         if isinstance(node, ast.ExceptHandler) and node.type is not None:

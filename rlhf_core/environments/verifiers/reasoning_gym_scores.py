@@ -1,10 +1,10 @@
-"""The program that scores answers with reasoning-gym, in a sandbox: `python -c SOURCE FOLDER...`, the folders
-of the package and what it needs.
+"""The sandboxed program that scores answers with reasoning-gym: `python -c SOURCE FOLDER...`, where the
+folders contain the package and its dependencies.
 
-Reads JSON on stdin: `tag`, `seconds` and `answers`, a list of [response, entry]. Writes a line when it is
-ready, then one for each answer: `{"score": NUMBER}`, or `{"failed": TEXT}` if the task raised. Some tasks
-evaluate an answer as Python, which may end this process or run on: a score that takes longer than the limit
-ends it too. Imports nothing of ours.
+Reads JSON from stdin: `tag`, `seconds` and `answers`, a list of [response, entry]. Writes a line when it is
+ready, then one per answer: `{"score": NUMBER}`, or `{"failed": TEXT}` if the task raised. Some tasks evaluate
+an answer as Python, which may end this process or run on; a score that exceeds the time limit also ends it.
+Imports none of alignflow.
 """
 
 import base64
@@ -15,7 +15,7 @@ import signal
 import sys
 from typing import Any
 
-WAITING = 4  # a score may take this many times its limit of CPU time by the clock
+WAITING = 4  # a score may take this many times its CPU limit in wall-clock time
 
 
 def main(folders: list[str]) -> None:
@@ -54,8 +54,8 @@ def main(folders: list[str]) -> None:
 
 
 def enclosed(response: str, tag: str) -> str | None:
-    """Returns the text between the last opening tag with a closing tag after it and the next closing tag.
-    Tags that are only mentioned before that do not count."""
+    """Returns the text between the last opening tag that is closed and the closing tag that follows it. Tags
+    that are only mentioned earlier do not count."""
     opening = f"<{tag}>"
     closing = f"</{tag}>"
     start = response.rfind(opening, 0, max(0, response.rfind(closing)))

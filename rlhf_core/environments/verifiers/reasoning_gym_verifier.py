@@ -1,6 +1,6 @@
 """`reward: reasoning_gym`: the score that a row's reasoning-gym task gives to the answer in a response.
 
-The score is between 0 and 1. It is 0 for a response without an answer, and for one cut off by a limit. If the
+The score is between 0 and 1. It is 0 for a response without an answer, or one truncated by a limit. If the
 task raises or takes too long, the answer has no reward. Scores are computed in a sandbox
 (reasoning_gym_scores.py), because some tasks evaluate an answer as Python.
 """
@@ -22,14 +22,14 @@ from rlhf_core.environments import sandbox
 from rlhf_core.environments.verifiers.row_cells import known_entry
 
 PROGRAM = Path(__file__).with_name("reasoning_gym_scores.py")
-WAITING = 4  # a score may take this many times its limit of CPU time by the clock
-START_SECONDS = 60.0  # for the sandbox and the package's import
+WAITING = 4  # a score may take this many times its CPU limit in wall-clock time
+START_SECONDS = 60.0  # for the sandbox to start and import the package
 MEMORY_MIB = 4096  # of address space
 LINE_BYTES = 1024  # of one reply; the program writes less
 
 
 class ScoringFailed(Exception):
-    """Reports that no answer could be scored, whatever the answers are."""
+    """Reports that no answer could be scored, whatever the answers."""
 
 
 def verify_answers(
@@ -41,7 +41,7 @@ def verify_answers(
     mode: str = "bubblewrap",
 ) -> list[float | None]:
     """Returns the scores of responses, None where the task raised or exceeded `seconds` of CPU time. Raises
-    ValueError for a row that is not generated, ScoringFailed when the sandbox or the package failed."""
+    ValueError for a row that was not generated, and ScoringFailed when the sandbox or the package fails."""
     os.environ[sandbox.MODE] = mode
     entries = [known_entry(row, "reasoning_gym") for row in rows]
     scores: list[float | None] = [0.0] * len(responses)
@@ -62,7 +62,7 @@ def verify_answers(
 
 
 def _score(reply: dict[str, Any]) -> float | None:
-    """Returns a score as a number from 0 to 1, which the package promises; None for anything else."""
+    """Returns a score as a number from 0 to 1, as the package guarantees; None for anything else."""
     score = reply.get("score")
     if isinstance(score, float) and not math.isfinite(score):
         return None
@@ -70,7 +70,7 @@ def _score(reply: dict[str, Any]) -> float | None:
 
 
 def _replies(answers: Sequence[tuple[str, str]], tag: str | None, seconds: float) -> list[dict[str, Any]]:
-    """Returns the program's replies to the first answers, up to one that ended it. Raises ScoringFailed when
+    """Returns the program's replies to the first answers, up to any that ended it. Raises ScoringFailed when
     it did not start."""
     folders = package_folders()
     command = [*sandbox.python()[:-1], "-c", PROGRAM.read_text(), *folders]
@@ -91,7 +91,8 @@ def _replies(answers: Sequence[tuple[str, str]], tag: str | None, seconds: float
 
 
 def _reply(line: str) -> dict[str, Any]:
-    """Returns a reply. An answer that is evaluated may write lines of its own, which are not scores."""
+    """Parses a reply. Any other line, which an evaluated answer may have printed, counts as a failed
+    score."""
     try:
         reply = json.loads(line)
     except ValueError:
@@ -100,7 +101,7 @@ def _reply(line: str) -> dict[str, Any]:
 
 
 def package_folders() -> list[str]:
-    """Returns the folders that have reasoning-gym and what it needs."""
+    """Returns the folders that contain reasoning-gym and its dependencies."""
     spec = importlib.util.find_spec("reasoning_gym")
     if spec is None or spec.origin is None:
         raise ImportError("reasoning-gym is not installed: pip install alignflow[reasoning-gym]")

@@ -10,8 +10,8 @@ from typing import Any
 
 
 def cell(row: Mapping[str, Any], column: str) -> Any:
-    """Returns the value of a column; of `a.b`, if there is no such column, the key b in column a, which may
-    be JSON. None if there is none."""
+    """Returns the value of a column, or None if the row lacks it. For `a.b`, if there is no such column,
+    returns the key b of column a, which may be JSON."""
     if column in row or "." not in column:
         return row.get(column)
     name, _, rest = column.partition(".")
@@ -37,8 +37,8 @@ def known_answer(row: Mapping[str, Any], column: str) -> str:
 
 
 def known_formula(row: Mapping[str, Any], column: str) -> str:
-    """Returns a row's right answer as text. Raises ValueError when the row has none, or one whose braces do
-    not pair, which no response could equal."""
+    """Returns a row's right answer as text. Raises ValueError when the row has none, or one with unbalanced
+    braces, which no response could equal."""
     known = known_answer(row, column)
     depth = 0
     for found in re.findall(r"\\.|[{}]", known):
@@ -51,7 +51,8 @@ def known_formula(row: Mapping[str, Any], column: str) -> str:
 
 
 def known_entry(row: Mapping[str, Any], column: str) -> str:
-    """Returns what scores an answer to a generated question. Raises ValueError when the row has none."""
+    """Returns the data needed to score an answer to a generated question. Raises ValueError when the row has
+    none."""
     value = row.get(column)
     if not isinstance(value, str) or not value:
         raise ValueError(f"it is not of a data source {column}, whose answers it scores")

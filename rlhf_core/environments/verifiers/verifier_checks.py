@@ -1,4 +1,5 @@
-"""Checks, before any work, that a machine can run a stage's verifiers and that rows have what they read."""
+"""Checks, before any work starts, that a machine can run a stage's verifiers and that rows have the columns
+they read."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def verifiers_of(sources: Sequence[RewardSource]) -> list[Verifier]:
 
 
 def lacks(source: Verifier) -> str:
-    """Returns what this machine lacks for a verifier and what to do, without the place; "" if nothing."""
+    """Returns what this machine lacks for a verifier and how to fix it, without naming the place in the
+    recipe; "" if nothing is missing."""
     if source.shipped == "math" and importlib.util.find_spec("math_verify") is None:
         return "needs the package math-verify, which is not installed: pip install 'math-verify[antlr4_13_2]'"
     if isinstance(source, ReasoningGymReward) and not installed_release():
@@ -43,8 +45,8 @@ def lacks(source: Verifier) -> str:
 
 
 def row_problem(sources: Sequence[RewardSource], rows: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """Returns a sentence for the first row, given with its place, in which a verifier cannot read its column;
-    "" if there is none."""
+    """Returns a message about the first row in which a verifier cannot read its column; "" if there is none.
+    `rows`: pairs of a row's place and the row."""
     verifiers = verifiers_of(sources)
     for where, row in rows if verifiers else ():
         for source in verifiers:
@@ -65,8 +67,8 @@ def row_problem(sources: Sequence[RewardSource], rows: Iterable[tuple[str, Mappi
 def require_verifiable(
     sources: Sequence[RewardSource], prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt] = ()
 ) -> None:
-    """Raises ValueError when this machine lacks what a verifier needs, or a row of the prompts lacks what it
-    reads."""
+    """Raises ValueError when this machine lacks something a verifier needs, or a row of the prompts lacks a
+    value it reads."""
     for source in verifiers_of(sources):
         told = lacks(source)
         if told:

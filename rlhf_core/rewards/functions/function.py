@@ -1,9 +1,9 @@
-"""Runs a user's Python reward function in separate processes (`function_worker.py`): one JSON line in, one
-JSON line out.
+"""Runs a user's Python reward function in separate processes (`function_worker.py`), which read and write one
+line of JSON per request.
 
 A function that hangs is stopped after the time limit. A crash does not stop the stage. Printed output is not
-read as a reward. The next request restarts a stopped process. `Client._batch` in clients.py splits a batch to
-find the answer that hangs.
+mistaken for a reward. A stopped process is restarted by the next request. `Client._batch` in clients.py
+splits a batch to find the answer that hangs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from rlhf_core.rewards.reward_contract import (
 )
 from rlhf_core.system.processes import child_environment, how_ended, kill_group
 
-ENDING_SECONDS = 5.0  # how long a process that has closed its output may take to end
+ENDING_SECONDS = 5.0  # how long a process may take to end once it has closed its output
 
 
 def wanted_by(file: Path, name: str) -> Collection[str]:
-    """Returns the lists of the contract that a function's signature names, without running its file; all if
-    this cannot be determined."""
+    """Returns the lists of the contract that a function's signature names, without running its file; all of
+    them if this cannot be determined."""
     try:
         tree = ast.parse(file.read_text())
     except (OSError, SyntaxError, ValueError):  # the worker reports the reason
@@ -55,7 +55,7 @@ def wanted_by(file: Path, name: str) -> Collection[str]:
 
 
 def _bound(node: ast.AST) -> list[str]:
-    """Returns the names that a syntax node binds."""
+    """Returns the names bound by a syntax node."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -65,8 +65,8 @@ def _bound(node: ast.AST) -> list[str]:
 
 class Function:
     """Calls `name` from `file` in up to `processes` processes. `timeout`: seconds per request, and for the
-    imports at the start of a process. `options`: further arguments, the same in each call; the function has
-    defaults for them."""
+    imports when a process starts. `options`: additional arguments, the same in every call, for which the
+    function has defaults."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Function:
             self._idle.put(None)
 
     def score(self, samples: Sequence[Sample]) -> Reply:
-        """Returns the function's rewards. Raises RewardError when the call failed, CodeError for a bug in the
-        function's code, ValueError when the function cannot be loaded."""
+        """Returns the function's rewards. Raises RewardError when the call fails, CodeError for a bug in the
+        function's code, and ValueError when the function cannot be loaded."""
         process = self._idle.get()
         try:
             if process is None:
@@ -111,7 +111,7 @@ class Function:
         return read_reply(json.dumps(reply), len(samples))
 
     def _ask(self, process: subprocess.Popen[bytes], samples: Sequence[Sample]) -> dict[str, Any]:
-        """Sends a request and returns its reply. Raises RewardError for a line that is not the reply to this
+        """Sends a request and returns its reply. Raises RewardError for a line that is not a reply to this
         request."""
         number = next(self._numbers)
         question = question_json(samples, self.wanted)
@@ -122,8 +122,8 @@ class Function:
         return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # -P makes the worker's own path safe. Scripts that the function starts find the modules beside them,
-        # as usual.
+        # -P keeps the worker's own path safe. Scripts started by the function find the modules beside them as
+        # usual.
         environment = {name: value for name, value in child_environment().items() if name != "PYTHONSAFEPATH"}
         with self._lock:
             if self._closed:
@@ -147,8 +147,8 @@ class Function:
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any]:
-        """Writes a line (if any) and reads one, a JSON object. Kills the process when this takes longer than
-        the limit."""
+        """Writes a line (if any) and reads a line, which contains a JSON object. Kills the process when this
+        exceeds the time limit."""
         assert process.stdin is not None and process.stdout is not None
         timer = Timer(self.timeout, kill_group, [process.pid])
         timer.start()
@@ -177,8 +177,8 @@ class Function:
         if self._closed:
             return "it gets no more requests"
         deadline = time.monotonic() + ENDING_SECONDS
-        # WNOWAIT: until `_end` removes the process from the running ones, `close` may kill it, so its id must
-        # not be reused.
+        # WNOWAIT: `close` may kill the process until `_end` removes it from the running ones, so its ID must
+        # not be reused before then.
         while not (by_itself := os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)):
             if time.monotonic() > deadline:
                 break
@@ -189,7 +189,7 @@ class Function:
         )
 
     def close(self) -> None:
-        """Ends all processes. A caller that waits for one of them gets an error."""
+        """Ends all processes. Callers waiting for one of them get an error."""
         with self._lock:
             self._closed = True
             for running in self._running:
@@ -208,8 +208,8 @@ class Function:
             if process in self._running:
                 kill_group(process.pid)
                 process.wait()
-                self._running.discard(process)  # before another process can get its id
+                self._running.discard(process)  # before its ID can be reused
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with suppress(OSError):  # unwritten data for a process that is gone
+                with suppress(OSError):  # unwritten data for a process that has ended
                     pipe.close()

@@ -16,8 +16,8 @@ from rlhf_core.rewards.reward_contract import Reply, RewardError, Sample
 
 
 class SpreadFunction:
-    """Calls a function in up to `processes` processes, distributed over this node and `others` in turn.
-    Errors name the node, for example one that lacks the file."""
+    """Calls a function in up to `processes` processes, distributed in turn over this node and `others`.
+    Errors name the node, which may for example lack the file."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SpreadFunction:
             print(f"the reward function {name} runs here and on {addresses}", flush=True)
 
     def score(self, samples: Sequence[Sample]) -> Reply:
-        """Like `Function.score`, but also raises NodeLost."""
+        """Does the same as `Function.score`, but may also raise NodeLost."""
         helper = self._free.get()
         try:
             if helper is None:
@@ -63,7 +63,7 @@ class SpreadFunction:
             reply: Reply = helper.call("score", samples)
             return reply
         except HelperDied as died:
-            helper = None  # from here on this node does the lost node's share
+            helper = None  # from now on this node does the lost node's share
             raise RewardError(str(died)) from None
         except ValueError as error:
             raise ValueError(

@@ -1,10 +1,10 @@
 """`python -m rlhf_core.rewards.functions.function_worker FILE NAME`: calls a reward function for each line of
 JSON on stdin.
 
-The first output line reports that the function is loaded, or why not. Then each request `{"number": N,
-"question": {...}, "options": {...}}` gets one line: `{"number": N, "rewards": [...]}`, or N with a
-`UsersError`. The function gets the lists of the contract and the options that its signature names. A process
-that the function forks sends no reply: it ends when the function returns.
+The first line of output reports that the function is loaded, or why it could not be. After that, each request
+`{"number": N, "question": {...}, "options": {...}}` is answered with one line: `{"number": N, "rewards":
+[...]}`, or N with a `UsersError`. The function receives those lists of the contract and those options that
+its signature names. A process forked by the function sends no reply; it ends when the function returns.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rlhf_core.system.processes import users_error, users_module
 
 
 def load(file: Path, name: str) -> Callable[..., Any]:
-    """Returns the function, which can import modules beside its file. Raises ValueError when there is
-    none."""
+    """Returns the function, which may import modules from its file's folder. Raises ValueError when it cannot
+    be loaded."""
     function = getattr(users_module(file, "reward function"), name, None)
     if not callable(function):
         raise ValueError(f"{file} has no function {name!r}; correct the name of the reward function")
@@ -34,8 +34,8 @@ def load(file: Path, name: str) -> Callable[..., Any]:
 
 
 def wanted(function: Callable[..., Any], lists: dict[str, Any]) -> dict[str, Any]:
-    """Returns the lists that the function's signature names, or all if it accepts any keyword. Raises
-    ValueError when it needs other arguments."""
+    """Returns the lists named in the function's signature, or all of them if it accepts any keyword. Raises
+    ValueError when it requires other arguments."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return lists
@@ -52,20 +52,20 @@ def wanted(function: Callable[..., Any], lists: dict[str, Any]) -> dict[str, Any
 
 
 def call(function: Callable[..., Any], lists: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Returns the reply of a function in `file` to one question."""
+    """Calls a function from `file` with one question, and returns its reply."""
     try:
         rewards = function(**wanted(function, lists))
         if isinstance(rewards, Iterable):
             return {"rewards": [_plain(reward) for reward in rewards]}
-    except Exception as error:  # any error of the user's code is one failed request
+    except Exception as error:  # any error in the user's code makes the request fail
         return users_error(error, file, function)._asdict()
     wrong = TypeError(f"{function.__name__}() returned {rewards!r:.60}, no list of rewards")
     return users_error(wrong, file, function)._replace(certain=True)._asdict()
 
 
 def _plain(value: Any) -> Any:
-    """Converts numpy and torch numbers to Python's, alone or in steps. Anything else becomes null, a failed
-    reward."""
+    """Converts numpy and torch numbers, alone or in steps, to Python's. Anything else becomes null, which is
+    a failed reward."""
     try:
         if isinstance(value, list | tuple):
             return [[operator.index(end), _plain(reward)] for end, reward in value]
@@ -75,15 +75,15 @@ def _plain(value: Any) -> Any:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process once its parent changes, whatever the function is doing."""
+    """Ends this process once its parent changes, no matter what the function is doing."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def main(file: str, name: str, lines: Iterable[bytes]) -> None:
-    """Replies to each line on the real stdout; all other output goes to stderr. Ends with the process that
-    started it."""
+    """Replies to each line on the real stdout; all other output goes to stderr. Ends together with its parent
+    process."""
     own = os.getpid()
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -104,7 +104,8 @@ def main(file: str, name: str, lines: Iterable[bytes]) -> None:
 
 
 def _write(reply: dict[str, Any], out: TextIO, own: int) -> None:
-    """Writes a line. A process forked by the user's code, whose id is not `own`, ends instead."""
+    """Writes a line, unless this is a process forked by the user's code, whose ID is not `own`; such a
+    process ends."""
     if os.getpid() != own:
         os._exit(0)
     print(json.dumps(reply), file=out, flush=True)

@@ -1,1 +1,1 @@
-"""Rewards by a chat model that judges answers: its prompts, its replies, and the client."""
+"""Rewards from a chat model that judges answers: its prompts, its replies, and the client."""

@@ -1,4 +1,4 @@
-"""Writes the request for a judge's comparison of two answers, and reads its verdict by the rules of
+"""Writes the request in which a judge compares two answers, and reads its verdict by the rules used in
 evaluations (`rlhf_core/judging/judge_reply.py`)."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def comparison_prompt(
     source: JudgeReward, sample: Sample, answers: tuple[str, str]
 ) -> tuple[Messages, list[str]]:
     """Returns the chat messages that ask which of two answers to a sample's prompt is better, and the texts
-    in them. A reference answer is shown unless it is one of the two. Raises ValueError when the row has
-    none."""
+    they contain. A reference answer is shown unless it is one of the two. Raises ValueError when the row
+    lacks the reference."""
     shown = source if source.compare == "group" else source.model_copy(update={"reference": None})
     named = [
         *texts_of(shown, sample)[:-1],
@@ -50,6 +50,6 @@ def comparison_prompt(
 
 
 def read_comparison(reply: str, texts: Sequence[str], cut: bool = False) -> MarkedReply[Rating]:
-    """Returns the points of answer A, 0, 0.5 or 1, in a judge's reply on these texts."""
+    """Returns the points of answer A, 0, 0.5 or 1, from a judge's reply about these texts."""
     label, problem = read_verdict(reply, texts, cut)
     return MarkedReply(None if label is None else (POINTS[label],), problem)

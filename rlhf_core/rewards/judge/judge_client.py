@@ -1,10 +1,11 @@
-"""Gets rewards from a judge, a chat model at an OpenAI-compatible endpoint or on engines of this run.
+"""Gets rewards from a judge, which is a chat model at an OpenAI-compatible endpoint or on engines of this
+run.
 
-What it is asked: `opinions.py`. Every verdict is cached when it arrives, by the request, the judge's name and
-the prompt's version, so that a resumed stage pays for none twice. A reply without a verdict is followed by
-one reminder. What still has no verdict is not cached; an answer without a verdict is a failed reward, which
-is never 0. Requests and retries: `rlhf_core/judging/chat_client.py`; to engines:
-`rlhf_core/rollout/engine_chat.py`.
+`opinions.py` decides what the judge is asked. Every verdict is cached as soon as it arrives, by the request,
+the judge's name and the prompt's version, so that a resumed stage pays for none twice. A reply without a
+verdict is followed by one reminder. A request that still has no verdict is not cached; an answer without a
+verdict has a failed reward, which is never 0. Requests and retries are in `rlhf_core/judging/chat_client.py`,
+requests to engines in `rlhf_core/rollout/engine_chat.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rlhf_core.system.files import digest
 
 class StoredVerdict(Frozen):
     """One line of the cache. `verdict`: the numbers of a rating, or the points of answer A. `reply`: the
-    judge's words, its reasons included."""
+    judge's words, including its reasons."""
 
     key: str
     verdict: Rating
@@ -43,16 +44,16 @@ class StoredVerdict(Frozen):
 
 
 class GivenVerdict(NamedTuple):
-    """A judge's verdict (None: it gave none) with its words, or the reason why there is none."""
+    """A judge's verdict with its words, or the reason why it gave none (None)."""
 
     verdict: Rating | None
     words: str
 
 
 class JudgeClient:
-    """Judges answers, `group` consecutive ones to each prompt. `cache`: file of verdicts; None keeps them in
-    memory. `pause`: scales the pauses between two attempts, in seconds. `chat`: asks a judge on engines of
-    the stage; None: the judge is behind an endpoint."""
+    """Judges answers, `group` consecutive ones per prompt. `cache`: file of verdicts; None: they are kept in
+    memory. `pause`: scales the pauses between two attempts, in seconds. `chat`: sends requests to a judge on
+    the stage's engines; None: the judge is behind an endpoint."""
 
     wanted = frozenset(("prompts", "responses", "rows"))
 
@@ -71,13 +72,13 @@ class JudgeClient:
         self._client = endpoint_of(source, pause) if chat is None else chat
         lines = records_of(cache, StoredVerdict) if cache is not None else ()
         self._known: dict[str, Rating] = {line.key: line.verdict for line in lines}
-        self._turn = Lock()  # one call of `score` at a time: the client's limits hold for all of them
+        self._turn = Lock()  # one `score` at a time: the client's limits are for all calls together
         self._counting = Lock()
         self._used = {"requests": 0, "input_tokens": 0, "output_tokens": 0}
 
     def score(self, samples: Sequence[Sample], allowed: int) -> SourceRewards:
         """Returns the rewards of all answers, (N,). Raises RewardsFailed when more than `allowed` have none,
-        ValueError when the endpoint refuses all requests."""
+        and ValueError when the endpoint refuses all requests."""
         with self._turn:
             return self._score(samples, allowed)
 
@@ -116,7 +117,7 @@ class JudgeClient:
         return digest([list(messages), self._client.asked, self._source.judge.model, PROMPT_VERSION])
 
     async def _ask(self, asked: JudgeRequest) -> GivenVerdict:
-        """Asks for a verdict, with one reminder."""
+        """Asks for a verdict, with at most one reminder."""
         try:
             reply = await self._reply(asked.messages)
             found = self._read(asked, reply)
@@ -153,7 +154,7 @@ class JudgeClient:
                 self._used[name] += count
 
     def spent(self) -> Mapping[str, float]:
-        """Returns requests, tokens and cost (US dollars, if the prices are known) since the last call, as
+        """Returns requests, tokens and cost (in US dollars, if the prices are known) since the last call, as
         metrics."""
         with self._counting:
             used = self._used
@@ -171,7 +172,7 @@ class JudgeClient:
 
 
 def endpoint_of(source: JudgeReward, pause: float) -> Chat:
-    """Returns what asks a judge behind an endpoint."""
+    """Returns the client that sends requests to a judge behind an endpoint."""
     judge = source.judge
     assert isinstance(judge, RatingModel), "the stage starts the engines of other judges"
     settings = {"max_tokens": judge.max_tokens, "temperature": 0}

@@ -1,4 +1,4 @@
-"""Measures how far judges agree with people, or with rules, before a stage lets them reward anything."""
+"""Measures how far judges agree with people or rules before a stage uses them for rewards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhf_core.judging.chat_client import Chat
     from rlhf_core.rewards.judge.judge_client import JudgeClient
 
-# opens what asks a judge on engines of the stage, until the block ends
+# opens a connection to a judge on the stage's engines, which lasts until the block ends
 OpenJudge = Callable[[JudgeReward], AbstractContextManager["Chat"]]
 JUDGE_CACHE = "judge_cache"  # folder of a run directory
 
@@ -34,20 +34,20 @@ def agreement_metrics(
     seed: int,
     open_judge: OpenJudge | None = None,
 ) -> dict[str, float]:
-    """Lets each judge with `agreement` judge its labelled pairs, and returns the share of pairs on which it
-    prefers the chosen answer (a tie counts 1/2), with its 95 % interval (`mean_interval`) and the number of
-    pairs.
+    """Returns how often each judge with `agreement` prefers the chosen answer of its labelled pairs.
 
-    A pair without rewards of both answers does not count. `cache`: folder for verdicts. `open_judge`: for
-    judges on engines of the stage. Raises ValueError when the share is below the recipe's minimum,
-    RewardsFailed when more than the share `max_failed` of the answers got no reward.
+    Each judge judges its labelled pairs. The result is the share of pairs in which it prefers the chosen
+    answer (a tie counts 1/2), with a 95 % interval (`mean_interval`) and the number of pairs; pairs in which
+    an answer has no reward do not count. `cache`: folder for verdicts. `open_judge`: for judges on the
+    stage's engines. Raises ValueError when the share is below the recipe's minimum, and RewardsFailed when
+    more than the share `max_failed` of the answers got no reward.
     """
     metrics: dict[str, float] = {}
     for source in sources:
         if isinstance(source, JudgeReward) and source.agreement is not None:
             from rlhf_core.rewards.judge.judge_client import (
                 JudgeClient,
-            )  # its library's import takes a second
+            )  # importing its library takes a second
 
             place = None if cache is None else cache / f"{source.title}.jsonl"
             with opened(source, open_judge) as chat:
@@ -57,7 +57,7 @@ def agreement_metrics(
 
 
 def opened(source: JudgeReward, open_judge: OpenJudge | None) -> AbstractContextManager[Chat | None]:
-    """Returns the block in which a judge can be asked; None in it for a judge behind an endpoint."""
+    """Returns the context in which a judge can be asked; it yields None for a judge behind an endpoint."""
     if isinstance(source.judge, RatingModel):
         return nullcontext(None)
     assert open_judge is not None, "the stage starts its engines"
@@ -98,13 +98,14 @@ def _agreement(
 
 
 def agreed(rewards: np.ndarray) -> np.ndarray:
-    """Returns 1 where the first of two rewards (N, 2) is higher, 1/2 where they are equal, else 0; (N,)."""
+    """Returns 1 where the first of two rewards (N, 2) is higher, 1/2 where they are equal, otherwise 0;
+    (N,)."""
     return (1 + np.sign(rewards[:, 0] - rewards[:, 1])) / 2
 
 
 def labelled_samples(labels: LabelledPairs, seed: int) -> list[Sample]:
-    """Returns the chosen and the rejected answer of each labelled pair, in turn. Pairs of equal answers are
-    left out. Raises ValueError when there are none."""
+    """Returns the chosen and then the rejected answer of each labelled pair, one pair after another. Pairs of
+    equal answers are left out. Raises ValueError when no pairs remain."""
     data = Data(sources=(labels.data,), max_samples=labels.limit)
     samples: list[Sample] = []
     for number, row in enumerate(load_rows(data, seed, "preference"), start=1):

@@ -1,9 +1,9 @@
-"""Decides what a judge is asked about answers, and turns its verdicts into rewards. Sends nothing.
+"""Decides what to ask a judge about answers, and turns its verdicts into rewards. Sends nothing.
 
-An opinion on an answer rests on the verdicts of one or two requests: a rating; or the two games of a pair,
-with the answers swapped, so that a judge that prefers the first place gives both a half. An opinion that
-lacks a verdict does not count. An answer's reward is the mean of its opinions: with `compare`, the share of
-its pairs that it wins, ties half.
+An opinion on an answer rests on the verdicts of one or two requests: a rating, or the two games of a pair.
+The second game swaps the answers, so that a judge that always prefers the first place gives both a half. An
+opinion that lacks a verdict does not count. An answer's reward is the mean of its opinions; with `compare`,
+this is the share of its pairs that it wins, with ties counting a half.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from rlhf_core.rewards.reward_contract import Sample
 
 
 class JudgeRequest(NamedTuple):
-    """A request to a judge. `texts`: what it reads, to tell its words from theirs."""
+    """A request to a judge. `texts`: the texts it reads, to distinguish its own words from theirs."""
 
     messages: Messages
     texts: Sequence[str]
 
 
 class NeededVerdict(NamedTuple):
-    """A request by its key. `second`: the answer is the second of the two that it compares."""
+    """A request, identified by its key. `second`: whether the answer is the second of the two that it
+    compares."""
 
     key: str
     second: bool = False
@@ -36,19 +37,19 @@ class NeededVerdict(NamedTuple):
 
 Opinion = Sequence[
     NeededVerdict
-]  # the requests on which it rests; none: the answers are equal, which is a tie
+]  # the requests on which it rests; if empty, the answers are equal, which is a tie
 
 
 class JudgingPlan(NamedTuple):
-    """Holds the requests about N answers by key, and the opinions on each answer (N,). `problem`: why an
-    answer has none, if one has."""
+    """The requests about N answers by key, and the opinions on each answer (N,). `problem`: why an answer has
+    no opinion, if any has none."""
 
     requests: dict[str, JudgeRequest]
     opinions: list[list[Opinion]]
     problem: str
 
     def without(self, failed: Collection[str]) -> int:
-        """Returns how many answers have no opinion if these requests get no verdict."""
+        """Returns how many answers are left without an opinion if these requests get no verdict."""
         return sum(
             all(any(asked.key in failed for asked in opinion) for opinion in opinions)
             for opinions in self.opinions
@@ -58,7 +59,8 @@ class JudgingPlan(NamedTuple):
 def plan_of(
     source: JudgeReward, samples: Sequence[Sample], group: int, key_of: Callable[[Messages], str]
 ) -> JudgingPlan:
-    """Returns what to ask about answers, `group` consecutive ones to each prompt."""
+    """Returns the requests to make about answers, `group` consecutive ones per prompt, and the opinions that
+    they give."""
     requests: dict[str, JudgeRequest] = {}
     opinions: list[list[Opinion]] = [[] for _ in samples]
     problem = ""
@@ -76,7 +78,8 @@ def plan_of(
 
 
 def subjects_of(source: JudgeReward, count: int, group: int) -> list[tuple[int, ...]]:
-    """Returns what the judge is asked about: single answers of `count`, or pairs within each group."""
+    """Returns the indices that each question is about: single answers out of `count`, or pairs within each
+    group."""
     if source.compare != "group":
         return [(place,) for place in range(count)]
     return [
@@ -87,9 +90,9 @@ def subjects_of(source: JudgeReward, count: int, group: int) -> list[tuple[int, 
 
 
 def requests_about(source: JudgeReward, subject: Sequence[Sample]) -> list[JudgeRequest]:
-    """Returns the request for the rating of an answer, or the two games of a pair: in the second one the
-    answers are swapped. None for equal answers, which tie. Raises ValueError when the row has no reference
-    answer that is needed."""
+    """Returns the request to rate an answer, or the two games of a pair, the second with the answers swapped.
+    Returns no request for equal answers, which tie. Raises ValueError when the row lacks a reference answer
+    that is needed."""
     first = subject[0]
     if source.compare == "none":
         texts = [text for _, text in texts_of(source, first)]
@@ -106,8 +109,9 @@ def requests_about(source: JudgeReward, subject: Sequence[Sample]) -> list[Judge
 
 
 def circle(count: int, most: int) -> list[tuple[int, int]]:
-    """Returns pairs of `count` answers, each with its nearest ones on a circle, so that each answer is in
-    `most` pairs, or in all if there are fewer. If both numbers are odd, it is in one more."""
+    """Pairs each of `count` answers with its nearest neighbours on a circle, so that each answer is in `most`
+    pairs, or in all possible ones if there are fewer. If both numbers are odd, each answer is in one more
+    pair."""
     most = min(most, count - 1)
     if most % 2 and count % 2:
         most += 1
@@ -118,7 +122,7 @@ def circle(count: int, most: int) -> list[tuple[int, int]]:
 
 
 def rewards_of(source: JudgeReward, plan: JudgingPlan, verdicts: Mapping[str, Rating]) -> np.ndarray:
-    """Returns the rewards (N,) from the verdicts by request, nan for an answer without an opinion."""
+    """Computes the rewards (N,) from the verdicts by request, nan for an answer without an opinion."""
     values = {key: value_of(source, verdicts[key]) for key in plan.requests if key in verdicts}
 
     def mean(opinion: Opinion) -> float:
@@ -136,6 +140,6 @@ def rewards_of(source: JudgeReward, plan: JudgingPlan, verdicts: Mapping[str, Ra
 
 
 def value_of(source: JudgeReward, verdict: Rating) -> float:
-    """Returns what a verdict says of the (first) answer, from 0 to 1: its rating on the scale, or its
+    """Returns a verdict on the (first) answer as a number from 0 to 1: its rating on the scale, or its
     points."""
     return reward_of(source, verdict) if source.compare == "none" else verdict[0]

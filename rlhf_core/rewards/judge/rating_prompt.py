@@ -1,4 +1,4 @@
-"""Writes the request for a judge's rating of one answer."""
+"""Writes the request in which a judge rates one answer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from rlhf_core.data.rows.columns import written
 from rlhf_core.judging.fenced_text import FENCES, fenced
 from rlhf_core.rewards.reward_contract import Sample
 
-# part of the cache's keys; change it whenever the reminder or the reading of ratings changes
+# part of the cache's keys; change it with every change to the reminder or to how ratings are read
 PROMPT_VERSION = "alignflow-rating-1"
 Messages = tuple[dict[str, str], ...]
 
 
 def rating_prompt(source: JudgeReward, sample: Sample) -> Messages:
-    """Returns the chat messages that ask for a rating. Raises ValueError when the row has no reference."""
+    """Returns the chat messages that ask for a rating. Raises ValueError when the row lacks the reference."""
     parts = [
         "You rate the answer of an AI assistant to the last message of a conversation.",
         task_of(source),
@@ -34,7 +34,7 @@ def task_of(source: JudgeReward) -> str:
 
 
 def form_of(source: JudgeReward) -> str:
-    """Returns the form of the verdict, with the scale."""
+    """Returns the required form of the verdict, including the scale."""
     low, high = source.scale
     number = f"a number from {low:g} (worst) to {high:g} (best)"
     if not source.criteria:
@@ -44,7 +44,7 @@ def form_of(source: JudgeReward) -> str:
 
 
 def reminder(form: str, problem: str) -> dict[str, str]:
-    """Returns the message that asks for a verdict of this form after a reply without one."""
+    """Returns the message that asks again for a verdict in this form after a reply without one."""
     told = f"{problem[0].upper()}{problem[1:]}."
     return {
         "role": "user",
@@ -53,7 +53,7 @@ def reminder(form: str, problem: str) -> dict[str, str]:
 
 
 def texts_of(source: JudgeReward, sample: Sample) -> list[tuple[str, str]]:
-    """Returns the texts that the judge reads, with their names. Raises ValueError when the row has no
+    """Returns the texts that the judge reads, with their names. Raises ValueError when the row lacks the
     reference."""
     said = "\n\n".join(f"{message['role']}: {written(message)}" for message in sample.prompt)
     texts = [("conversation", said)]

@@ -1,8 +1,8 @@
 """Reads a judge's rating by the rules of `rlhf_core/judging/marked_reply.py`, and turns it into a reward.
 
-A verdict is [[N]], or with criteria [[NAME: N, NAME: N]]. Tolerated: N/HIGHEST, a word before the number
-([[rating: 7]]), = for the colon, other order and case of the criteria. The last verdict counts; a number
-outside the scale is not a verdict.
+A verdict is [[N]], or with criteria [[NAME: N, NAME: N]]. These variations are tolerated: N/HIGHEST, a word
+before the number ([[rating: 7]]), = instead of the colon, and other order or case of the criteria. The last
+verdict counts; a number outside the scale is not a verdict.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.judging.marked_reply import MarkedReply, Marker, read_marked
 
-Rating = tuple[float, ...]  # one number, or one for each criterion
+Rating = tuple[float, ...]  # one number, or one per criterion
 _BRACKETS = re.compile(r"\[\[([^\[\]\n]{1,2000})\]\]")
 _ENTRY = re.compile(
     r"(?:(?P<name>[^\W\d_][\w -]*?)\s*[:=])?\s*(?P<number>[+-]?[0-9]{1,9}(?:\.[0-9]{1,9})?)"
@@ -25,8 +25,8 @@ _ENTRY = re.compile(
 def read_rating(
     source: JudgeReward, reply: str, texts: Sequence[str], cut: bool = False
 ) -> MarkedReply[Rating]:
-    """Returns the rating in a judge's reply on these texts: one number, or those of the criteria in the
-    recipe's order. `cut`: the length limit ended the reply."""
+    """Returns the rating in a judge's reply about these texts: one number, or one per criterion in the
+    recipe's order. `cut`: whether the length limit truncated the reply."""
     found = read_marked(reply, texts, partial(_ratings, source), cut)
     low, high = source.scale
     if found.value is not None and not all(low <= number <= high for number in found.value):
@@ -35,8 +35,8 @@ def read_rating(
 
 
 def reward_of(source: JudgeReward, rating: Rating) -> float:
-    """Returns the rating as a reward from 0 (lowest of the scale) to 1 (highest), linear between them. With
-    criteria: their weighted mean."""
+    """Maps a rating linearly to a reward from 0 (lowest on the scale) to 1 (highest). With criteria, the
+    reward is their weighted mean."""
     low, high = source.scale
     weights = [criterion.weight for criterion in source.criteria] or [1.0]
     mean = sum(weight * number for weight, number in zip(weights, rating, strict=True)) / sum(weights)
@@ -44,7 +44,7 @@ def reward_of(source: JudgeReward, rating: Rating) -> float:
 
 
 def _ratings(source: JudgeReward, text: str) -> Iterator[Marker[Rating]]:
-    """Yields the ratings of a text, in order, also those outside the scale."""
+    """Yields the ratings in a text, in order, including those outside the scale."""
     for match in _BRACKETS.finditer(text):
         rating = _rating(source, match[1])
         if rating is not None:
@@ -52,7 +52,7 @@ def _ratings(source: JudgeReward, text: str) -> Iterator[Marker[Rating]]:
 
 
 def _rating(source: JudgeReward, content: str) -> Rating | None:
-    """Returns the numbers between a marker's brackets; None if they are not as wanted."""
+    """Returns the numbers between a marker's brackets; None if they do not have the required form."""
     entries = [_ENTRY.fullmatch(entry.strip()) for entry in re.split(r"[,;]", content)]
     numbers: dict[str, float] = {}
     for entry in entries:
