@@ -1,9 +1,9 @@
 """Ray: placement and worker groups. Importing the package restricts a single-machine cluster to loopback
 before Ray is imported.
 
-Without RAY_ADDRESS every socket of Ray, gloo and NCCL is bound to loopback, and Ray answers only clients with
-this run's token, which processes inherit through their environment. A cluster at RAY_ADDRESS keeps its own
-settings (docs/explanation/threat-model.md).
+Without RAY_ADDRESS, all sockets of Ray, gloo and NCCL are bound to loopback, and Ray serves only clients that
+have this run's token, which processes inherit through their environment. A cluster at RAY_ADDRESS keeps its
+own settings (docs/explanation/threat-model.md).
 """
 
 import os
@@ -11,7 +11,7 @@ import secrets
 
 LOOPBACK = "127.0.0.1"
 if not os.environ.get("RAY_ADDRESS"):
-    # Ray's own switch: it makes the node's address the loopback address
+    # Ray's own switch for using the loopback address as the node's address
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     for name, value in {
         "RAY_AUTH_MODE": "token",

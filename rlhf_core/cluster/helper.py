@@ -19,7 +19,7 @@ CLOSING_SECONDS = 5.0
 
 
 class HelperDied(RuntimeError):
-    """Raised when a helper's process has ended."""
+    """Reports that a helper's process has ended."""
 
 
 class ObjectHolder:
@@ -38,10 +38,12 @@ class ObjectHolder:
 
 
 class Helper:
-    """Creates an object on a node with `factory(**options)`, in a process that gets this process's
-    environment variables, except node-specific ones (`OWN`) and those that the node sets. The variables are
-    sent with a call, because Ray logs the ones that are passed to an actor at its start. `threads`: maximum
-    number of concurrent calls."""
+    """Creates an object on another node with `factory(**options)`, in its own process.
+
+    The process gets this process's environment variables, except node-specific ones (`OWN`) and those set by
+    the node. They are sent in a call, because Ray logs variables that are passed to an actor when it starts.
+    `threads`: maximum number of concurrent calls.
+    """
 
     def __init__(self, node: RayNode, threads: int, factory: Callable[..., Any], **options: Any):
         self.node = node
@@ -57,8 +59,8 @@ class Helper:
         self._made = self._process.make.remote(factory, options, variables)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Calls a method of the object. Raises what the method raises, HelperDied when the process has ended,
-        and NodeLost when the node is lost."""
+        """Calls a method of the object. Raises whatever the method raises, HelperDied when the process has
+        ended, and NodeLost when the node is lost."""
         try:
             fetched(self._made)
             return fetched(self._process.call.remote(method, *args))

@@ -1,8 +1,8 @@
 """Assigns each process of each group to a bundle of resources. Imports neither Ray nor torch.
 
-A bundle is what Ray reserves on one node, usually a GPU and some CPUs. Groups that are `together` share their
-bundles: process i of each runs on the same GPU. An engine over several GPUs, or one of its pipeline stages,
-is one bundle, so that Ray finds a node with room for all of it.
+A bundle is a set of resources that Ray reserves on one node, usually a GPU and some CPUs. Groups that are
+placed `together` share their bundles: process i of each runs on the same GPU. An engine over several GPUs, or
+one of its pipeline stages, is a single bundle, so that Ray finds a node with room for all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhf_core.config.process_groups import Wanted, check_together, processes
 
 
 class BundleSlot(NamedTuple):
-    """Places one process: its bundle, and the share of the bundle it takes."""
+    """The place of one process: its bundle, and the share of the bundle that it takes."""
 
     bundle: int
     cpus: float
@@ -26,18 +26,18 @@ class BundleSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds the bundles and each group's slots in them. An engine over several GPUs has one slot per GPU.
-    `spans`: how many consecutive slots must be on one node."""
+    """The bundles, and each group's slots in them. An engine over several GPUs has one slot per GPU. `spans`:
+    number of consecutive slots that must be on one node."""
 
     bundles: Sequence[Mapping[str, float]]
     slots: Mapping[str, Sequence[BundleSlot]]
     spans: Mapping[str, int]
 
     def gpus(self) -> dict[str, list[str]]:
-        """Returns the GPU of each process, by group: `GPU 0` for a whole one, otherwise `shared`, `shared 2`,
+        """Returns the GPU of each process, by group: `GPU 0` for a whole GPU, otherwise `shared`, `shared 2`,
         ..., filled in turn."""
         filled: list[float] = []
-        names: list[list[str]] = []  # per bundle, as many as one group has processes in it
+        names: list[list[str]] = []  # per bundle, as many names as any one group has processes in it
         held = [Counter(slot.bundle for slot in slots) for slots in self.slots.values()]
         for i, bundle in enumerate(self.bundles):
             part = bundle.get("GPU", 0.0)
@@ -71,18 +71,19 @@ def _numbered(slots: Sequence[BundleSlot]) -> Iterator[tuple[BundleSlot, int]]:
 
 
 def span_of(wanted: Wanted) -> int:
-    """Returns the number of processes that must be on one node: those of an engine or of one pipeline
-    stage."""
+    """Returns the number of processes that must be on one node: those of an engine, or of one of its pipeline
+    stages."""
     return wanted.tensor_parallel_size if isinstance(wanted, EngineConfig) else 1
 
 
 def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()) -> Layout:
-    """Creates a bundle for each process, for each engine, or for each set of processes that share a GPU; Ray
-    gives each process an equal part of its bundle.
+    """Creates a bundle for each process, each engine, or each set of processes that share a GPU. Ray gives
+    each process an equal part of its bundle.
 
     Processes that share GPUs get one bundle per GPU, even if an engine is among them, and so do engines on
-    fractions of GPUs: in a larger bundle, Ray would put several such processes on one GPU. Raises ValueError
-    when groups that share GPUs differ in their number of processes or only some of them have GPUs.
+    fractions of GPUs: with a larger bundle, Ray would put several of these processes on one GPU. Raises
+    ValueError when groups that share GPUs differ in their number of processes, or only some of them have
+    GPUs.
     """
     bundles: list[dict[str, float]] = []
     slots: dict[str, list[BundleSlot]] = {}
@@ -110,7 +111,7 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
 
 
 def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[BundleSlot]]:
-    """Returns the slots of each group, sorted by node, so that neighbouring ranks are on one node.
+    """Returns the slots of each group sorted by node, so that neighbouring ranks are on the same node.
 
     Raises ValueError when the GPUs of one engine or pipeline stage would be on two nodes.
     """
@@ -131,7 +132,7 @@ def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Bundle
 
 
 def too_large(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str:
-    """Describes the first bundle that no node could hold even if it were empty; "" when there is none."""
+    """Describes the first bundle that no node could hold, even an empty one; "" when there is none."""
     for bundle in layout.bundles:
         if not any(
             all(node.get(resource, 0.0) + 1e-6 >= amount for resource, amount in bundle.items())
@@ -147,7 +148,7 @@ def too_large(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str:
 
 
 def shortage(bundles: Sequence[Mapping[str, float]], there: Mapping[str, float]) -> str:
-    """Describes which resources the cluster lacks in total; "" when everything fits."""
+    """Describes the resources that the cluster as a whole lacks; "" when everything fits."""
     parts = []
     for resource in ("CPU", "GPU"):
         requested = sum(bundle.get(resource, 0.0) for bundle in bundles)

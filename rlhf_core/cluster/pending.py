@@ -1,4 +1,4 @@
-"""Waits for calls of ranks, with a bound, and names the ranks that failed, died or made no progress."""
+"""Waits, with a time limit, for calls to ranks, and names the ranks that failed, died or made no progress."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from rlhf_core.cluster.work_log import WorkLog
 from rlhf_core.system.machine import NodeLost
 
 R = TypeVar("R")
-NODE_DIED = re.compile(r"node has (crashed|died)")  # in Ray's errors
-# until Ray reports a dead rank; ranks that were connected with it raise their own errors earlier
+NODE_DIED = re.compile(r"node has (crashed|died)")  # as it appears in Ray's errors
+# how long Ray may take to report a dead rank; ranks connected to it raise their own errors earlier
 DEATH_SECONDS = 3.0
 
 
 class RoleFailed(RuntimeError):
-    """Raised when a rank died, raised an error or made no progress. The message names role and phase."""
+    """Reports that a rank died, raised an error or made no progress. The message names the role and the
+    phase."""
 
 
 class RankDied(RoleFailed):
-    """Raised when the process of a rank ended."""
+    """Reports that a rank's process has ended."""
 
 
 class Pending(NamedTuple, Generic[R]):
-    """Holds the references of work that ranks of a group are doing.
+    """References to the work that the ranks of a group are doing.
 
     `keys`: the key under which each rank reports progress. `work`: the log to which the ranks' time is added
-    under the name of the phase. `other_stages`: references of the engines' other pipeline stages,
-    which become ready only when these have failed.
+    under the name of the phase. `other_stages`: references to the engines' other pipeline stages, which
+    become ready only if these fail.
     """
 
     role: str
@@ -49,7 +50,7 @@ class Pending(NamedTuple, Generic[R]):
     other_stages: Sequence[Any] = ()
 
     def wait(self, timeout: float) -> list[R]:
-        """Waits and returns the results by rank. Raises RoleFailed as soon as a rank failed, or made no
+        """Waits and returns the results by rank. Raises RoleFailed as soon as a rank fails, or makes no
         progress for `timeout` seconds."""
         return wait_all([self], timeout)[0]
 
@@ -94,7 +95,7 @@ class Pending(NamedTuple, Generic[R]):
 
 def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]:
     """Waits for groups that work concurrently and returns the results by group and rank. Raises RoleFailed as
-    soon as any rank failed or made no progress for `timeout` seconds, and NodeLost when a node was lost."""
+    soon as any rank fails or makes no progress for `timeout` seconds, and NodeLost when a node is lost."""
     owner = {ref: work for work in pending for ref in (*work.refs, *work.other_stages)}
     stages = [ref for work in pending for ref in work.other_stages]
     keys = {ref: key for work in pending for ref, key in zip(work.refs, work.keys, strict=True)}
@@ -105,7 +106,7 @@ def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]
             ready, waiting = watch.next(waiting, stages)
         except Silent as silent:
             raise _silent(pending, silent, timeout) from None
-        if waiting:  # other ranks may be waiting for a rank that failed
+        if waiting:  # other ranks may be waiting for the one that failed
             try:
                 owner[ready].get(ready)
             except RoleFailed as failed:
@@ -116,7 +117,7 @@ def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]
 def _cause(
     failed: RoleFailed, owner: Mapping[Any, Pending[Any]], waiting: list[Any]
 ) -> RoleFailed | NodeLost:
-    """Returns the death of another rank or of a node if there is one, otherwise `failed`."""
+    """Returns the death of another rank or of a node as the cause if there was one, otherwise `failed`."""
     deadline = time.monotonic() + DEATH_SECONDS
     while not isinstance(failed, RankDied) and waiting and (left := deadline - time.monotonic()) > 0:
         done, waiting = ray.wait(waiting, timeout=left)

@@ -1,7 +1,7 @@
 """Checks which ranks make progress: each rank reports its own (`rlhf_core.system.progress`), and the waiting
 process reads the reports.
 
-A busy rank cannot answer a call, so a thread of its process puts the report into the cluster's key-value
+A busy rank cannot answer a call, so a thread in its process writes the report to the cluster's key-value
 store. Ray's concurrency groups would answer calls during the work, but they move the work off the main
 thread, where libraries set their signal handlers.
 """
@@ -23,14 +23,14 @@ from rlhf_core.system import progress
 from rlhf_core.system.machine import NodeLost
 
 REPORT_SECONDS = 0.5
-LOOKS = 10  # within the time that a rank may be silent
-LONGEST_PAUSE = 15.0  # seconds between two looks
-SHOWN_SECONDS = 60.0  # of waiting, until the log reports what was done
-NOTICE_SECONDS = 30.0  # without progress, until the log reports it
+LOOKS = 10  # checks within the time that a rank may be silent
+LONGEST_PAUSE = 15.0  # seconds between two checks
+SHOWN_SECONDS = 60.0  # of waiting before the log first reports what has been done
+NOTICE_SECONDS = 30.0  # without progress before the log reports it
 
 
 def report(key: str) -> None:
-    """Starts to report the progress of this process and its children to the cluster's store under `key`."""
+    """Starts reporting the progress of this process and its children to the cluster's store, under `key`."""
     progress.count_children()
     Thread(target=_report, args=(key,), name="progress", daemon=True).start()
 
@@ -38,7 +38,7 @@ def report(key: str) -> None:
 def _report(key: str) -> None:
     reported = ""
     while True:
-        # for example, a folder was removed during the look at it; the next round tries again
+        # a folder may be removed while it is inspected, for example; the next round tries again
         with suppress(RpcError, OSError):
             now = progress.seen()
             if now != reported:
@@ -48,7 +48,7 @@ def _report(key: str) -> None:
 
 
 class Silent(Exception):
-    """Raised when ranks made no progress for too long; `refs` are the references of their work."""
+    """Reports that ranks made no progress for too long. `refs`: the references to their work."""
 
     def __init__(self, refs: Sequence[Any]):
         super().__init__(refs)
@@ -58,10 +58,10 @@ class Silent(Exception):
 class Watch:
     """Waits for the work of several ranks, none of which may go without progress for `timeout` seconds.
 
-    `keys`: the key under which each rank reports, by the reference of its work; ranks that share a key are
-    silent only when none of them makes progress. `notice` is called once with the references of ranks that
-    made no progress for NOTICE_SECONDS. `show` is called with what was done, first after SHOWN_SECONDS and
-    then at doubling intervals.
+    `keys`: maps the reference to each rank's work to the key under which the rank reports; ranks that share a
+    key count as silent only when none of them makes progress. `notice` is called once, with the references of
+    ranks that have made no progress for NOTICE_SECONDS. `show` is called with a description of what has been
+    done, first after SHOWN_SECONDS and then at doubling intervals.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Watch:
         self._timeout = timeout
         self._notice = notice
         self._show = show
-        self._first: dict[str, bytes | None] = {}  # each rank's report at the first look
+        self._first: dict[str, bytes | None] = {}  # each rank's report at the first check
         self._noticed: set[Any] = set()
-        # each rank's report at the last look; other processes may watch the same ranks
+        # each rank's report at the last check; other processes may watch the same ranks
         self._last: dict[str, bytes | None] = {}
         self._pause = min(timeout / LOOKS, LONGEST_PAUSE)
         now = time.monotonic()
@@ -85,12 +85,12 @@ class Watch:
         self._next_look = now + self._pause
         self._begun = now
         self._shown = now
-        self._unread: float | None = None  # since when no report could be read
+        self._unread: float | None = None  # when reports became unreadable
 
     def next(self, waiting: Sequence[Any], failing: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
         """Returns the first reference that is ready, and the rest of `waiting`. `failing`: references that
-        become ready only when something that `waiting` needs has failed; they report no progress. Raises
-        Silent and NodeLost."""
+        become ready only if something that `waiting` depends on fails; they report no progress. Raises Silent
+        and NodeLost."""
         while True:
             pause = min(CHECK_SECONDS, max(0.0, self._next_look - time.monotonic()))
             ready, others = ray.wait([*waiting, *failing], num_returns=1, timeout=pause, fetch_local=False)

@@ -1,4 +1,5 @@
-"""Connects the ranks of a group: sets their environment and opens the store in which they find each other."""
+"""Connects the ranks of a group: sets their environment and opens the store through which they find each
+other."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 STORE = "ALIGNFLOW_STORE"  # environment variable: address of the store of this rank's group
-# Timeout of collectives: a rank may read or write for long. The wait ends when no rank makes progress.
+# Timeout of collectives, long because a rank may read or write for a long time. The wait ends earlier if no
+# rank makes progress.
 PATIENCE = timedelta(days=1)
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE)
 
-# Advice when a role's or a stage's GPU runs out of memory.
+# Advice for when the GPU of a role or a stage runs out of memory.
 LESS_MEMORY = (
     "lower micro_train_tokens or micro_train_batch_size (in PPO also those of rollouts, and"
     " engine.gpu_memory_utilization, or engine.options.batch_size of transformers), or set"
@@ -44,7 +46,8 @@ def set_rank_environment(rank: int, world_size: int, store: str, local_rank: int
 
 def use_card_of(address: str) -> None:
     """Makes gloo and vLLM use the network card with this address, unless the environment names one. By
-    default they use the address of the host's name, which on many machines is a loopback address."""
+    default they use the address that the host name resolves to, which on many machines is a loopback
+    address."""
     os.environ.setdefault("VLLM_HOST_IP", address)
     for card, found in psutil.net_if_addrs().items():
         if any(each.address == address for each in found):
@@ -52,8 +55,8 @@ def use_card_of(address: str) -> None:
 
 
 def store_address(host: str = LOOPBACK) -> str:
-    """Returns the address of a new store on this machine: a file of this user on a single node, a port of
-    `host` on several.
+    """Returns the address of a new store on this machine: a file owned by this user on a single node, a port
+    of `host` on several.
 
     PyTorch's TCP store is unauthenticated and by default listens on all interfaces; this one listens only on
     `host`.
@@ -67,8 +70,8 @@ def store_address(host: str = LOOPBACK) -> str:
 
 
 def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the store at an address from `store_address`. For a port, rank 0 must be the process that created
-    the address."""
+    """Opens the store at an address from `store_address`. If that is a port, rank 0 must be the process that
+    created the address."""
     import torch.distributed as dist
 
     place = urlsplit(address)
@@ -83,8 +86,8 @@ def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> 
 
 
 def serve_store(address: str) -> Store | None:
-    """Opens the store at an address that `store_address` created in this process, for others to join, without
-    waiting for them. Returns None for a file, which needs no server."""
+    """Opens the store at an address that `store_address` created in this process, so that others can join it,
+    and does not wait for them. Returns None for a file, which needs no server."""
     import torch.distributed as dist
 
     place = urlsplit(address)

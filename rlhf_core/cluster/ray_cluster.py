@@ -1,4 +1,4 @@
-"""Joins the Ray cluster at RAY_ADDRESS, or starts one for this process, and reserves a place on it for every
+"""Joins the Ray cluster at RAY_ADDRESS or starts one for this process, and reserves a place on it for every
 rank of a stage."""
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import NodeLost, num_gpus
 from rlhf_core.system.pages.secret_file import private_folder
 
-# Environment variables that configure libraries, by prefix.
+# Prefixes of environment variables that configure libraries.
 KEPT = tuple(
     "NCCL_ TORCH_ NVSHMEM_ CUDA_ VLLM_ HF_ DS_ GLOO_ GOMP_ PYTHON PYTORCH_ RAY_ TRANSFORMERS_ TOKENIZERS_"
     " TQDM_ TRITON_ TORCHINDUCTOR_".split()
 )
-# Set explicitly: some hosts show less memory than they have.
+# Set explicitly, because some hosts report less memory than they have.
 OBJECT_STORE_BYTES = 512 << 20
 GPU_OBJECT_STORE_BYTES = 8 << 30
-KEPT_DAYS = 30  # files of killed groups and clusters; a run is shorter
-GIVEN_UP_SECONDS = 150.0  # Ray takes up to 75 s to give up a node that does not answer
-_used: frozenset[str] = frozenset()  # nodes of the last reservation
-_started = ""  # address of the cluster that `connect` started last
+KEPT_DAYS = 30  # for files of killed groups and clusters; no run takes this long
+GIVEN_UP_SECONDS = 150.0  # Ray takes up to 75 s to give up on a node that does not answer
+_used: frozenset[str] = frozenset()  # nodes of the latest reservation
+_started = ""  # address of the cluster that `connect` last started
 
 
 class Reservation(NamedTuple):
-    """Describes what `reserve` has reserved. `slots[name]`: the slots of a group's processes, node by node.
-    `nodes`: the node of each bundle."""
+    """The result of `reserve`. `slots[name]`: the slots of a group's processes, node by node. `nodes`: the
+    node of each bundle."""
 
     group: PlacementGroup
     slots: Mapping[str, Sequence[BundleSlot]]
@@ -47,7 +47,7 @@ class Reservation(NamedTuple):
 
 
 class RayNode(NamedTuple):
-    """Identifies a node of the cluster."""
+    """A node of the cluster."""
 
     identity: str
     address: str
@@ -59,7 +59,7 @@ def connect() -> None:
         return
     report_missing()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower the priority of its workers
+    os.environ.setdefault("RAY_worker_niceness", "0")  # otherwise Ray lowers the priority of its workers
     if os.environ.get("RAY_ADDRESS"):
         if os.environ.get("RAY_AUTH_MODE") != "token":
             print(
@@ -72,11 +72,11 @@ def connect() -> None:
     folder = private_folder(Path("/tmp"))  # noqa: S108  short: paths of sockets have a limit
     remove_leftovers(folder)
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    # Ranks have their own variables: Ray would start a worker for each core of the machine and use none.
+    # Otherwise Ray would start a worker for each core of the machine, and none would be used, since ranks
+    # have their own environment variables.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     store = GPU_OBJECT_STORE_BYTES if num_gpus() else OBJECT_STORE_BYTES
-    # "local": otherwise Ray would join the cluster that was last started on this machine, perhaps another
-    # user's.
+    # "local": otherwise Ray would join the cluster started last on this machine, which may be another user's.
     ray.init(
         "local",
         num_cpus=os.cpu_count(),
@@ -92,7 +92,7 @@ def connect() -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Removes rank stores and Ray sessions that are older than KEPT_DAYS and whose process has ended. The
-    last part of a session's name is its process id."""
+    last part of a session's name is its process ID."""
     for place in [*folder.glob("ranks-*"), *folder.glob("ray/session_2*")]:
         process = place.name.rpartition("_")[2]
         with suppress(OSError):
@@ -103,16 +103,16 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def leave() -> None:
-    """Ends the cluster if `connect` started it, otherwise disconnects. Output of its processes is not shown
-    afterwards. When the head of another cluster is gone, the connection stays open until this process ends,
-    because Ray would wait for the head."""
+    """Ends the cluster if `connect` started it, otherwise disconnects. After this, output of the cluster's
+    processes is no longer shown. If the head of another cluster is gone, the connection stays open until this
+    process ends, because Ray would wait for the head."""
     if not ray.is_initialized() or is_ours() or answering([head()]):
         ray.shutdown()
         reach.watch([])
 
 
 def _nodes(identities: Collection[str] | None = None) -> list[TcpEndpoint]:
-    """Returns the living nodes of the cluster, or those of them in `identities`."""
+    """Returns the living nodes of the cluster, or only those in `identities`."""
     living = [
         node for node in ray.nodes() if node["Alive"] and (identities is None or node["NodeID"] in identities)
     ]
@@ -120,8 +120,8 @@ def _nodes(identities: Collection[str] | None = None) -> list[TcpEndpoint]:
 
 
 def _wait_for_nodes() -> None:
-    """Waits until every node answers or Ray has given up the ones that do not; until then Ray would reserve
-    them. Raises NodeLost."""
+    """Waits until every node answers or Ray has given up on those that do not, because Ray would still
+    reserve them. Raises NodeLost."""
     deadline = time.monotonic() + GIVEN_UP_SECONDS
     told = ""
     while (
@@ -139,7 +139,7 @@ def _wait_for_nodes() -> None:
 
 
 def other_nodes() -> list[RayNode]:
-    """Returns the nodes that run processes of the stage, except this process's node; empty without a
+    """Returns the nodes that run processes of the stage, other than this process's node; empty without a
     cluster."""
     if not ray.is_initialized():
         return []
@@ -163,10 +163,10 @@ def is_ours() -> bool:
 
 
 def passed_environment() -> dict[str, str]:
-    """Returns the variables that workers of another cluster get: settings of libraries, including those that
-    keep NVLink multicast off.
+    """Returns the environment variables passed to workers of another cluster: settings of libraries,
+    including those that keep NVLink multicast off.
 
-    Keys and tokens are left out, because Ray writes these variables to its logs: they must be set on the
+    Keys and tokens are left out, because Ray writes these variables to its logs; they must be set on the
     nodes. RAY_ADDRESS tells our package not to restrict the process to a single-machine cluster.
     """
     kept = {
@@ -180,8 +180,8 @@ def passed_environment() -> dict[str, str]:
 
 
 def reserve(layout: Layout, timeout: float) -> Reservation:
-    """Reserves the bundles of a layout, packed onto as few nodes as possible. From then on the nodes of
-    another cluster are watched (`reach`).
+    """Reserves the bundles of a layout, packed onto as few nodes as possible. From then on, the nodes are
+    watched if the cluster is not our own (`reach`).
 
     Raises ValueError when the cluster can never hold the layout, TimeoutError when its resources are not free
     within `timeout` seconds, and NodeLost when a node does not answer.

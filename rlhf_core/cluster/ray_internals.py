@@ -1,9 +1,9 @@
 """Uses private parts of Ray 2.60. If a release lacks one, Ray stays unpatched and a log line reports it.
 
 - `SafePathJob` keeps the working directory off the workers' module path, unless it is on this process's own.
-  Ray puts it before everything else there, so that a `tasks.py` in it hides our package;
-  `ray._private.worker.connect` leaves it out when the job's method returns False.
-- `put` and `get` access the cluster's key-value store. Without it every look finds progress, so no rank is
+  Ray puts it first, so that a `tasks.py` in it would hide our package; `ray._private.worker.connect` leaves
+  it out when the job's method returns False.
+- `put` and `get` access the cluster's key-value store. Without it every check reports progress, so no rank is
   ever considered silent.
 """
 
@@ -22,7 +22,7 @@ except ImportError:
     _internal_kv_get = _internal_kv_put = None
 
 NAMESPACE = "alignflow-progress"
-STORE_SECONDS = 5  # timeout of a look: the cluster's head may be gone
+STORE_SECONDS = 5  # timeout of one access: the cluster's head may be gone
 
 
 class SafePathJob(JobConfig):
@@ -33,7 +33,7 @@ class SafePathJob(JobConfig):
 
 
 def report_missing() -> None:
-    """Prints which parts the installed Ray lacks."""
+    """Prints which of these parts the installed Ray lacks."""
     if not hasattr(JobConfig, "_runtime_env_has_working_dir"):
         print(
             f"Ray {ray.__version__} may import modules of the working directory in place of ours: install Ray"
@@ -49,7 +49,7 @@ def report_missing() -> None:
 
 
 def put(key: str, value: str) -> None:
-    """Stores a report of progress. Raises ray.exceptions.RpcError when the store cannot be reached."""
+    """Stores a progress report. Raises ray.exceptions.RpcError when the store cannot be reached."""
     if _internal_kv_put is not None:
         _internal_kv_put(key, value, namespace=NAMESPACE)
 

@@ -1,10 +1,10 @@
 """Checks that the nodes of a stage and the head of its cluster are reachable by connecting to each every few
 seconds.
 
-Ray needs more than a minute to notice a node whose cable is cut, and ends the waiting process without a
-reason when its head is gone. The kernel accepts connections for a stopped or busy process, so no answer means
-that the node, its network or its raylet is gone. A place that has never answered is not watched: from
-outside, a cluster behind `ray://` exposes only one port.
+Ray needs more than a minute to notice a node whose cable is cut, and when its head is gone it ends the
+waiting process without giving a reason. The kernel accepts connections even for a stopped or busy process, so
+no answer means that the node, its network or its raylet is gone. An endpoint that has never answered is not
+watched, because from outside a cluster behind `ray://` exposes only one port.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from rlhf_core.system.machine import NodeLost
 
 CHECK_SECONDS = 2.0
 ANSWER_SECONDS = 2.0  # timeout of one check
-NOTICE_SECONDS = 3.0  # without an answer, until the log reports it
-# without an answer, until the stage ends: longer than it takes to replug a cable, shorter than a minute
+NOTICE_SECONDS = 3.0  # without an answer before the log reports it
+# without an answer before the stage ends: long enough to replug a cable, but less than a minute
 LOST_SECONDS = 30.0
-# after that this process ends itself: it still waits for a Ray call that never returns
+# after that, this process ends itself, because it is still waiting for a Ray call that never returns
 EXIT_SECONDS = 10.0
-# without an answer from the head or the raylet, until a rank ends itself: nothing else may report the end of
-# its stage
+# without an answer from the head or the raylet before a rank ends itself, since nothing else may report that
+# its stage has ended
 ALONE_SECONDS = 45.0
 
 
 class TcpEndpoint(NamedTuple):
-    """Names something that answers at a port, for example `the Ray node 10.0.0.2`."""
+    """Something that answers on a port, named for example `the Ray node 10.0.0.2`."""
 
     name: str
     host: str
@@ -49,7 +49,7 @@ def head() -> TcpEndpoint:
 
 
 class Reach:
-    """Watches places of the one cluster that this process uses. `watch` starts the thread."""
+    """Watches endpoints of the one cluster that this process uses. `watch` starts the thread."""
 
     def __init__(self) -> None:
         self._places: Sequence[TcpEndpoint] = ()
@@ -59,7 +59,7 @@ class Reach:
         self._thread: Thread | None = None
 
     def watch(self, places: Sequence[TcpEndpoint]) -> None:
-        """Watches the places that answer, instead of the previous ones."""
+        """Watches those of the endpoints that answer, in place of the previous ones."""
         self._places = answering(places)
         self._since = {}
         self._noticed = set()
@@ -69,12 +69,12 @@ class Reach:
             self._thread.start()
 
     def require(self) -> None:
-        """Raises NodeLost when a place has not answered for LOST_SECONDS."""
+        """Raises NodeLost when an endpoint has not answered for LOST_SECONDS."""
         if self._lost:
             raise NodeLost(self._lost)
 
     def gone(self) -> str:
-        """Describes which places do not answer at this moment; "" when all do."""
+        """Describes which endpoints do not answer at this moment; "" when all do."""
         answer = answering(self._places)
         return " and ".join(place.name for place in self._places if place not in answer)
 
@@ -86,8 +86,8 @@ class Reach:
             self.note(places, answering(places), time.monotonic())
 
     def note(self, places: Sequence[TcpEndpoint], answer: Collection[TcpEndpoint], now: float) -> None:
-        """Records which of the places answer at `now`, a time in seconds. Ends this process when a place has
-        not answered for LOST_SECONDS + EXIT_SECONDS."""
+        """Records which of the endpoints answer at `now`, a time in seconds. Ends this process when an
+        endpoint has not answered for LOST_SECONDS + EXIT_SECONDS."""
         for place in places:
             if place in answer:
                 since = self._since.pop(place, now)
@@ -109,23 +109,23 @@ class Reach:
 
 
 def own_node() -> TcpEndpoint:
-    """Returns the Ray process (raylet) of this process's node."""
+    """Returns the endpoint of the Ray process (raylet) on this process's node."""
     own = ray.get_runtime_context().get_node_id()
     (node,) = [node for node in ray.nodes() if node["NodeID"] == own]
     return place_of(node)
 
 
 def place_of(node: Mapping[str, Any]) -> TcpEndpoint:
-    """Returns the place at which the Ray process of an entry of `ray.nodes()` answers."""
+    """Returns the endpoint of the Ray process described by an entry of `ray.nodes()`."""
     return TcpEndpoint(
         f"the Ray node {node['NodeManagerAddress']}", node["NodeManagerAddress"], node["NodeManagerPort"]
     )
 
 
 def end_when_alone(places: Sequence[TcpEndpoint]) -> None:
-    """Starts a thread that ends this process, which works for a stage, once one of the places has not
-    answered for ALONE_SECONDS. The places are the head, which would report the stage's end, and the raylet,
-    whose death does not always end its processes."""
+    """Starts a thread that ends this process once one of the endpoints has not answered for ALONE_SECONDS.
+    For a rank these are the head, which would report the stage's end, and the raylet, whose death does not
+    always end its processes."""
     since: dict[TcpEndpoint, float] = {}
 
     def watch() -> None:
@@ -156,8 +156,9 @@ def lost(names: str, when: str) -> str:
 
 
 def fetched(ref: Any) -> Any:
-    """Waits for the small value of a reference and returns it. Raises NodeLost when a node is lost meanwhile,
-    and whatever the work raised. With a large value, Ray may restart the transfer after each time limit."""
+    """Waits for the small value behind a reference and returns it. Raises NodeLost when a node is lost
+    meanwhile, and whatever the work raised. Unsuitable for large values, whose transfer Ray may restart after
+    each time limit."""
     while True:
         try:
             return ray.get(ref, timeout=CHECK_SECONDS)
@@ -166,7 +167,7 @@ def fetched(ref: Any) -> Any:
 
 
 def answering(places: Sequence[TcpEndpoint]) -> list[TcpEndpoint]:
-    """Returns the places that accept a connection within ANSWER_SECONDS. All are tried at once."""
+    """Returns the endpoints that accept a connection within ANSWER_SECONDS. All are tried at once."""
     deadline = time.monotonic() + ANSWER_SECONDS
     found = set[TcpEndpoint]()
     with ExitStack() as stack, selectors.DefaultSelector() as selector:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a role on a Ray cluster for one job of a stage, and ends them when the job ends."""
+"""Starts the ranks of a role on a Ray cluster for one job of a stage, and ends them when the job is done."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def temporary_group(
     """Starts the processes of `wanted` and creates the role's object on each rank (`WorkerGroup.prepare`,
     `WorkerGroup.build`). `span` and `pipeline_stages`: see `WorkerGroup`.
 
-    Raises ValueError and TimeoutError like `reserve`. At the end it leaves the cluster. If `connect` started
-    the cluster, it waits until the processes have ended, because another stage needs their GPUs.
+    Raises the same ValueError and TimeoutError as `reserve`. Leaves the cluster at the end; if `connect`
+    started it, first waits until the processes have ended, because another stage needs their GPUs.
     """
     connect()
     ours = is_ours()
@@ -50,9 +50,9 @@ def temporary_group(
 
 
 def _working() -> list[psutil.Process]:
-    """Returns the rank processes of this process's own cluster and their descendants."""
+    """Returns the rank processes of this process's own cluster, and their descendants."""
     found: list[psutil.Process] = []
-    with suppress(psutil.Error):  # one of them ended meanwhile
+    with suppress(psutil.Error):  # one of them has ended meanwhile
         for raylet in [child for child in psutil.Process().children() if child.name() == "raylet"]:
             found += raylet.children(recursive=True)
     return found

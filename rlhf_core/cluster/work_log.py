@@ -1,4 +1,4 @@
-"""Records when the ranks of a group work, by phase."""
+"""Records when the ranks of a group are working, by phase."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import NamedTuple
 
 
 class RankTime(NamedTuple):
-    """When a rank began a call (seconds since 1970, by its host's clock), and the seconds that it took."""
+    """When a rank began a call (seconds since 1970, by its host's clock), and how many seconds the call
+    took."""
 
     begin: float
     seconds: float
 
 
 class CallSpan(NamedTuple):
-    """A call of a group: from the first rank's begin to the last rank's end (seconds since 1970), and the
-    slowest rank's own seconds."""
+    """The span of a group's call, from the first rank's start to the last rank's end (seconds since 1970),
+    and the seconds that the slowest rank took itself."""
 
     phase: str
     begin: float
@@ -24,13 +25,13 @@ class CallSpan(NamedTuple):
 
 
 class WorkLog:
-    """Collects the spans of finished calls until `take`."""
+    """Collects the spans of finished calls until `take` is called."""
 
     def __init__(self) -> None:
         self._spans: list[CallSpan] = []
 
     def add(self, phase: str, times: Sequence[RankTime]) -> None:
-        """Adds a call that all ranks of `times` have finished."""
+        """Adds a call that has finished on all ranks of `times`."""
         self._spans.append(
             CallSpan(
                 phase,
@@ -41,20 +42,21 @@ class WorkLog:
         )
 
     def take(self) -> list[CallSpan]:
-        """Returns the spans since the last call, and forgets them."""
+        """Returns the spans recorded since the last call of this method, and clears them."""
         spans = self._spans
         self._spans = []
         return spans
 
 
 class GroupWork(NamedTuple):
-    """The spans of a group's calls to all ranks, and of the calls to one rank, by rank."""
+    """The spans of a group's calls to all ranks, and, by rank, of its calls to single ranks."""
 
     together: Sequence[CallSpan]
     alone: Sequence[Sequence[CallSpan]]
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of work by phase, those of the slowest rank, without waits for other groups."""
+        """Returns the seconds of work in each phase, as taken by the slowest rank and without waiting for
+        other groups."""
         spent = seconds_by_phase(self.together)
         for spans in self.alone:
             for phase, taken in seconds_by_phase(spans).items():

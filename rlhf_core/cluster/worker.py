@@ -24,18 +24,18 @@ from rlhf_core.system.processes import raised_by_us
 
 
 def cpu_threads(side_by_side: int) -> int:
-    """Returns the number of threads for one of `side_by_side` processes: its share of the stage's cores, or
-    of this node's cores (of the container's, if it has a quota)."""
+    """Returns the number of threads for one of `side_by_side` processes: its share of the stage's cores or of
+    this node's (of the container's, if it has a quota)."""
     return max(1, int(os.environ.get(CORES_ENV) or num_cpus()) // side_by_side)
 
 
 class LibraryError(RuntimeError):
-    """Wraps a ValueError from a library. Unlike our own, its message does not tell users what to change."""
+    """Wraps a ValueError raised by a library. Unlike our own, it does not tell users what to change."""
 
 
 @contextmanager
 def mark_library_errors() -> Iterator[None]:
-    """Raises LibraryError instead of a ValueError that is not ours."""
+    """Raises LibraryError in place of any ValueError that is not ours."""
     try:
         yield
     except ValueError as error:
@@ -45,7 +45,7 @@ def mark_library_errors() -> Iterator[None]:
 
 
 class RankReady(NamedTuple):
-    """Reports that a rank is ready: its process id, and how many seconds its imports and its loading took."""
+    """Reports that a rank is ready: its process ID, and how many seconds importing and loading took."""
 
     process: int
     imports: float
@@ -54,14 +54,13 @@ class RankReady(NamedTuple):
 
 class Worker:
     """Runs one rank: `build` creates the role's object, `call` runs one of its methods. `side_by_side`:
-    number of processes that share the cores of this node. `key`: the key under which the rank reports
-    progress."""
+    number of processes that share this node's cores. `key`: the key under which the rank reports progress."""
 
     def __init__(self, name: str, side_by_side: int, expandable_segments: bool, key: str):
         self._name = name
         self._unprepared: Exception | None = None
         self._imports = 0.0
-        # before the import of anything that reads it
+        # before anything that reads it is imported
         os.environ["OMP_NUM_THREADS"] = str(cpu_threads(side_by_side))
         if not expandable_segments:
             give_up_segments(os.environ)
@@ -69,24 +68,24 @@ class Worker:
         end_when_alone([head(), own_node()])
         report(key)
 
-    def __repr__(self) -> str:  # Ray puts this before each relayed log line
+    def __repr__(self) -> str:  # Ray puts this before each log line that it relays
         return self._name
 
     def prepare(self, function: str, *args: Any) -> None:
-        """Calls `module:function`. The calling process need not have imported the module. `build` raises its
-        errors."""
+        """Calls `module:function`, which the calling process need not have imported. `build` raises any error
+        from it."""
         module, _, name = function.partition(":")
         start = time.monotonic()
         try:
             with uncollected():
                 getattr(importlib.import_module(module), name)(*args)
             freeze_libraries()
-        except Exception as error:  # `build` raises it, because somebody waits for that
+        except Exception as error:  # `build` raises it, because its result is awaited
             self._unprepared = error
         self._imports = time.monotonic() - start
 
     def store_address(self) -> str:
-        """Returns the address of a store for the ranks of a group whose first rank is this one."""
+        """Returns the address of a store for the ranks of a group in which this rank is the first."""
         return store_address(ray.util.get_node_ip_address())
 
     def gpu_ids(self) -> list[str]:
@@ -94,7 +93,7 @@ class Worker:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def gpu_bytes(self) -> int:
-        """Returns the memory of this process's GPU in bytes; 0 without one."""
+        """Returns the memory of this process's GPU in bytes; 0 if it has none."""
         import torch
 
         return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
@@ -104,8 +103,8 @@ class Worker:
         return free_memory()
 
     def follow(self, *built: Any) -> None:
-        """Creates the role's object like `build`, and ends this process when the object's `stay` returns,
-        which means that it has failed."""
+        """Creates the role's object as `build` does, and ends this process when the object's `stay` returns,
+        because that means it has failed."""
         self.build(*built)
         self.role.stay()
         print(
@@ -128,9 +127,9 @@ class Worker:
     ) -> RankReady:
         """Creates the role's object.
 
-        `store`: address of the store in which the ranks find each other. `gpus`: for an engine over several
-        GPUs, the ids of its GPUs, by slot. `stage`: for an engine with several pipeline stages, the stage's
-        number and their count. `address`: the address of the stages' store.
+        `store`: address of the store through which the ranks find each other. `gpus`: for an engine over
+        several GPUs, the IDs of its GPUs, by slot. `stage`: for an engine with several pipeline stages, this
+        stage's number and the number of stages. `address`: the address of the stages' store.
         """
         start = time.monotonic()
         if gpus:
@@ -144,8 +143,8 @@ class Worker:
         return RankReady(os.getpid(), self._imports, time.monotonic() - start)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, RankTime]:
-        """Returns the method's result and the time it took. Results are in host memory, so the GPU has
-        finished too."""
+        """Returns the method's result and how long it took. Results are in host memory, so the GPU has also
+        finished by then."""
         begin = time.time()
         start = time.monotonic()
         with mark_library_errors():
@@ -153,11 +152,12 @@ class Worker:
         return result, RankTime(begin, time.monotonic() - start)
 
     def call_after(self, method: str, count: int, *args: Any, **kwargs: Any) -> tuple[Any, RankTime]:
-        """Like `call`, but drops the first `count` arguments, which Ray waited for."""
+        """Does the same as `call`, but drops the first `count` arguments, which serve only to make Ray wait
+        for them."""
         return self.call(method, *args[count:], **kwargs)
 
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, RankTime]]:
-        """Yields what the method yields, each item with the time since the start."""
+        """Yields the items that the method yields, each with the time since the start."""
         begin = time.time()
         start = time.monotonic()
         with mark_library_errors():

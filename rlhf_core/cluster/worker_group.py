@@ -1,9 +1,9 @@
-"""Starts and calls worker groups, the ranks of one role. Each rank is a Ray actor that holds one Python
+"""Starts and calls worker groups. A group is the ranks of one role, each a Ray actor that holds one Python
 object.
 
-A call goes to every rank and returns at once. Waiting for it raises an error, which names role and phase,
-when a rank makes no progress for a time. Arguments may be references from `put_on_nodes`, so that a batch is
-sent to each node only once.
+A call goes to every rank and returns at once. Waiting for it raises an error that names the role and the
+phase when a rank makes no progress for too long. Arguments may be references from `put_on_nodes`, so that a
+batch is sent to each node only once.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 
 P = ParamSpec("P")
 R = TypeVar("R")
-SILENT_SECONDS = 3600  # longer than any step of a training stage that counts no progress
+SILENT_SECONDS = 3600  # longer than any step of a training stage that reports no progress
 
 
 class WorkerGroup:
     """Starts all ranks of one role.
 
     An engine over several GPUs is one rank: `span` processes in `pipeline_stages` stages of vLLM's pipeline.
-    One process of each stage works (`Worker.follow`); the processes on its other GPUs only reserve them.
-    `at_once`: number of roles that work at the same time; their ranks share the cores of a node.
-    `expandable_segments`: whether PyTorch may use them, if the user turns them on
-    (`rlhf_core.system.gpu_allocator`). `together`: the ranks wait for each other in collectives, so the
-    progress of one counts for all.
+    In each stage a single process does the work (`Worker.follow`); the processes on the stage's other GPUs
+    only reserve them. `at_once`: number of roles that work at the same time; their ranks share a node's
+    cores. `expandable_segments`: whether PyTorch may use them if the user turns them on
+    (`rlhf_core.system.gpu_allocator`). `together`: whether the ranks wait for each other in collectives, so
+    that progress by one counts for all.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class WorkerGroup:
         self.world_size = len(slots) // span
         key = uuid.uuid4().hex
         nodes = [reservation.nodes[slot.bundle] for slot in slots]
-        self.nodes = nodes[::span]  # per rank
+        self.nodes = nodes[::span]  # by rank
         keys = [key if together else f"{key}-{i}" for i in range(len(slots))]
-        # Processes of our own cluster have our environment anyway, and they start at once if Ray need not
+        # Processes of our own cluster already have our environment, and they start at once if Ray need not
         # create one for them.
         environment = None if is_ours() else {"env_vars": passed_environment()}
 
@@ -92,28 +92,29 @@ class WorkerGroup:
         self._workers = self._processes[::span]
         self._keys = keys[::span]
         self._stages = pipeline_stages
-        self._following = dict[int, list[Any]]()  # by rank: references of its other stages
+        self._following = dict[int, list[Any]]()  # by rank: references to its other stages
         self._work = WorkLog()
-        self._work_alone = [WorkLog() for _ in self._workers]  # from `call_rank`
+        self._work_alone = [WorkLog() for _ in self._workers]  # calls made with `call_rank`
 
     def prepare(self, function: str, *args: Any) -> None:
-        """Makes every rank call `module:function`, to import what it will need, without waiting for it.
-        Engines over several GPUs skip this: an import may look for GPUs before `build` sets which are
-        visible."""
+        """Makes every rank call `module:function`, to import modules it will need, without waiting for it.
+        Engines over several GPUs skip this, because an import may look for GPUs before `build` sets which
+        ones are visible."""
         if self._span == 1:
             for worker in self._workers:
                 worker.prepare.remote(function, *args)
 
     def build(self, factory: Callable[..., Any], **options: Any) -> Pending[RankReady]:
-        """Creates the role's object on every rank. The ranks find each other in the first rank's store."""
+        """Creates the role's object on every rank. The ranks find each other through the first rank's
+        store."""
         self._made = factory, options
-        # Ray resolves the reference before it passes it on, so this does not wait
+        # Ray resolves the reference before passing it on, so this does not wait
         store = self._workers[0].store_address.remote()
         refs = [self._build(rank, store) for rank in range(self.world_size)]
         return Pending(self.name, "load", refs, self._keys, other_stages=self._others(range(self.world_size)))
 
     def _build(self, rank: int, store: Any) -> Any:
-        # Ray shows each worker only its own GPUs, so its device index is always 0.
+        # Ray shows each worker only its own GPUs, so the device index is always 0.
         local_rank = 0 if ray.cluster_resources().get("GPU") else rank
         own = self._processes[rank * self._span : (rank + 1) * self._span]
         size = self._span // self._stages
@@ -135,8 +136,8 @@ class WorkerGroup:
         return [ref for rank in ranks for ref in self._following.get(rank, ())]
 
     def build_again(self, ranks: Sequence[int]) -> Pending[RankReady]:
-        """Restarts the processes of `ranks` and creates their role's object like `build`. Only for ranks that
-        do not communicate with each other."""
+        """Restarts the processes of `ranks` and creates their role's objects again, as `build` does. Works
+        only for ranks that do not communicate with each other."""
         for rank in ranks:
             for i in range(rank * self._span, (rank + 1) * self._span):
                 ray.kill(self._processes[i])
@@ -171,7 +172,7 @@ class WorkerGroup:
     def call(
         self, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
-        """Starts a method of the role's class on every rank's object. An object of a subclass runs its own
+        """Starts a method of the role's class on every rank's object. A subclass object runs its own
         override."""
         refs = [worker.call.remote(method.__name__, *args, **kwargs) for worker in self._workers]
         return Pending(self.name, phase, refs, self._keys, self._work, self._others(range(self.world_size)))
@@ -184,7 +185,7 @@ class WorkerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Pending[R]:
-        """Starts a method as `call` does, once the references `before` are ready (`after_work`)."""
+        """Starts a method as `call` does, but only once the references `before` are ready (`after_work`)."""
         refs = [
             worker.call_after.remote(method.__name__, len(before), *before, *args, **kwargs)
             for worker in self._workers
@@ -192,7 +193,7 @@ class WorkerGroup:
         return Pending(self.name, phase, refs, self._keys, self._work, self._others(range(self.world_size)))
 
     def after_work(self) -> list[Any]:
-        """Returns references that become ready when each rank has finished all calls so far, successfully or
+        """Returns references that become ready once each rank has finished all calls so far, successfully or
         not."""
         return [worker.gpu_ids.remote() for worker in self._workers]
 
@@ -204,7 +205,7 @@ class WorkerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Pending[R]:
-        """Like `call`, but starts the method on one rank only."""
+        """Does the same as `call`, but starts the method on one rank only."""
         ref = self._workers[rank].call.remote(method.__name__, *args, **kwargs)
         return Pending(
             self.name,
@@ -223,8 +224,8 @@ class WorkerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Iterator[R]:
-        """Yields what the method yields on the ranks, in order of arrival. Raises RoleFailed like
-        `wait_all`."""
+        """Yields the items that the method yields on the ranks, in order of arrival. Raises the same
+        RoleFailed as `wait_all`."""
         working = [
             worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs)
             for worker in self._workers
@@ -256,13 +257,13 @@ class WorkerGroup:
             self._work.add(phase, list(times.values()))
 
     def take_work(self) -> GroupWork:
-        """Returns the work since the last call, and forgets it."""
+        """Returns the work done since the last call of this method, and clears it."""
         return GroupWork(self._work.take(), [log.take() for log in self._work_alone])
 
 
 class Turns:
-    """Starts work of groups: at once, or one after the other (`in_turn`). Wait for it in the order of
-    `start`."""
+    """Starts the work of several groups either all at once or one after another (`in_turn`). Wait for the
+    results in the order of the `start` calls."""
 
     def __init__(self, in_turn: bool):
         self._in_turn = in_turn
@@ -284,18 +285,19 @@ class Turns:
 
 
 def put_on_nodes(value: Any) -> Any:
-    """Stores a value so that Ray sends it to each node only once; pass the result as an argument."""
+    """Stores a value so that Ray sends it to each node only once. Pass the result as an argument."""
     return ray.put(value)
 
 
 def in_order(by_rank: Sequence[Sequence[tuple[int, R]]]) -> list[R]:
-    """Joins the (index, value) pairs of all ranks into one list."""
+    """Merges the (index, value) pairs of all ranks into one list ordered by index."""
     found = {index: value for share_of_rank in by_rank for index, value in share_of_rank}
     return [found[index] for index in range(len(found))]
 
 
 class StageRank:
-    """Runs one rank of a training stage (SFT, reward model, DPO, KTO): every rank calls the same function."""
+    """One rank of a training stage (SFT, reward model, DPO, KTO), in which every rank calls the same
+    function."""
 
     def __init__(self, work: Callable[[StageRequest, RunDir], Outcome], request: StageRequest, path: str):
         self._work = work
@@ -313,9 +315,11 @@ def run_on_group(
     ranks: Ranks,
     resolve: Callable[[int, int], StageRequest],
 ) -> Outcome:
-    """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `resolve`
-    returns the request, given the memory of the group's smallest GPU in bytes (0: there is none) and the
-    least free host memory of a node."""
+    """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome.
+
+    `resolve` returns the request, given the memory of the group's smallest GPU in bytes (0: there is none)
+    and the smallest amount of free host memory on any node.
+    """
     connect()
     group = WorkerGroup(name, reserve(arrange({name: ranks}), timeout=600), 1, together=True)
     request = resolve(group.gpu_bytes(600), min(group.free_hosts(600).values()))

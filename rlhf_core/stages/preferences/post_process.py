@@ -1,8 +1,9 @@
-"""Turns a round's sampled answers into rows according to the post-processor: pairs, labelled answers, the
-best, or all of them. Pure and torch-free.
+"""Turns a round's sampled answers into rows, depending on the post-processor: pairs, labelled answers, the
+best answers, or all of them. Pure and torch-free.
 
-A prompt that gives no row is dropped and counted. Answers whose reward failed (nan) are left out. Answers cut
-at the length limit are used only in pairs; the pair is marked, and training puts no end token after them.
+A prompt that yields no row is dropped and counted. Answers whose reward failed (nan) are left out. Answers
+truncated at the length limit are used only in pairs; these are marked, and training adds no end token to such
+an answer.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from rlhf_core.data.documents import Message
 from rlhf_core.records import LabelledAnswer, PreferencePair, ScoredAnswer
 
 REWARD = attrgetter("reward")
-ROUNDING = 1e-6  # of rewards in float32, as a share of the largest
+ROUNDING = 1e-6  # of rewards in float32, as a share of the largest reward
 
 
 class Scored(NamedTuple):
-    """An answer and its reward; `finished` is False when the length limit cut it."""
+    """An answer and its reward; `finished` is False if the length limit truncated it."""
 
     text: str
     reward: float
@@ -36,7 +37,7 @@ class AnsweredPrompt(NamedTuple):
 
 
 class TrainingRows(NamedTuple):
-    """Rows for training, and the number of prompts that gave none, by reason."""
+    """Rows for training, and the number of prompts that yielded none, by reason."""
 
     rows: Sequence[PreferencePair | ScoredAnswer]
     dropped: dict[str, int]
@@ -50,8 +51,8 @@ def post_process(
     finished: Sequence[Sequence[bool]],
     min_reward: float | None,
 ) -> TrainingRows:
-    """Returns the rows of one round. `finished` is False for a cut answer; `min_reward` is rejection
-    sampling's threshold.
+    """Returns the rows of one round. `finished` is False for a truncated answer; `min_reward` is the
+    threshold of rejection sampling.
 
     A prompt is dropped as `no_reward` when too few of its answers have a reward: fewer than two if answers
     are compared, otherwise none.
@@ -93,8 +94,8 @@ def post_process(
 
 
 def best_and_worst(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
-    """Pairs the best answer of each prompt with its worst. Prompts without a difference in score and text are
-    dropped."""
+    """Pairs the best answer to each prompt with the worst. Prompts whose answers do not differ in both score
+    and text are dropped."""
     pairs: list[PreferencePair] = []
     dropped = {"equal_score": 0, "equal_text": 0}
     for prompt, answers in groups:
@@ -112,11 +113,11 @@ def best_and_worst(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
 
 
 def labelled(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
-    """Labels complete answers: desirable above the mean of the complete answers to the same prompt,
-    undesirable below it.
+    """Labels complete answers desirable if they score above the mean of the complete answers to the same
+    prompt, and undesirable if below.
 
-    The mean is per prompt, because some prompts are easier than others. Answers at the mean, up to rounding
-    in float32, are left out; prompts whose answers all score the same are dropped.
+    The mean is per prompt, because some prompts are easier than others. Answers at the mean, up to float32
+    rounding, are left out; prompts whose answers all score the same are dropped.
     """
     rows: list[LabelledAnswer] = []
     equal = 0
@@ -135,8 +136,8 @@ def labelled(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
 
 
 def best(groups: Sequence[AnsweredPrompt], min_reward: float | None) -> TrainingRows:
-    """Returns the best of n answers (the first of equals). A prompt whose best answer scores below
-    `min_reward` is dropped."""
+    """Returns the best answer to each prompt, and the first one if several are equal. A prompt whose best
+    answer scores below `min_reward` is dropped."""
     tops = [(prompt, max(answers, key=REWARD)) for prompt, answers in groups]
     kept = [(prompt, top) for prompt, top in tops if min_reward is None or top.reward >= min_reward]
     rows = [ScoredAnswer(prompt=prompt, response=top.text, reward=top.reward) for prompt, top in kept]

@@ -1,10 +1,10 @@
 """Creates one round of training data: samples n answers for each prompt, scores them and turns them into rows
 (`post_processor`).
 
-A policy with rewards in its prompts (conditional SFT) gets the prompt for the best reward; rows and reward
-sources get plain prompts. Sampling, scoring and judging run one after the other, so that each uses the whole
-device. Sampled answers survive a kill (sample_answers.py). The score of an answer is the weighted sum of its
-rewards; if any source fails, the answer is left out.
+A policy with rewards in its prompts (conditional SFT) gets each prompt with the best reward; rows and reward
+sources get the plain prompts. Sampling, scoring and judging run one after another, so that each can use the
+whole device. Sampled answers survive a kill (sample_answers.py). The score of an answer is the weighted sum
+of its rewards; if any source fails, the answer is left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WHY_NONE = {
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Writes `pairs.jsonl` for the post-processor dpo (`PreferencePair`), otherwise `answers.jsonl`
+    """Writes `pairs.jsonl` if the post-processor is dpo (`PreferencePair`), otherwise `answers.jsonl`
     (`ScoredAnswer`, `LabelledAnswer`)."""
     config = cast(Preferences, request.config)
     terms_of(config.reward, request.inputs)  # reports missing inputs before any work
@@ -113,7 +113,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def judges_with_verdicts(config: Preferences, run: RunDir) -> list[str]:
-    """Returns the judges that have verdicts from an earlier attempt, as messages name them."""
+    """Returns the judges that have verdicts from an earlier attempt, named as in messages."""
     judges = [source for source in config.reward if isinstance(source, JudgeReward)]
     return [
         f"the reward {judge.title}"
@@ -123,7 +123,7 @@ def judges_with_verdicts(config: Preferences, run: RunDir) -> list[str]:
 
 
 def own_tokens_of(request: StageRequest, config: Preferences, policy: str) -> dict[str, OwnTokens]:
-    """Returns the entries of reward models whose tokenizer differs from the policy's, by title."""
+    """Returns an entry, by title, for each reward model whose tokenizer differs from the policy's."""
     reward_models = {
         source.title: request.inputs[source.model]
         for source in config.reward
@@ -133,8 +133,8 @@ def own_tokens_of(request: StageRequest, config: Preferences, policy: str) -> di
 
 
 def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, seed: int) -> list[Prompt]:
-    """Returns `count` prompts from position `first` of one seeded shuffle. A round beyond the end wraps
-    around to the front."""
+    """Returns `count` prompts from position `first` of one seeded shuffle. A round that runs past the end
+    continues from the start."""
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     return [prompts[order[(first + i) % len(order)]] for i in range(min(count or len(order), len(order)))]
@@ -143,7 +143,8 @@ def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, see
 def conditioned(
     config: Preferences, policy: str, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> list[list[int]]:
-    """Returns the tokens of the prompts, for the best reward if the policy has rewards in its prompts."""
+    """Returns the tokens of the prompts, with the best reward added if the policy has rewards in its
+    prompts."""
     suffix = stored_suffix(policy)
     if not suffix:
         return [prompt.tokens for prompt in prompts]
@@ -163,7 +164,7 @@ def rewards_of(
     own_tokens: Mapping[str, OwnTokens],
     run: RunDir,
 ) -> Combined:
-    """Returns the weighted sums of the rewards of all answers, prompt by prompt."""
+    """Returns the weighted sums of the rewards of all answers, one prompt after another."""
     documents = [
         _document(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group
     ]
@@ -180,7 +181,7 @@ def rewards_of(
     ]
     scores_of = None
     if config.engine.num_engines > 1:
-        from rlhf_core.stages.preferences.score_answers import scores_on_ranks  # Ray's import takes seconds
+        from rlhf_core.stages.preferences.score_answers import scores_on_ranks  # importing Ray takes seconds
 
         scores_of = partial(scores_on_ranks, config, trust_remote_code=request.trust_remote_code)
     return reward_batch(
@@ -201,8 +202,8 @@ def rewards_of(
 
 
 def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Returns metrics of the weighted sums of each prompt's answers, in the form in which they are compared
-    and written; nan: no reward."""
+    """Returns metrics of the weighted sums of each prompt's answers, in the form used to compare and write
+    them; nan: no reward."""
     given = [[value for value in group if not math.isnan(value)] for group in scores]
     flat = [value for group in given for value in group]
     groups = [group for group in given if group]
@@ -216,7 +217,7 @@ def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def length_metrics(prompts: Sequence[Prompt], answers: Sequence[Sequence[SampledAnswer]]) -> dict[str, float]:
-    """Returns the mean number of an answer's tokens, and the shares of truncated answers and prompts."""
+    """Returns the mean number of tokens per answer, and the shares of truncated answers and prompts."""
     given = [answer for group in answers for answer in group]
     return {
         "response/length": sum(len(answer.tokens) for answer in given) / len(given),

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from rlhf_core.cluster.worker_group import WorkerGroup
     from rlhf_core.judging.chat_client import Chat
 
-SILENT_SECONDS = 3600.0  # longer than any part of a reply takes
+SILENT_SECONDS = 3600.0  # longer than any part of a reply should take
 
 
 @contextmanager
 def round_judge(config: Preferences, request: StageRequest, source: JudgeReward) -> Iterator[Chat]:
-    """Yields the chat with a judge. Its engines start with the first request, so a judge whose verdicts are
-    all cached starts none; they stop with the block. Raises ValueError for a model that cannot judge."""
+    """Yields the client for chatting with a judge on its own engines. They start with the first request, so a
+    judge whose verdicts are all cached starts none, and stop when the block ends. Raises ValueError for a
+    model that cannot judge."""
     # these import Ray and another library, which takes seconds
     from rlhf_core.cluster.temporary_group import temporary_group
     from rlhf_core.rollout.chat_models import judge_setup

@@ -1,5 +1,5 @@
-"""Samples the answers of a round, with an engine in this process or several on a Ray cluster, and writes each
-to disk at once.
+"""Samples the answers of a round, with one engine in this process or several on a Ray cluster, and writes
+each prompt's answers to disk at once.
 
 A restarted stage samples only the missing ones: `state/answers.jsonl` has a line for each answered prompt.
 """
@@ -24,7 +24,7 @@ from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 
 PROGRESS_SECONDS = 15.0
-SILENT_SECONDS = 3600.0  # longer than any prompt's answers take
+SILENT_SECONDS = 3600.0  # longer than any prompt's answers should take
 Answered = tuple[int, list[SampledAnswer]]
 
 
@@ -36,8 +36,8 @@ def answers_of_round(
     request: StageRequest,
     run: RunDir,
 ) -> list[list[SampledAnswer]]:
-    """Returns `n_samples_per_prompt` answers to each prompt, without log-probs. Seeds depend only on run,
-    round and prompt."""
+    """Returns `n_samples_per_prompt` answers to each prompt, without log-probs. Seeds depend only on the run,
+    the round and the prompt."""
     file = run / STATE / "answers.jsonl"
     n = config.n_samples_per_prompt
     found = _kept(file, n)
@@ -66,7 +66,7 @@ def answers_of_round(
             ) as answered,
         ):
             for place, group in answered:
-                # Copies: Ray's store has less space.
+                # Copied, because Ray's store has less space.
                 found[missing[place]] = [answer_of(answer.tokens, [], answer.finished) for answer in group]
                 out.write(
                     json.dumps([missing[place], [[list(answer.tokens), answer.finished] for answer in group]])
@@ -84,7 +84,7 @@ def answers_of_round(
 
 
 def _kept(file: Path, n: int) -> dict[int, list[SampledAnswer]]:
-    """Returns the answers in the file, by prompt, and removes incomplete lines from it."""
+    """Returns the answers in the file, by prompt, and removes incomplete lines from the file."""
     file.parent.mkdir(exist_ok=True)
     found: dict[int, list[SampledAnswer]] = {}
     lines = file.read_text().splitlines() if file.is_file() else []
@@ -112,8 +112,8 @@ def _sampled(
     seeds: Sequence[int],
     how: Sampling,
 ) -> Generator[Answered, None, None]:
-    """Yields answers from one engine in this process, or from engines of a temporary Ray group, each on its
-    own GPUs."""
+    """Yields answers from one engine in this process, or from the engines of a temporary Ray group, each on
+    its own GPUs."""
     if config.engine.num_engines == config.engine.pipeline_parallel_size == 1:
         sampler = open_engine(policy, config.engine, **settings)
         try:

@@ -1,4 +1,4 @@
-"""Scores a round's answers with a reward model on as many processes as there were engines."""
+"""Scores a round's answers with a reward model, on as many processes as there were engines."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rlhf_core.models.precision import dtype_of
 from rlhf_core.stages.ppo.roles.read_only import Reward
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 
-SILENT_SECONDS = 3600.0  # longer than one part takes
+SILENT_SECONDS = 3600.0  # longer than one part should take
 PROGRESS_SECONDS = 15.0
-PASSES = 16  # per process between two looks
+PASSES = 16  # per process between two progress checks
 
 
 def scores_on_ranks(
     config: Preferences, path: str, documents: Sequence[Document], trust_remote_code: bool = False
 ) -> list[float]:
     """Returns the score at the last token of each document, in order. Every process of `config.engine` loads
-    the whole reward model."""
+    the complete reward model."""
     model = ModelSpec(
         path=path,
         dtype=dtype_of(path, config.dtype, trust_remote_code),

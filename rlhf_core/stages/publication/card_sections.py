@@ -1,5 +1,5 @@
-"""Writes the sections that cards of models and data sets share: gates, data, configuration. Names contain no
-path of this machine."""
+"""Writes the sections that the cards of models and data sets share: gates, data and configuration. Names in
+them contain no path of this machine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlhf_core.runs.lineage import Ancestor, sources, stages
 from rlhf_core.system.markdown_table import table
 
 GATE_COLUMNS = ("stage", "metric", "value", "required", "verdict")
-PLAIN_KEYS = ("template",)  # text that contains slashes but is not a path
-HIDDEN_KEYS = ("base_url", "url", "folder")  # names of this machine and its network, useless elsewhere
+PLAIN_KEYS = ("template",)  # text that may contain slashes but is not a path
+HIDDEN_KEYS = ("base_url", "url", "folder")  # specific to this machine and its network, so useless elsewhere
 
 
 def public_names(names: Iterable[str]) -> dict[str, str]:
-    """Maps an evaluation's names of models and judges to public ones: a path on this machine becomes its last
-    component, numbered if that is taken."""
+    """Maps an evaluation's names of models and judges to public ones. A path on this machine becomes its last
+    component, numbered if that name is taken."""
     found = dict.fromkeys(names)
     taken = {name for name in found if not _is_place(name)}
     public = {name: name for name in taken}
@@ -35,8 +35,8 @@ def public_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def gate_section(gates: Sequence[Verdict]) -> list[str]:
-    """Returns the section on the gates of the stages behind the publication; empty if there are none. Only
-    gates that warn can have failed."""
+    """Returns the section on the gates of the stages that led to the publication; empty if there are none.
+    Only gates that merely warn can have failed."""
     rows = [
         (
             verdict.stage,
@@ -59,7 +59,7 @@ def gate_section(gates: Sequence[Verdict]) -> list[str]:
 
 
 def data_sets(model: Ancestor) -> str:
-    """Returns the table of the data of every stage of a lineage."""
+    """Returns a table of the data used by every stage of a lineage."""
     rows = [
         (
             stage.name,
@@ -76,7 +76,7 @@ def data_sets(model: Ancestor) -> str:
 
 
 def configuration(model: Ancestor) -> str:
-    """Returns every stage's configuration, seed, versions and metrics, folded."""
+    """Returns the configuration, seed, versions and metrics of every stage, in a folded section."""
     parts = []
     for stage in stages(model):
         record = {"seed": stage.seed, **_public(stage.config)}
@@ -92,7 +92,7 @@ def configuration(model: Ancestor) -> str:
 
 
 def _public(value: Any, key: str = "") -> Any:
-    """Returns a config without paths of this machine: files by their last component."""
+    """Returns a config without paths of this machine; a file is named by its last component."""
     if isinstance(value, dict):
         return {name: _public(item, name) for name, item in value.items() if name not in HIDDEN_KEYS}
     if isinstance(value, (list, tuple)):
@@ -105,6 +105,7 @@ def _is_place(name: str) -> bool:
 
 
 def _metric(key: str) -> str:
-    """Returns the key; if the model in `win_rate/MODEL` is named by its folder, its path is left out."""
+    """Returns the key of a metric. If the model in `win_rate/MODEL` is named by its folder, only the folder's
+    last component is kept."""
     what, slash, name = key.partition("/")
     return f"{what}/{shown(name)}" if slash and Path(name).is_absolute() else key

@@ -1,10 +1,10 @@
-"""Records which published model of a recipe is in use, the champion: `champion.json` and the link `champion`
-beside the recipe's report, the branch `champion` of its repository on the Hub, and a copy of the record in
+"""Records which published model of a recipe is in use, the champion. The record is `champion.json` and the
+link `champion` beside the recipe's report, the branch `champion` of its repository on the Hub, and a copy in
 the store.
 
 A move is first written down, then made on the Hub and in the store, and only then counts. If it is
 interrupted, the next command or run completes it. The Hub moves a branch in one request (a tag can only be
-deleted and recreated), so it always has exactly one champion.
+deleted and recreated), so there is always exactly one champion on it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ FILE = "champion.json"
 LOCK = ".champion.lock"
 LINK = "champion"
 BRANCH = "champion"
-WAIT_SECONDS = 600.0  # for another process that moves the champion
+WAIT_SECONDS = 600.0  # for another process to finish moving the champion
 
 
 class Reign(Frozen):
-    """A model in use. `run`: name of the publication's run directory; `commit`: on the Hub in `repo_id`, None
-    if it is only a folder. `ended`: why it was rolled back, or ""."""
+    """The time that a model is in use. `run`: name of the publication's run directory; `commit`: the commit
+    on the Hub in `repo_id`, None if it was published only to a folder. `ended`: why it was rolled back, or
+    ""."""
 
     run: str
     model: str
@@ -50,7 +51,7 @@ class Reign(Frozen):
 
 
 class Champions(Frozen):
-    """The content of `champion.json`: all champions, the newest last, the pending move, and the store's
+    """The content of `champion.json`: all champions with the newest last, the pending move, and the store's
     URL."""
 
     reigns: tuple[Reign, ...] = ()
@@ -59,7 +60,7 @@ class Champions(Frozen):
 
     @property
     def now(self) -> Reign | None:
-        """Returns the champion."""
+        """Returns the current champion."""
         return self.reigns[-1] if self.reigns else None
 
 
@@ -83,9 +84,9 @@ def promote(
 ) -> Reign:
     """Makes a published model the champion.
 
-    Raises ValueError when the run directory has no finished publication of a model, the Hub refuses or a
-    token is missing. Raises ConnectionError or StoreFault when Hub or store cannot be reached; the next call
-    of this or `complete` then completes the move.
+    Raises ValueError when the run directory has no finished publication of a model, when the Hub refuses, or
+    when a token is missing. Raises ConnectionError or StoreFault when the Hub or the store cannot be reached;
+    the next call of this function or `complete` then finishes the move.
     """
     new = _reign(run_dir, why, by)
     with _moving(folder, store, retries):
@@ -115,13 +116,13 @@ def _reign(run_dir: Path, why: str, by: str) -> Reign:
 
 @contextmanager
 def _moving(folder: Path, store: Store | None, retries: Retries) -> Iterator[None]:
-    """Holds the lock of the record, after completing an interrupted move."""
+    """Holds the record's lock, after completing any interrupted move."""
     with locked(folder / LOCK, WAIT_SECONDS) as ours:
         if not ours:
             raise ValueError(
                 f"another process moves the champion of {folder.name}: try again when it has ended"
             )
-        with suppress(ValueError):  # a move that the Hub refused for good: this one replaces it
+        with suppress(ValueError):  # the Hub refused that move for good, and this one replaces it
             _complete(folder, store, retries)
         yield
 
@@ -142,11 +143,11 @@ def rollback(
     retries: Retries = RETRIES,
     expected: str | None = None,
 ) -> Reign:
-    """Makes the previous champion that was not rolled back itself the champion again. Returns the champion.
+    """Restores the most recent earlier champion that was not rolled back itself. Returns the champion.
 
     `expected`: the run of the champion to roll back. If another champion is in use, it stays, and the record
-    notes that `expected` was rolled back. Raises ValueError when there is none to go back to, and the errors
-    of `promote`.
+    notes that `expected` was rolled back. Raises ValueError when there is no champion to go back to, and the
+    same errors as `promote`.
     """
     with _moving(folder, store, retries):
         record = champions_of(folder)
@@ -170,8 +171,8 @@ def rollback(
 
 
 def _with_end(record: Champions, run: str, why: str) -> Champions:
-    """Returns the record with the last reign of a run marked as rolled back. A reign that was already rolled
-    back keeps its reason."""
+    """Returns the record with a run's last reign marked as rolled back. A reign that was already rolled back
+    keeps its reason."""
     reigns = list(record.reigns)
     at = next((at for at in reversed(range(len(reigns))) if reigns[at].run == run), None)
     if at is not None and not reigns[at].ended:
@@ -180,7 +181,7 @@ def _with_end(record: Champions, run: str, why: str) -> Champions:
 
 
 def runs_kept(folder: Path) -> list[str]:
-    """Returns the names of the run directories that the record needs: those of the champion, of earlier
+    """Returns the names of the run directories that the record refers to: those of the champion, of earlier
     champions that were not rolled back, and of a pending move."""
     record = champions_of(folder)
     kept = [reign.run for reign in record.reigns if not reign.ended or reign == record.now]
@@ -188,7 +189,7 @@ def runs_kept(folder: Path) -> list[str]:
 
 
 def complete(folder: Path, store: Store | None = None, retries: Retries = RETRIES) -> None:
-    """Completes an interrupted move, if there is one. Raises like `promote`."""
+    """Completes an interrupted move, if there is one. Raises the same errors as `promote`."""
     if champions_of(folder).moving is not None:
         with locked(folder / LOCK, WAIT_SECONDS) as ours:
             if ours:
@@ -214,8 +215,8 @@ def _copy(folder: Path, record: Champions, store: Store | None) -> None:
 
 
 def _move_branch(repo_id: str, commit: str, retries: Retries) -> None:
-    """Points the branch `champion` at a commit, in one request. `overwrite` is a field of the Hub's API that
-    its Python client lacks."""
+    """Points the branch `champion` at a commit, in one request. The Hub's API has a field `overwrite` for
+    this, which its Python client lacks."""
     api = HfApi(**client_options())
     url = f"{api.endpoint}/api/models/{repo_id}/branch/{BRANCH}"
 
@@ -232,7 +233,7 @@ def _move_branch(repo_id: str, commit: str, retries: Retries) -> None:
 
 
 def _link(folder: Path, run_dir: Path) -> None:
-    """Makes the link `champion` point to the published folder."""
+    """Points the link `champion` at the published folder."""
     result = RunDir(run_dir).result()
     if result is not None:
         new = folder / f".{LINK}.{secrets.token_hex(8)}"

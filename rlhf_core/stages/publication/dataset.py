@@ -1,8 +1,7 @@
-"""Writes data sets that stages created as Hub repositories: a preferences stage's rows, an evaluation's
-judgments and answers.
+"""Writes data sets created by stages as Hub repositories: the rows of a preferences stage, or the judgments
+and answers of an evaluation.
 
-The files are JSONL as the stages write it. A card describes the columns and how the rows were created.
-Torch-free.
+The files are the stages' own JSONL. A card describes the columns and how the rows were created. Torch-free.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rlhf_core.stages.publication.card_sections import configuration, data_sets,
 from rlhf_core.system.markdown_table import table
 
 DATA_FILES = ("data/*.jsonl", "judgments/*.jsonl", "answers/*.jsonl")
-NAMED = ("model", "baseline", "judge")  # fields of judgments and answers
+NAMED = ("model", "baseline", "judge")  # fields of judgments and answers that may name a path
 KINDS = {"pairs": "preference pairs", "answers": "scored answers", "judgments": "judgments"}
 MEANING = {
     "prompt": "chat messages before the answer",
@@ -57,8 +56,8 @@ MADE = {
 
 
 def data_files(output: Path) -> dict[str, Path]:
-    """Returns files by their path in the repository, from a preferences stage's `pairs.jsonl` or
-    `answers.jsonl` or an evaluation's report folder.
+    """Returns the files to publish, keyed by their path in the repository: a preferences stage's
+    `pairs.jsonl` or `answers.jsonl`, or files from an evaluation's report folder.
 
     Raises ValueError when there is nothing to publish.
     """
@@ -78,7 +77,7 @@ def data_files(output: Path) -> dict[str, Path]:
 
 def renamed(files: Mapping[str, Path]) -> dict[str, str]:
     """Returns the changed text, by path, of files that name a model or judge by its path on this machine,
-    which is not published."""
+    because such paths are not published."""
     rows = {
         path: [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         for path, file in files.items()
@@ -108,7 +107,7 @@ def data_card(
     branch: str = "main",
     gates: Sequence[Verdict] = (),
 ) -> str:
-    """Returns README.md of a data set. `title`: the Hub id, or a name. `branch` and `gates` as for `card`.
+    """Returns the README.md of a data set. `title`: the Hub ID, or a name. `branch`, `gates`: as for `card`.
     The same inputs give the same card: it contains no dates and no paths of this machine."""
     made_by = lineage(output)
     parts = list(dict.fromkeys(path.split("/")[0] for path in files))
@@ -166,7 +165,7 @@ def data_card(
 
 
 def _columns(part: str, files: Mapping[str, Path]) -> list[tuple[str, str, str, str]]:
-    """Returns the columns of the first row of each file of a part, each once."""
+    """Returns the columns in the first row of each file of a part, each listed once."""
     columns: dict[str, str] = {}
     for path, file in files.items():
         if path.startswith(f"{part}/"):

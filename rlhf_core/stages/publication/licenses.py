@@ -1,8 +1,8 @@
-"""Determines the licence of a publication from base models and data, and reports a conflict before anything
-is sent. Torch-free.
+"""Determines the licence of a publication from its base models and data, and reports conflicts before
+anything is sent. Torch-free.
 
-It knows the licences that cards name (`upstream_cards`) and those in `publication.licenses`, and compares
-names with a short table. It is not legal advice, and an unknown licence does not stop a publication.
+It knows the licences named in cards (`upstream_cards`) and in `publication.licenses`, and looks names up in a
+short table. It is not legal advice, and an unknown licence does not stop a publication.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ FREE = re.compile(
 NON_COMMERCIAL = re.compile(r"(^|-)(nc|noncommercial|non-commercial)(-|$)")
 NO_DERIVATIVES = re.compile(r"(^|-)nd(-|$)")
 
-Upstream = Mapping[str, str]  # name of a model or data set -> its licence
+Upstream = Mapping[str, str]  # maps the name of a model or data set to its licence
 
 
 def inherited(declared: str | None, upstream: Upstream) -> str:
-    """Returns the licence for the card: `declared` if nothing upstream forbids it, otherwise what upstream
-    requires; `unknown` when no licence is known.
+    """Returns the licence for the card: `declared` if nothing upstream forbids it, otherwise the licence that
+    upstream requires; `unknown` when no licence is known.
 
-    Permissive licences require nothing here, non-commercial ones a non-commercial licence, and every other
-    one (share-alike, a model's own) itself. Raises ValueError, one sentence, when `declared` is too
-    permissive, when two licences cannot both be met, or when one forbids derived works.
+    Permissive licences require nothing here, non-commercial ones a non-commercial licence, and any other
+    licence (share-alike, a model's own) requires itself. Raises ValueError with a one-sentence message when
+    `declared` is too permissive, when two licences cannot both be met, or when one forbids derived works.
     """
     known = {name: license.lower() for name, license in upstream.items() if license.lower() != UNKNOWN}
     for name, license in known.items():
@@ -65,10 +65,10 @@ def inherited(declared: str | None, upstream: Upstream) -> str:
 
 
 def upstream_licenses(cards: Cards, named: Mapping[str, str]) -> dict[str, str]:
-    """Returns the known licences of the base models and data that these cards describe. `named` (from the
+    """Returns the known licences of the base models and data described by these cards. `named` (from the
     recipe) takes precedence.
 
-    Raises ValueError when `named` names something that was not used.
+    Raises ValueError when `named` mentions something that was not used.
     """
     given = {shown(parted(name)[0]): license for name, license in named.items()}
     strange = [name for name in given if name not in cards]
@@ -79,7 +79,7 @@ def upstream_licenses(cards: Cards, named: Mapping[str, str]) -> dict[str, str]:
 
 
 def license_of(header: Header) -> str | None:
-    """Returns the licence that a card names, or its `license_name` if it is not on the Hub's list
+    """Returns the licence named in a card, or its `license_name` if the licence is not on the Hub's list
     (`other`)."""
     license = (header.get("license_name") if header.get("license") == "other" else None) or header.get(
         "license"

@@ -1,10 +1,10 @@
 """Writes the model card (README.md) of a published model: content, origin, scores, intended use. Torch-free.
 
-These are pure functions from records to text without dates, so that the same inputs give the same card and a
-repeated publication changes nothing. Paths of this machine never appear; files are named by their last
+These are pure functions from records to text without dates, so that the same inputs give the same card and
+repeating a publication changes nothing. Paths of this machine never appear: files are named by their last
 component, stages by name and digest. The front matter has no legacy `model-index`. Scores always go to
-`eval_results.json`, and also to `.eval_results/`, the Hub's current format, when the questions are a data set
-on the Hub (that format has no other way to name them).
+`eval_results.json`. If the questions are a data set on the Hub, they also go to `.eval_results/`, the Hub's
+current format, which cannot refer to questions in any other way.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ SAMPLING = ("max_tokens", "temperature", "top_p")  # the endpoint settings that 
 
 
 class CardModel(NamedTuple):
-    """A model to publish: the lineage of its checkpoint, its name in the evaluation, the card's heading (a
-    Hub id, or a name), the Hub repository of the model that an adapter belongs to (None: a whole model), and
-    the branch where it is published. `needs_score_class`: transformers lacks its class
+    """A model to publish: its checkpoint's lineage, its name in the evaluation, the card's heading (a Hub ID,
+    or a name), the Hub repository of an adapter's base model (None: the model is not an adapter), and the
+    branch it is published on. `needs_score_class`: whether transformers lacks its class
     (`models.score_classes`). `terms`: the terms of its base model. `reads_images`: whether it has an image
     encoder."""
 
@@ -59,7 +59,7 @@ class CardModel(NamedTuple):
 
 
 def card(model: CardModel, report: EvalReport | None, gates: Sequence[Verdict] = ()) -> str:
-    """Returns README.md of a model. `gates`: the gates of all stages that it comes from."""
+    """Returns the README.md of a model. `gates`: the gates of all stages that led to it."""
     parts = [
         f"---\n{yaml.safe_dump(front_matter(model), sort_keys=False, allow_unicode=True)}---\n",
         f"# {model.title}\n",
@@ -87,7 +87,7 @@ def card(model: CardModel, report: EvalReport | None, gates: Sequence[Verdict] =
 
 
 def front_matter(model: CardModel) -> dict[str, Any]:
-    """Returns the card's YAML header, which the Hub indexes. Only Hub ids are named as base model and data
+    """Returns the card's YAML header, which the Hub indexes. Only Hub IDs are listed as base model and data
     sets."""
     kinds = [stage.kind.replace("_", "-") for stage in stages(model.lineage)]
     base = trained(model.lineage)[0]
@@ -115,8 +115,8 @@ def front_matter(model: CardModel) -> dict[str, Any]:
 
 
 def public_report(report: EvalReport) -> tuple[EvalReport, dict[str, str]]:
-    """Returns an evaluation without paths and addresses of this machine, and without endpoint settings except
-    `SAMPLING`; also maps names in `report` to public ones."""
+    """Returns an evaluation without this machine's paths and addresses, and without endpoint settings except
+    `SAMPLING`, and a mapping from names in `report` to public ones."""
     rates = [*report.win_rates, *report.against_parent]
     names = [
         report.baseline,
@@ -144,11 +144,11 @@ def public_report(report: EvalReport) -> tuple[EvalReport, dict[str, str]]:
 
 
 def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
-    """Returns `.eval_results/*.yaml` (Hub docs: eval-results): the win rate of the model in percent,
+    """Returns the content of `.eval_results/*.yaml` (Hub docs: eval-results): the model's win rate in percent
     according to the judge that decides.
 
     Returns None unless the questions are on the Hub. The format requires one file per variant, so second
-    opinions stay in `eval_results.json`.
+    opinions appear only in `eval_results.json`.
     """
     if not is_hub_id(questions):
         return None
@@ -184,7 +184,7 @@ def _summary(model: CardModel) -> str:
 
 
 def template_args(ancestor: Ancestor) -> dict[str, Any]:
-    """Returns the arguments of the chat template that a model was last trained with, by name."""
+    """Returns the chat template arguments that a model was last trained with, by name."""
     for stage in reversed(trained(ancestor)):
         texts = stage.config.get("data") or stage.config.get("prompts")
         if texts or "template_args" in stage.config:

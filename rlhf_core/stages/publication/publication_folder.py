@@ -1,10 +1,11 @@
-"""Writes the published folder: a checkpoint's files, a card and scores. It appears complete or not at all.
+"""Writes the published folder, with a checkpoint's files, a card and scores. It appears complete or not at
+all.
 
 It is written beside its destination, checked, marked, and renamed, so that a reader never sees an incomplete
-model. The marker (`alignflow.json`: who wrote it, from which stage, every file with size and SHA-256) allows
-the next publication to replace the folder; a folder without a marker belongs to somebody else and is not
-replaced. Only files that a model needs are copied, never pickles. An adapter (peft's format) is published
-unchanged, and names the Hub repository of the model it belongs to.
+model. The marker (`alignflow.json`) records who wrote the folder, from which stage, and every file with its
+size and SHA-256. It allows the next publication to replace the folder; a folder without a marker belongs to
+somebody else and is not replaced. Only files that a model needs are copied, never pickles. An adapter (peft's
+format) is published unchanged, with the Hub repository of its base model named in its config.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from rlhf_core.runs.lineage import lineage, stage_of
 from rlhf_core.system.files import file_digest
 
 MARKER = "alignflow.json"
-PLACES = ("_name_or_path", "name_or_path")  # keys of a config that store its load path
+PLACES = ("_name_or_path", "name_or_path")  # keys of a config that store the path it was loaded from
 
 
 class AdapterBase(NamedTuple):
-    """The model on the Hub that an adapter belongs to, and its commit if known."""
+    """The Hub repository of an adapter's base model, and its commit if known."""
 
     repo_id: str
     revision: str | None
@@ -56,8 +57,8 @@ def assemble(
     """Publishes a checkpoint to a folder, together with `texts` (relative path -> content). `base` comes from
     `adapter_base`.
 
-    Raises ValueError when the checkpoint is not a whole model, or when `folder` contains something that was
-    not published by alignflow.
+    Raises ValueError when the checkpoint is not a complete model, or when `folder` contains anything not
+    published by alignflow.
     """
     files = {
         file.relative_to(checkpoint).as_posix(): file for file in model_files(checkpoint, trust_remote_code)
@@ -81,11 +82,11 @@ def put(
     digest: str,
     finish: Callable[[Path], None],
 ) -> Published:
-    """Copies files (relative path -> file) and writes `texts` to `folder`, completely or not at all; `finish`
-    checks it before it is in place.
+    """Copies files (relative path -> file) and writes `texts` to `folder`, completely or not at all. `finish`
+    checks the result before it is moved into place.
 
-    In a run directory weights are hard links, which take no space; a user's folder gets copies, which the
-    user may change. Raises ValueError when `folder` contains something that was not published by alignflow.
+    In a run directory, weights are hard links, which take no space; a user's folder gets copies, which the
+    user may change. Raises ValueError when `folder` contains anything not published by alignflow.
     """
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -118,11 +119,11 @@ def _linked(file: Path, place: Path) -> bool:
 
 
 def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:
-    """Returns the base that a published adapter names: `base_repo`, otherwise the Hub repository it was
-    trained on; None for a whole model.
+    """Returns the base model that a published adapter names: `base_repo`, otherwise the Hub repository it was
+    trained on; None if the checkpoint is not an adapter.
 
-    Raises ValueError when the base is a folder of this machine and `base_repo` is not set, since others could
-    not load it; also when `base_repo` is not a Hub id or the model is whole.
+    Raises ValueError when the base is a folder on this machine and `base_repo` is not set, because others
+    could not load it; also when `base_repo` is not a Hub ID, or is set for a model that is not an adapter.
     """
     if not is_adapter(checkpoint):
         if base_repo:
@@ -146,7 +147,7 @@ def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises ValueError unless `folder` is free: absent, empty, or published by alignflow before."""
+    """Raises ValueError unless `folder` is available: missing, empty, or published by alignflow before."""
     if (
         not folder.exists()
         or (folder.is_dir() and not any(folder.iterdir()))
@@ -174,8 +175,8 @@ def _manifest(folder: Path) -> dict[str, FileInfo]:
 
 
 def _rewrite(file: Path, base: AdapterBase | None = None) -> None:
-    """Removes the path on this machine that a model or tokenizer was loaded from, unless it is a Hub id, and
-    sets an adapter's base."""
+    """Removes the path on this machine that a model or tokenizer was loaded from, unless it is a Hub ID, and
+    sets an adapter's base model."""
     if not file.exists():
         return
     config = json.loads(file.read_text())

@@ -1,5 +1,5 @@
-"""Passes a base model's terms on to models derived from it: where its licence is, and that readers must ask
-for access. Torch-free."""
+"""Passes a base model's terms on to models derived from it: where its licence is, and whether readers must
+request access. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from rlhf_core.stages.publication.licenses import license_of
 from rlhf_core.stages.publication.upload import Gated
 from rlhf_core.stages.publication.upstream_cards import Header, ReadCard, card_of_model
 
-ASKING = "extra_gated_"  # prefix of a card's fields that define what users asking for access read and fill in
+ASKING = "extra_gated_"  # prefix of card fields: what users requesting access must read and fill in
 
 
 class Terms(NamedTuple):
-    """Terms of the base model of a published model. `repo_id`: its Hub repository; None if it is a folder."""
+    """The terms of a published model's base model. `repo_id`: the base's Hub repository; None if it is a
+    folder."""
 
     repo_id: str | None = None
     header: Header = {}  # noqa: RUF012
@@ -30,8 +31,8 @@ class Terms(NamedTuple):
         return {name: value for name, value in self.header.items() if name.startswith(ASKING)}
 
     def license_fields(self, license: str) -> dict[str, Any]:
-        """Returns the card's fields for `license`: if it is the base's, with the base's link to it, and as
-        `other` if it is not on the Hub's list."""
+        """Returns the card's fields for `license`. If it is the base's licence, the base's link to it is
+        added; if it is not on the Hub's list, it becomes `other`."""
         if license_of(self.header) != license:
             return {"license": license}
         fields: dict[str, Any] = {
@@ -56,8 +57,8 @@ def base_terms(output: Path, base_repo: str | None, read_card: ReadCard | None) 
 
 
 def _base_of(place: str) -> str | None:
-    """Returns the folder or Hub id of the model that a chain of stages began with; None if a stage is
-    gone."""
+    """Returns the folder or Hub ID of the model that a chain of stages started from; None if a stage no
+    longer exists."""
     while made := stage_of(place):
         folder, record = made
         kind = KINDS.get(record["config"].get("stage", ""))
@@ -71,10 +72,10 @@ def _base_of(place: str) -> str | None:
 def gated_like(
     wanted: Literal["base", "auto", "manual", "no"], terms: Terms, private: bool, api: HfApi | None
 ) -> Gated | None:
-    """Returns how readers of a published model ask for access. `base`: as for its base model or, if that is
+    """Returns how readers of a published model request access. `base`: as for its base model or, if that is
     not gated on the Hub, `auto` if its card has fields for requests.
 
-    Raises ValueError for a public model whose base this token cannot read.
+    Raises ValueError for a public model whose base cannot be read with this token.
     """
     if wanted != "base":
         return None if wanted == "no" else wanted

@@ -1,11 +1,11 @@
 """Uploads a published folder to the Hub: repository, branch, one commit on top of the head that it read, and
-the tag last.
+finally the tag.
 
-Repeating an interrupted upload ends with the same commit and one tag: it uses an existing repository, the
-Hub's client (`create_commit`) sends no file that the Hub has, a commit whose reply was lost is recognised
-because nothing is left to change, and an existing tag is checked and kept. `upload_folder` is not used: with
-xet it splits a folder into several commits, and a reader could then see new weights under an old card.
-`create_commit` streams large files too. A missing branch is created first, at the head of main.
+Repeating an interrupted upload ends with the same commit and one tag. An existing repository is reused, and
+the Hub's client (`create_commit`) sends no file that the Hub already has. A commit whose reply was lost is
+recognised because nothing is left to change, and an existing tag is checked and kept. `upload_folder` is not
+used: with xet it splits a folder into several commits, and a reader could then see new weights under an old
+card. `create_commit` streams large files too. A missing branch is first created at the head of main.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ CARD = "README.md"
 REPORT = "eval_results.json"
 RESULTS = ".eval_results/alignflow.yaml"
 RECEIPT = "hub.json"
-Gated = Literal["auto", "manual"]  # who accepts access requests: the Hub, or a person
+Gated = Literal["auto", "manual"]  # whether the Hub accepts access requests by itself, or a person does
 
 T = TypeVar("T")
 
 
 class HubCommit(NamedTuple):
-    """Where a model is on the Hub. `url` shows the tagged files."""
+    """A model's commit on the Hub. `url` shows the files at the tag."""
 
     repo_id: str
     commit: str
@@ -53,8 +53,8 @@ def would_send(
     repo_type: str,
     gated: Gated | None = None,
 ) -> str:
-    """Describes what an upload of a published folder would send and where: every file with its size in bytes,
-    and the card's text."""
+    """Describes what uploading a published folder would send and where, with the size of every file in bytes
+    and the text of the card."""
     files = _files(folder)
     sizes = {path: file.stat().st_size for path, file in files.items()}
     where = (
@@ -94,10 +94,10 @@ def upload(
     """Puts a published folder on the Hub: repository, branch, one commit, tag. Safe to repeat after any
     failure.
 
-    With `gated`, a repository that everyone may read is changed to require access requests, before any file
-    is sent.
+    With `gated`, a repository that everyone may read is changed to require access requests before any file is
+    sent.
 
-    Raises ValueError when the Hub refuses (bad token, missing permissions, no space, a public repository
+    Raises ValueError when the Hub refuses (a bad token, missing permissions, no space, a public repository
     where a private one is required, someone else's commit in the meantime, a tag that already marks another
     model), and ConnectionError when the Hub stays unreachable.
     """
@@ -137,7 +137,7 @@ def upload(
 
 
 class HubRepository:
-    """A repository of the Hub that an upload writes to. Repeats requests that fail for a while."""
+    """The Hub repository that an upload writes to. Retries requests that fail temporarily."""
 
     def __init__(self, api: HfApi, repo_id: str, repo_type: str, retries: Retries):
         self._api = api
@@ -150,8 +150,8 @@ class HubRepository:
         return with_retries(what, self._repo_id, request, self._retries, write_refusal)
 
     def create(self, private: bool, gated: Gated | None) -> None:
-        """Creates the repository if there is none, and changes it to `gated`. Raises ValueError when it is
-        public although `private`."""
+        """Creates the repository if it does not exist, and changes its access to `gated`. Raises ValueError
+        when it is public although `private` is set."""
         api = self._api
         repo_id = self._repo_id
         repo_type = self._repo_type
@@ -189,7 +189,7 @@ class HubRepository:
                 "read the branch",
                 lambda: str(api.repo_info(repo_id, revision=branch, repo_type=repo_type).sha),
             )
-        # reads every file: once for all attempts
+        # reads every file, so only once for all attempts
         adds = [CommitOperationAdd(path, file) for path, file in _files(folder).items()]
         return self.call(
             "send the files", lambda: _commit(api, adds, repo_id, branch, head, message, repo_type)
@@ -205,18 +205,18 @@ def _commit(
     message: str,
     repo_type: str,
 ) -> str:
-    """Makes the branch hold the files of `adds` in one commit, and deletes other files of an earlier
+    """Makes the branch contain the files of `adds` in one commit, and deletes any other files of an earlier
     publication.
 
     A second call with the same `head` finds nothing to change if the first commit went through; otherwise it
-    commits on `head`.
+    commits on top of `head`.
     """
     patterns = (*MODEL_FILES, REPORT, RESULTS) if repo_type == "model" else DATA_FILES
     absent = _remote(api, repo_id, branch, repo_type).keys() - {add.path_in_repo for add in adds}
     old = [
         path for path in sorted(absent) if any(Path("/", path).match(f"/{pattern}") for pattern in patterns)
     ]
-    # somebody may have put licence files there
+    # somebody may have added licence files there
     stale = [path for path in old if not path.startswith(("LICENSE", "NOTICE"))]
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationDelete(path) for path in stale),
@@ -231,8 +231,8 @@ def _commit(
 def _differences(
     api: HfApi, folder: Path, published: Published, repo_id: str, commit: str, repo_type: str
 ) -> list[str]:
-    """Returns the files of the folder that differ from a commit's: large ones by SHA-256, small ones by their
-    git hash."""
+    """Returns the files of the folder that differ from those of a commit. Large files are compared by
+    SHA-256, small ones by their git hash."""
     there = _remote(api, repo_id, commit, repo_type)
     different = []
     for path, file in _files(folder).items():

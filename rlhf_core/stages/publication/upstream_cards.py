@@ -1,5 +1,5 @@
-"""Reads the cards of the base models and data sets that a stage's output is derived from: in their folders,
-in the Hub's cache, or on the Hub. Torch-free."""
+"""Reads the cards of the base models and data sets that a stage's output is derived from, from their folders,
+the Hub's cache, or the Hub. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from huggingface_hub import try_to_load_from_cache
 from rlhf_core.hub.ids import is_hub_id, parted, shown
 from rlhf_core.runs.lineage import here, lineage, sources, stage_of
 
-# (repository, "model" or "dataset") -> local path of its README.md; None if there is none or it is not
-# readable
+# (repository, "model" or "dataset") -> local path of its README.md; None if it is missing or unreadable
 ReadCard = Callable[[str, str], str | None]
 Header = dict[str, Any]  # a card's front matter
-# by Hub id or file name; read on demand; {} if there is no card
+# keyed by Hub ID or file name; read on demand; {} if there is no card
 Cards = Mapping[str, Callable[[], Header]]
 
 
 def upstream_cards(output: Path, read_card: ReadCard | None) -> Cards:
-    """Returns the cards. Local cards take precedence over the Hub's, which need `read_card`."""
+    """Returns the cards. Local cards take precedence over those on the Hub, which need `read_card`."""
     cards: dict[str, Callable[[], Header]] = {}
     for place in _leaves(str(output), set()):
         cards[lineage(place).name] = cache(partial(card_of_model, place, read_card))
@@ -35,7 +34,7 @@ def upstream_cards(output: Path, read_card: ReadCard | None) -> Cards:
 
 
 def header_of(readme: str) -> Header:
-    """Returns the front matter of a card; {} if it has none."""
+    """Returns a card's front matter; {} if it has none."""
     parts = readme.split("---\n", 2)
     try:
         header = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
@@ -45,7 +44,7 @@ def header_of(readme: str) -> Header:
 
 
 def _leaves(place: str, seen: set[str]) -> list[str]:
-    """Returns the models that a place is derived from and that no stage created."""
+    """Returns the models from which a checkpoint is derived and that no stage created."""
     found = stage_of(place)
     if found is None:
         return [place]
@@ -57,7 +56,7 @@ def _leaves(place: str, seen: set[str]) -> list[str]:
 
 
 def card_of_model(place: str, read_card: ReadCard | None) -> Header:
-    """Returns the card of a base model, given its folder or Hub id."""
+    """Returns a base model's card, given its folder or Hub ID."""
     found = lineage(place)
     at = f"{found.name}@{found.digest}" if found.kind == "hub" and found.digest else found.name
     readme = Path(place) / "README.md"
@@ -66,7 +65,7 @@ def card_of_model(place: str, read_card: ReadCard | None) -> Header:
 
 
 def _of_hub(place: str, repo_type: str, read_card: ReadCard | None) -> Header:
-    """Returns the card of a repository: at the commit if it is cached, otherwise the current one."""
+    """Returns a repository's card, at the given commit if that is cached, otherwise the current one."""
     if not is_hub_id(place):
         return {}
     repo_id, revision = parted(place)
