@@ -1,5 +1,5 @@
-"""Estimates the memory of the fullest GPU, and of a node's host, in each phase of PPO or of a training
-stage. Torch-free."""
+"""Estimates the memory of the fullest GPU and of a node's host in each phase of PPO or of a training stage.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -28,21 +28,24 @@ from rlhf_core.runs.resume_state import AVERAGE_BYTES, STATE_BYTES
 from rlhf_core.system.gpu_allocator import ROUNDED
 
 PROCESS = 2 * GIB  # host memory of a process with its libraries (assumed)
-DIRECT = 1 / 3  # of a GPU: smaller models are loaded there without a copy on the host (models/load_model.py)
+DIRECT = 1 / 3  # of a GPU: smaller models are loaded there without a host copy (models/load_model.py)
 
 
 class PhaseBytes(NamedTuple):
-    """Bytes of the fullest GPU, and of the host of a node if all its GPUs need as much host memory as the
-    most demanding one."""
+    """Bytes on the fullest GPU, and on the host of a node whose GPUs all need as much host memory as the most
+    demanding one."""
 
     gpu: float
     host: float
 
 
 class _Host(NamedTuple):
-    """Bytes of host memory of one process: always (`still`); in addition while it loads, while it saves,
-    while it loads a reference that scores once, and while a reference takes the actor's weights
-    (`resetting`); and of its optimiser, which is created once the model is loaded."""
+    """Bytes of host memory of one process.
+
+    `still`: always. `loading`, `saving`: in addition while it loads or saves. `scoring`: in addition while it
+    loads a reference that scores once. `adam`: for its optimiser, which is created once the model is loaded.
+    `resetting`: in addition while a reference takes over the actor's weights.
+    """
 
     still: float
     loading: float = 0.0
@@ -53,10 +56,13 @@ class _Host(NamedTuple):
 
 
 def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, PhaseBytes]:
-    """Returns the peaks of start-up (libraries and CUDA contexts), load, generate, score, train (including
-    the optimiser's step), gather, sync, export (and, with `reset_reference_every`, the reference's load of
-    what was exported) and save. Phases in which memory is not released (without `engine.sleep`) keep what an
-    earlier phase took, as in `memory.peak`."""
+    """Returns the peaks of each phase of PPO: start-up (libraries and CUDA contexts), load, generate, score,
+    train (including the optimiser's step), gather, sync, export and save.
+
+    With `reset_reference_every`, export includes loading the exported weights into the reference. Phases that
+    do not release memory (without `engine.sleep`) keep the memory taken by earlier phases, as in
+    `memory.peak`.
+    """
     held = roles(config, sizes, gpu.memory)
     on = sharing(layout)
     hosts = _hosts(config, sizes, gpu)
@@ -88,9 +94,9 @@ def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) 
 
 
 def training_host_doubt(phases: Mapping[str, PhaseBytes], free: float) -> str:
-    """Returns a line for the log if a node of a training stage has less free host memory than its estimate,
-    not counting its processes, which have already started; otherwise ''. The save of a state is left out:
-    if memory is short, it is written without a copy."""
+    """Returns a line for the log if a node of a training stage has less free host memory than estimated;
+    otherwise ''. Its processes do not count, because they have already started, and neither does saving a
+    state, which is written without a copy if memory is short."""
     return _host_doubt(
         max(each.host for phase, each in phases.items() if phase != "save") - phases["start-up"].host, free
     )
@@ -103,8 +109,8 @@ def host_doubts(
     nodes: Mapping[str, Sequence[str]],
     free: Mapping[str, float],
 ) -> str:
-    """Like `training_host_doubt`, but with a line for each node of PPO whose `free` bytes are known.
-    `nodes`: the node of each rank of a role."""
+    """Does the same as `training_host_doubt`, with one line for each node of PPO whose `free` bytes are
+    known. `nodes`: the node of each rank of a role."""
     hosts = _hosts(config, sizes, gpu)
     needed = dict.fromkeys(free, 0.0)
     for name, places in nodes.items():
@@ -115,7 +121,8 @@ def host_doubts(
 
 
 def _beyond_start(host: _Host) -> float:
-    """Returns the most host bytes of a process at work, without those it has at its start and for a save."""
+    """Returns the most host bytes that a working process needs, beyond those it has at its start and not
+    counting a save."""
     return host.still - PROCESS + max(host.loading, host.adam + host.resetting)
 
 
@@ -127,7 +134,7 @@ def _host_doubt(needed: float, free: float) -> str:
 
 
 def _phases(on_gpu: Mapping[str, float], processes: list[_Host]) -> dict[str, PhaseBytes]:
-    """Returns the phases of a GPU with these processes."""
+    """Returns the phases of a GPU that runs these processes."""
     count = len(processes)
     still = sum(each.still + each.adam for each in processes)
     besides = {
@@ -143,13 +150,14 @@ def _phases(on_gpu: Mapping[str, float], processes: list[_Host]) -> dict[str, Ph
 
 
 def _exported(phases: dict[str, PhaseBytes], size: Size) -> dict[str, PhaseBytes]:
-    """Returns the phases with the weights that only rank 0 holds in host memory while it writes the model."""
+    """Returns the phases, adding the weights that only rank 0 holds in host memory while it writes the
+    model."""
     export = phases["export"]
     return phases | {"export": export._replace(host=export.host + group_bytes(size))}
 
 
 def _hosts(config: PPO, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, _Host]:
-    # weights of an engine that are never synced again
+    # the weights of an engine that are never synced again
     asleep = 2 * sizes["actor"].parameters / config.engine.processes
     engine = _Host(PROCESS + (asleep if config.engine.sleep and config.engine.adapters == "alone" else 0.0))
     hosts = {name: _host(config, name, sizes, gpu) for name in config.groups} | {"sampler": engine}
@@ -192,7 +200,7 @@ def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
 
 
 def _loaded(size: Size, count: float, shares: int, gpu: Gpu) -> float:
-    """Returns the bytes of a model on its way through host memory."""
+    """Returns the bytes of a model that pass through host memory while it is loaded."""
     if 2 * count < DIRECT * gpu.memory:
         return 0.0
     return 2 * (count if shares == 1 else min(count, count / shares + 2 * largest_layer(size)))

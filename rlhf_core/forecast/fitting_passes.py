@@ -1,5 +1,5 @@
-"""Finds training passes that fit into a GPU's memory: the number of their tokens, and of recomputed layers.
-Torch-free."""
+"""Finds training passes that fit into a GPU's memory: how many tokens they have and how many layers are
+recomputed. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rlhf_core.config import Optimised
 
 
 class Pass(NamedTuple):
-    """Tokens of a training pass, which `sequence_parallel_size` ranks compute together, and the share of
-    layers whose activations are recomputed in its backward half."""
+    """A training pass: its tokens, which `sequence_parallel_size` ranks compute together, and the share of
+    layers whose activations are recomputed in the backward half."""
 
     tokens: int
     recomputed: float
@@ -25,15 +25,15 @@ class Pass(NamedTuple):
 
 
 def recipe_pass(config: Optimised, ranks: int) -> Pass:
-    """Returns the recipe's passes on each of `ranks`, for documents of full length; none is longer than an
+    """Returns the recipe's passes on each of `ranks`, for documents of full length. No pass is longer than an
     optimiser step."""
     tokens = config.micro_train_tokens or config.micro_train_batch_size * config.longest
     return Pass(max(config.longest, min(tokens, _most(config, ranks))), config.gradient_checkpointing)
 
 
 def as_laid(config: Optimised, ranks: int) -> tuple[Pass, int]:
-    """Returns an optimiser step's passes on each of `ranks`, filled with whole documents of full length,
-    with the tokens per rank, and the number of passes."""
+    """Returns an optimiser step's passes on each of `ranks`, filled with complete documents of full length.
+    The result is a pass, with its tokens per rank, and the number of passes."""
     configured = recipe_pass(config, ranks)
     documents = _documents(config, ranks)
     passes = math.ceil(documents / (configured.tokens // config.longest))
@@ -46,8 +46,8 @@ def as_laid(config: Optimised, ranks: int) -> tuple[Pass, int]:
 
 
 def sums_in_fp32(config: Optimised, ranks: int) -> bool:
-    """Returns whether the bf16 gradients of passes are added in fp32: a step may have several passes on one
-    of `ranks`, and the recipe's DeepSpeed options do not request sums in bf16."""
+    """Returns whether the bf16 gradients of passes are summed in fp32, which is the case if a step may have
+    several passes on one of `ranks` and the recipe's DeepSpeed options do not request sums in bf16."""
     types = config.deepspeed.get("data_types")
     asked = types.get("grad_accum_dtype", "fp32") if isinstance(types, Mapping) else "fp32"
     return several_passes(config, ranks) and asked == "fp32"
@@ -63,13 +63,13 @@ def several_passes(config: Optimised, ranks: int) -> bool:
 
 
 def on_rank(tokens: int, sharing: int) -> int:
-    """Returns the tokens of a pass on each of the ranks that compute it together."""
+    """Returns the tokens of a pass on each of the ranks that share it."""
     return math.ceil(tokens / sharing)
 
 
 def alternatives(config: Optimised) -> list[Pass]:
-    """Returns the recipe's passes first, then others: longer and shorter ones, with fewer and with more
-    layers recomputed."""
+    """Returns the recipe's passes, followed by alternatives: longer and shorter ones, with fewer and with
+    more layers recomputed."""
     ranks = min(_ranks(config))
     least = config.longest
     configured = recipe_pass(config, ranks)
@@ -85,8 +85,8 @@ def alternatives(config: Optimised) -> list[Pass]:
 
 
 def fields_of(what: Pass, config: Optimised) -> dict[str, Any]:
-    """Returns the passes as recipe fields: in documents if this recipe counts documents and they divide its
-    optimiser step, otherwise in tokens."""
+    """Returns the passes as recipe fields: in documents if the recipe counts documents and they divide its
+    optimiser step evenly, otherwise in tokens."""
     documents, rest = divmod(what.tokens, config.longest)
     counted = config.micro_train_tokens is None and not rest
     sharing = config.sequence_parallel_size
@@ -102,7 +102,7 @@ def _ranks(config: Optimised) -> list[int]:
 
 
 def _most(config: Optimised, ranks: int) -> int:
-    """Returns the tokens of an optimiser step on one rank, or on the ranks that compute passes together."""
+    """Returns the tokens of an optimiser step on one rank, or on the ranks that share passes."""
     return _documents(config, ranks) * config.longest
 
 

@@ -1,4 +1,4 @@
-"""Describes GPUs and their links: the published figures, and the share of them that was measured.
+"""Describes GPUs and their links: published figures, and the share of them reached in measurements.
 Torch-free."""
 
 from __future__ import annotations
@@ -7,17 +7,17 @@ import math
 from typing import NamedTuple
 
 GIB = 2**30
-# Shares of the published peaks, as measured at the start of runs on H200s and H100s
-# (stages/ppo/measured/roofline.py): a large bf16 matrix product (770 of 989 TFLOP/s) and a large copy (4.3 of
-# 4.8 TB/s, 3.0 of 3.35).
+# Shares of the published peaks measured at the start of runs on H200s and H100s
+# (stages/ppo/measured/roofline.py): for a large bf16 matrix product (770 of 989 TFLOP/s) and a large copy
+# (4.3 of 4.8 TB/s, 3.0 of 3.35).
 MATRIX = 0.778
 COPY = 0.896
-LINK = 0.8  # of NVLink and the network in a large collective: assumed, not measured by any record
+LINK = 0.8  # of NVLink and the network in a large collective: assumed, not measured in any record
 
 
 class GpuSpecs(NamedTuple):
-    """Figures from the maker's data sheet: GiB available to a process, dense bf16 FLOP/s, bytes/s of
-    memory, of NVLink (PCIe if there is none) in one direction, and of the link to the host."""
+    """Figures from the manufacturer's data sheet: GiB available to a process, dense bf16 FLOP/s, and bytes/s
+    of memory, of NVLink (PCIe if there is none) in one direction, and of the link to the host."""
 
     memory: float
     flops: float
@@ -26,7 +26,7 @@ class GpuSpecs(NamedTuple):
     host: float
 
 
-# NVIDIA's data sheets for the SXM modules. A800 and H800 are A100 and H100 with less NVLink.
+# NVIDIA's data sheets for the SXM modules. A800 and H800 are A100 and H100 with slower NVLink.
 PUBLISHED = {
     "a100": GpuSpecs(79.2, 312e12, 2.04e12, 300e9, 32e9),
     "a800": GpuSpecs(79.2, 312e12, 2.04e12, 200e9, 32e9),
@@ -37,9 +37,9 @@ PUBLISHED = {
 
 
 class Gpu(NamedTuple):
-    """A GPU: memory in bytes, FLOP/s of bf16 matrix products and bytes/s of memory, as measured rather than
-    as sold; bytes/s in one direction of its links to other GPUs in the node (`link`) and to the host, and
-    from a node to other nodes (`network`); number of GPUs per node."""
+    """A GPU: its memory in bytes; FLOP/s of bf16 matrix products and bytes/s of memory, as measured rather
+    than as published; bytes/s in one direction from it to other GPUs in the node (`link`), to the host, and
+    from its node to other nodes (`network`); and the number of GPUs per node."""
 
     memory: float = 139.8 * GIB
     flops: float = 770e12
@@ -68,8 +68,8 @@ GPUS = {name: _of(sold) for name, sold in PUBLISHED.items()}
 
 
 def on_nodes(gpu: Gpu, gpus: int, nodes: int | None, network: float | None) -> Gpu:
-    """Returns the GPU in nodes of `gpus / nodes` each, which are connected with `network` bytes/s per node,
-    as published.
+    """Returns the GPU in nodes of `gpus / nodes` each, connected with `network` bytes/s per node, as
+    published.
 
     Raises ValueError when the number of GPUs is not divisible by the number of nodes.
     """
@@ -82,8 +82,8 @@ def on_nodes(gpu: Gpu, gpus: int, nodes: int | None, network: float | None) -> G
 
 
 def gather_seconds(count_bytes: float, ranks: int, gpu: Gpu) -> float:
-    """Returns the seconds in which each of `ranks` GPUs receives `count_bytes` that are split across all of
-    them, or in which as many are reduced to shares.
+    """Returns the seconds in which each of `ranks` GPUs gathers `count_bytes` that are split across all of
+    them, or in which as many bytes are reduced and split.
 
     A ring sends (n - 1) / n of the bytes over each link (Thakur et al. 2005, section 4.1). A ring across
     nodes enters and leaves each node once, so the link of the whole node carries them too; the slower link

@@ -3,10 +3,10 @@ Torch-free.
 
 Bytes per parameter trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and Adam's
 two moments 12, gradients 2, and their fp32 form during the step 4; if a step has several passes, gradients
-4 from the first pass on. PyTorch's allocator keeps the same amount again from step to step: this was seen
-on H200s and fitted to their peaks; the cause was not investigated. What of this a rank holds is in the
-records of config/training/sharding.py. Frozen weights have only the first 2, and Muon keeps one moment:
-trained_weights.py.
+take 4 from the first pass on. PyTorch's allocator keeps the same amount again from step to step. This was
+observed on H200s and fitted to their peaks; the cause was not investigated. The records of
+config/training/sharding.py say how much of this a rank holds. Frozen weights take only the first 2, and Muon
+keeps one moment (trained_weights.py).
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ from rlhf_core.forecast.trained_weights import MOMENT, trained_weights
 from rlhf_core.hub.model_config import Size
 
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
-FETCHED = 4e9  # bytes of whole weights that ZeRO-3 holds at once while it computes, and its buckets
-# of a GPU: smaller weights stay whole between forward and backward pass, which would fetch them again
+FETCHED = 4e9  # bytes of whole weights, including its buckets, that ZeRO-3 holds at once while it computes
+# of a GPU: smaller weights stay whole between the forward and backward passes, instead of being fetched again
 KEPT = 1 / 16
 USABLE = 0.95  # of a GPU; fragmentation takes the rest
 GROUP = GIB / 8
-# weights gathered at once (but whole layers), and sent at once (checkpoint_weights.py, rollout/)
+# weights gathered at once (rounded to complete layers), and sent at once (checkpoint_weights.py, rollout/)
 BUCKET = GIB / 2
-CHUNK = 2048  # positions whose logits exist at once if logits are not kept (token_logprobs.py)
+CHUNK = 2048  # positions whose logits exist at once unless logits are kept (token_logprobs.py)
 
 
 class ProcessBytes(NamedTuple):
-    """Bytes of one process: always (`still`); in addition while it scores, while it trains, and for engines
-    while they generate. `starting`: in addition while it starts and ZeRO-3 shards weights; `gathering`:
-    whole weights on their way to the engines or into a file; `bucket`: weights that a sync sends at once."""
+    """Bytes of one process.
+
+    `still`: always. `scoring`, `training`, `generating`: in addition while it scores or trains or, for
+    engines, generates. `starting`: in addition while it starts and ZeRO-3 shards weights. `gathering`: whole
+    weights on their way to the engines or to a file. `bucket`: weights sent at once by a sync.
+    """
 
     still: float
     scoring: float = 0.0
@@ -50,8 +53,8 @@ class ProcessBytes(NamedTuple):
 
 
 def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> ProcessBytes:
-    """Returns the bytes of a model with its optimiser. `head`: its output is the vocabulary (a policy), not
-    one number (a critic)."""
+    """Returns the bytes of a model with its optimiser. `head`: whether its output is the vocabulary (a
+    policy) rather than one number (a critic)."""
     count = size.parameters - (0 if head else size.head)
     per_rank = count / how.ranks
     sharded = how.sharding.weights
@@ -76,11 +79,11 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Proce
     chunked = how.recomputed or how.fp32_head  # otherwise logits are kept
     positions = CHUNK if chunked else how.tokens
     logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0
-    # the head's gradient: in fp32, over chunks, and in bf16
+    # the head's gradient: in fp32, summed over chunks, and in bf16
     if learnt.head and chunked and how.sums_in_fp32 and not how.adapters:
         logits += (4 + 2) * size.vocabulary * size.hidden
     if sharded and not how.adapters:
-        # gradients of a layer wait for the layer's last one
+        # gradients of a layer wait for its last one
         gradients += 2 * (count - (size.head if head else 0)) / size.layers
     scoring = read(size, scoring_tokens, head).scoring
     training = max(gradients + how.tokens * kept + logits, step)
@@ -98,8 +101,8 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Proce
 
 
 def loaded(size: Size, head: bool, weight: float, ranks: int = 1, on_host: bool = False) -> float:
-    """Returns the bytes that a process needs on its GPU while it loads a model: the whole model, or under
-    ZeRO-3 its share over `ranks` (with `on_host` in host memory), and weights that are still whole."""
+    """Returns the bytes that a process needs on its GPU while it loads a model: the whole model or, under
+    ZeRO-3, its share over `ranks` (in host memory with `on_host`), plus weights that are still whole."""
     count = weight * (size.parameters - (0 if head else size.head))
     return (
         CONTEXT + (0.0 if on_host else count / ranks) + (min(FETCHED, count) if ranks > 1 or on_host else 0.0)
@@ -107,14 +110,14 @@ def loaded(size: Size, head: bool, weight: float, ranks: int = 1, on_host: bool 
 
 
 def largest_layer(size: Size) -> float:
-    """Returns the number of parameters of a layer, or of the embeddings if those are more."""
+    """Returns the number of parameters of a layer, or of the embeddings if they have more."""
     embeddings = size.vocabulary * size.hidden
     return max(embeddings, (size.parameters - embeddings - size.head) / size.layers)
 
 
 def group_bytes(size: Size) -> float:
-    """Returns the bytes of checkpoint weights in bf16 that exist whole at once while they are sent to
-    engines or written to a file."""
+    """Returns the bytes of bf16 checkpoint weights that exist whole at once while they are sent to engines or
+    written to a file."""
     return min(2 * size.parameters, GROUP + 2 * largest_layer(size))
 
 
@@ -129,21 +132,23 @@ def read(size: Size, tokens: int, head: bool, offload: bool = False, ranks: int 
 
 
 def bytes_of_weights(lora: Lora | None) -> float:
-    """Returns the bytes of a weight that is trained or is below adapters: 4 bits and the constants of their
-    blocks (Dettmers et al. 2023), or bf16."""
+    """Returns the bytes per weight of a model that is trained directly (bf16) or lies below adapters (bf16,
+    or 4 bits plus the constants of their blocks; Dettmers et al. 2023)."""
     return 2.0 if lora is None or lora.quantize == "none" else 0.52
 
 
 def engine_needs(size: Size, over: int) -> float:
     """Returns the bytes that an engine needs on each of `over` GPUs to start: its weights, and the memory
-    that `rollout/vllm/patches/gpu_worker.py` sets aside with its largest batch."""
+    that `rollout/vllm/patches/gpu_worker.py` sets aside for its largest batch."""
     return 2 * size.parameters / over + 3 * GIB
 
 
 def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, ProcessBytes]:
-    """Returns what each process of each group holds. `sizes` has the model of each group of models. A judge's
-    engine takes its share of the GPU, where it sleeps only while it judges; those that sleep load before the
-    other models."""
+    """Returns the bytes that each process of each group holds.
+
+    `sizes` has the model of each group of models. A judge's engine takes its share of the GPU, but if it
+    sleeps, only while it judges. Judges that sleep load before the other models.
+    """
     a_pass = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
     held: dict[str, ProcessBytes] = {}
     for name, ranks in config.groups.items():
@@ -156,7 +161,7 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
             over = ranks.world_size if config.ref_reward_shard else 1
             held[name] = read(sizes[name], scoring, head, config.ref_reward_offload, over)
     awake = config.engine.gpu_memory_utilization * gpu_bytes
-    # a larger weight has its own bucket
+    # a larger weight gets its own bucket
     bucket = max(BUCKET, 2 * sizes["actor"].vocabulary * sizes["actor"].hidden)
     engine = (
         ProcessBytes(1.0 * GIB, generating=awake) if config.engine.sleep else ProcessBytes(CONTEXT + awake)
@@ -165,7 +170,7 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
 
 
 def _judges(config: PPO, gpu_bytes: float) -> dict[str, ProcessBytes]:
-    """Returns what each process of a judge's engines holds."""
+    """Returns the bytes that each process of a judge's engines holds."""
     found = {}
     for judge in config.own_judges:
         share = judge.model.engine.gpu_memory_utilization * gpu_bytes
@@ -175,14 +180,15 @@ def _judges(config: PPO, gpu_bytes: float) -> dict[str, ProcessBytes]:
 
 
 def engine_sizes(config: PPO, sizes: Mapping[str, Size]) -> dict[str, tuple[EngineConfig, Size]]:
-    """Returns the engines of each group that has some, with the size of their model if it is known."""
+    """Returns the engines of each group that has any, with the size of their model if known."""
     engines = {"sampler": (config.engine, sizes.get("actor"))}
     engines |= {judge.group: (judge.model.engine, sizes.get(judge.group)) for judge in config.own_judges}
     return {name: (engine, size) for name, (engine, size) in engines.items() if size is not None}
 
 
 def lacking_for_engines(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> float:
-    """Returns the bytes that the share of a GPU of some engine lacks for its weights; 0 or less: none."""
+    """Returns how many bytes an engine lacks for its weights in its share of a GPU; 0 or less if no engine
+    lacks any."""
     return max(
         engine_needs(size, engine.processes) - engine.gpu_memory_utilization * gpu_bytes
         for engine, size in engine_sizes(config, sizes).values()
@@ -195,8 +201,8 @@ def copies(config: Optimised, ranks: Ranks) -> int:
 
 
 def training_of_role(config: PPO, role: str, gpu_bytes: float) -> Training:
-    """Returns what determines the memory of PPO's actor or critic. The ZeRO stage must already be chosen
-    (zero_stage.py)."""
+    """Returns the settings that determine the memory of PPO's actor or critic. The ZeRO stage must already be
+    chosen (zero_stage.py)."""
     assert config.sharding is not None
     ranks = config.groups[role]
     tokens, recomputed = recipe_pass(config, ranks.world_size)
@@ -205,7 +211,8 @@ def training_of_role(config: PPO, role: str, gpu_bytes: float) -> Training:
 
 
 def training_of(config: Trainable, zero_stage: int, gpu_bytes: float, what: Pass | None = None) -> Training:
-    """Returns what determines the memory of a training stage, with the recipe's passes or with `what`."""
+    """Returns the settings that determine the memory of a training stage, with the recipe's passes or those
+    of `what`."""
     passes = what or recipe_pass(config, config.ranks.world_size)
     as_recipe = config if what is None else config.model_copy(update=fields_of(what, config))
     found = _training(config, "model", config.ranks, zero_stage, gpu_bytes, passes)
@@ -245,7 +252,7 @@ def sharing(layout: Layout) -> dict[str, list[str]]:
 def gpu_peaks(
     config: PPO, layout: Layout, held: Mapping[str, ProcessBytes]
 ) -> dict[str, tuple[list[str], float]]:
-    """Returns for each kind of GPU, such as `GPU 0`, the groups on it and its peak bytes."""
+    """Returns, for each kind of GPU, such as `GPU 0`, the groups on it and its peak bytes."""
     return {
         place: (names, peak([held[name] for name in names], config.engine.sleep, config.colocate_all))
         for place, names in sharing(layout).items()
@@ -258,9 +265,12 @@ def peak(processes: list[ProcessBytes], released: bool, in_turn: bool = False) -
 
 
 def gpu_phases(processes: list[ProcessBytes], released: bool, in_turn: bool = False) -> dict[str, float]:
-    """Returns the bytes of a GPU with these processes, by phase. With `released`, memory passes from phase
-    to phase, and with `in_turn` from one training process to the next; otherwise each process keeps what
-    its largest phase took. All processes start at the same time, with engines awake."""
+    """Returns the bytes of a GPU with these processes, by phase.
+
+    With `released`, memory passes from one phase to the next, and with `in_turn` also from one training
+    process to the next; otherwise each process keeps as much as its largest phase took. All processes start
+    at the same time, with engines awake.
+    """
     still, scoring, generating, starting, gathering, bucket = (
         sum(getattr(process, name) for process in processes)
         for name in ("still", "scoring", "generating", "starting", "gathering", "bucket")
@@ -288,10 +298,10 @@ def gpu_phases(processes: list[ProcessBytes], released: bool, in_turn: bool = Fa
 def training_phases(
     config: Trainable, size: Size, zero_stage: int, gpu_bytes: float, what: Pass | None = None
 ) -> dict[str, float]:
-    """Returns the bytes of a training stage's GPU, by phase, with the recipe's passes or with `what`.
+    """Returns the bytes of a training stage's GPU, by phase, with the recipe's passes or those of `what`.
 
-    The reference of DPO and KTO scores before the first step. It is the model itself, or a second one
-    (assumed to have the same size), which under ZeRO-3 is also sharded over the ranks (training/ranks.py).
+    The reference of DPO and KTO scores before the first step. It is the model itself or a second one (assumed
+    to have the same size), which ZeRO-3 also shards over the ranks (training/ranks.py).
     """
     head = KINDS[config.stage].has_vocabulary
     how = training_of(config, zero_stage, gpu_bytes, what)

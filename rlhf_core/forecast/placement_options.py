@@ -1,4 +1,4 @@
-"""Lists placements of a PPO stage on a number of GPUs to try, as fields of the recipe. Torch-free."""
+"""Lists the placements of a PPO stage to try on a given number of GPUs, as recipe fields. Torch-free."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
     """Returns the fields for each placement, by its name. `size`: the actor's size."""
     on = PlacementOptions(config, count, size, gpu)
     options = on.all_together() | on.in_halves() | on.weights_on_host()
-    least = 1 if config.deepspeed else 0  # DeepSpeed's options do not apply to plain torch
+    least = 1 if config.deepspeed else 0  # DeepSpeed's options have no effect on plain torch
     return {
         name: fields | {"zero_stage": max(least, fields["zero_stage"])} for name, fields in options.items()
     }
 
 
 def judges_apart(config: PPO) -> int:
-    """Returns the number of GPUs of the judges whose engines share them with no model, because they do not
+    """Returns the number of GPUs taken by judges whose engines share them with no model, because they do not
     sleep."""
     engines = [judge.model.engine for judge in config.own_judges if not judge.model.engine.sleep]
     return math.ceil(sum(processes(engine) * engine.gpus for engine in engines))
@@ -48,7 +48,8 @@ def judges_apart(config: PPO) -> int:
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """The options for a stage on `count` GPUs, each as the fields that produce it. `size`: the actor's."""
+    """The options for a stage on `count` GPUs, each given as the fields that produce it. `size`: the actor's
+    size."""
 
     config: PPO
     count: int
@@ -56,7 +57,7 @@ class PlacementOptions:
     gpu: Gpu
 
     def all_together(self) -> dict[str, dict[str, Any]]:
-        """Returns options with all roles on all GPUs."""
+        """Returns options in which all roles use all GPUs."""
         together = self._together()
         most = self.config.shardings[-1].stage
         shards = f", ZeRO-{most}" if self.count > 1 else ""  # one GPU has nothing to shard
@@ -85,7 +86,7 @@ class PlacementOptions:
         return options
 
     def in_halves(self) -> dict[str, dict[str, Any]]:
-        """Returns options with the actor on one half of the GPUs, and the other models and vLLM on the rest;
+        """Returns options with the actor on one half of the GPUs, and the other models and vLLM on the other;
         none if there are too few GPUs."""
         config = self.config
         actor = self.count // 2
@@ -121,7 +122,7 @@ class PlacementOptions:
         return options
 
     def weights_on_host(self) -> dict[str, dict[str, Any]]:
-        """Returns the option with the trained weights in the host's memory, if they can be sharded."""
+        """Returns the option that keeps the trained weights in host memory, if they can be sharded."""
         if self.config.quantized:
             return {}
         shares = self.count > 1 and self.config.read_only
@@ -138,8 +139,8 @@ class PlacementOptions:
         return [field for field in RANKS if self.config.has_critic or field != "critic_ranks"]
 
     def _apart(self, judges_on: int = 0) -> dict[str, Any]:
-        """Returns fields under which no roles share GPUs and nothing is offloaded. `judges_on`: GPUs on which
-        the judges whose engines sleep have one for each; 0: they keep their number."""
+        """Returns the fields under which no roles share GPUs and nothing is offloaded. `judges_on`: number of
+        GPUs that each get one engine of every judge that sleeps; 0: these judges keep their number."""
         apart: dict[str, Any] = dict.fromkeys(SWITCHES, False)
         rewards = [_placed(source, judges_on) for source in self.config.reward]
         if rewards != list(self.config.reward):
@@ -150,7 +151,7 @@ class PlacementOptions:
         return apart
 
     def _together(self) -> dict[str, Any]:
-        """Returns fields under which all roles share all GPUs."""
+        """Returns the fields under which all roles share all GPUs."""
         return {
             **self._apart(self.count),
             **dict.fromkeys(self._roles(), self._ranks(self.count)),
@@ -159,7 +160,7 @@ class PlacementOptions:
         }
 
     def _ranks(self, number: int) -> dict[str, Any]:
-        """Returns ranks on so many GPUs, on whole nodes if they are more than one node has."""
+        """Returns ranks on this many GPUs, using complete nodes if they exceed one node."""
         per_node = self.gpu.per_node
         nodes = number // per_node if number > per_node and number % per_node == 0 else 1
         return {
@@ -170,9 +171,12 @@ class PlacementOptions:
         }
 
     def _engines(self, gpus: int, alone: bool) -> dict[str, Any]:
-        """Returns as many engines as fit on `gpus`. Each uses the recipe's number of GPUs if it divides
-        them, or more GPUs of a node if its weights would take more than `MOST_OF_ENGINE` of each, or beyond
-        a node, pipeline stages. Engines are alone on their GPUs, or beside models."""
+        """Returns as many engines as fit on `gpus`.
+
+        Each uses the recipe's number of GPUs if that divides `gpus`. If its weights would take more than
+        `MOST_OF_ENGINE` of each GPU, it uses more GPUs of a node or, beyond a node, pipeline stages. Engines
+        either have their GPUs `alone` or share them with models.
+        """
         engine = self.config.engine
         over = engine.tensor_parallel_size if gpus % engine.tensor_parallel_size == 0 else 1
         most = (0.9 if alone else MOST_OF_ENGINE) * self.gpu.memory
@@ -188,8 +192,8 @@ class PlacementOptions:
 
 
 def _placed(source: RewardSource, judges_on: int) -> RewardSource:
-    """Returns a reward source without ranks of its own, and a judge that sleeps with engines on each of
-    `judges_on` GPUs (0: as they are)."""
+    """Returns a reward source without its own ranks, and a judge that sleeps with engines on each of
+    `judges_on` GPUs (0: unchanged)."""
     if isinstance(source, ModelReward):
         return source.model_copy(update={"ranks": None})
     if not isinstance(source, JudgeReward) or not isinstance(source.judge, EngineJudge):

@@ -1,4 +1,4 @@
-"""Finds placements of a PPO stage on a number of GPUs, each with its memory and seconds, and chooses one.
+"""Finds placements of a PPO stage on a number of GPUs, with the memory and time of each, and chooses one.
 Torch-free."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rlhf_core.hub.model_config import Size
 
 
 class Placement(NamedTuple):
-    """One way to place the stage: the fields that produce it, bytes of its fullest GPU, all GPUs with their
-    groups, seconds by phase, the bytes that an engine's share of a GPU lacks for its weights (0 or less:
-    none), and the number of GPUs that it needs beyond the available ones."""
+    """One way to place the stage: the fields that produce it, the bytes of its fullest GPU, all GPUs with
+    their groups, seconds by phase, how many bytes an engine's share of a GPU lacks for its weights (0 or
+    less: none), and how many GPUs it needs beyond the available ones."""
 
     name: str
     fields: dict[str, Any]
@@ -58,19 +58,19 @@ def forecast(
 
 
 class Details(NamedTuple):
-    """Details of one placement: seconds by phase as a range, and memory by phase."""
+    """The details of a placement: seconds by phase as a range, and memory by phase."""
 
     seconds: Range
     memory: dict[str, PhaseBytes]
 
 
 def with_fields(config: PPO, placement: Placement) -> PPO:
-    """Returns the recipe's stage with the fields of one of `placements`."""
+    """Returns the recipe's stage with the fields of one of the `placements` applied."""
     return PPO.model_validate(config.model_dump() | placement.fields)
 
 
 def details(config: PPO, placement: Placement, sizes: Mapping[str, Size], gpu: Gpu) -> Details:
-    """Simulates one of `placements` phase by phase."""
+    """Simulates one of the `placements` phase by phase."""
     changed = with_fields(config, placement)
     changed = changed.model_copy(update={"zero_stage": stage_of_ppo(changed, sizes, gpu.memory).stage})
     layout = arrange(changed.placed, changed.together)
@@ -78,7 +78,7 @@ def details(config: PPO, placement: Placement, sizes: Mapping[str, Size], gpu: G
 
 
 def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> list[Placement]:
-    """Returns the recipe's own placement first, with other passes if those fit or are faster, then the
+    """Returns the recipe's own placement first, including other passes if those fit or are faster, then the
     alternatives on `count` GPUs."""
     found = []
     if config.actor_ranks.gpus:
@@ -96,12 +96,12 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> 
             changed = PPO.model_validate(config.model_dump() | fields)
         except (
             ValidationError
-        ):  # batch sizes that do not fit so many ranks, or engines that must work beside the models
+        ):  # batch sizes that do not fit this many ranks, or engines that must run beside the models
             continue
         if _gpu_count(changed) > count:
             continue
         if changed.param_offload and any(placement.fits(gpu) for placement in found):
-            continue  # its seconds are not measured, so only if nothing else fits
+            continue  # its speed has not been measured, so only if nothing else fits
         tried = []
         for share in shares_of_engine(changed, sizes["actor"], gpu) if changed.colocate_all else [0.9]:
             changed = changed.model_copy(
@@ -115,8 +115,8 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> 
 
 
 def on_fewest(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> tuple[int, list[Placement]]:
-    """Returns a number of GPUs and the placements on them: `count`, or a half, a quarter, ... of it if the
-    best placement on these is as fast (within 5 %)."""
+    """Returns a number of GPUs and the placements on them. The number is `count`, or a half, a quarter, ...
+    of it if the best placement on these is as fast (within 5 %)."""
     fewest = count
     found = placements(config, count, sizes, gpu)
     fastest = choose(found, gpu)
@@ -136,7 +136,7 @@ def _gpu_count(config: PPO) -> float:
 def _with_other_passes(
     name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu
 ) -> list[Placement]:
-    """Returns a placement with the recipe's passes, and with each of the alternatives."""
+    """Returns a placement with the recipe's passes, and with each alternative."""
     found = [forecast(name, config, fields, sizes, gpu)]
     for other in alternatives(config)[1:]:
         passes = fields_of(other, config)
@@ -147,8 +147,8 @@ def _with_other_passes(
 
 
 def _best(found: list[Placement], gpu: Gpu) -> Placement:
-    """Returns the fastest placement that fits, the first among equals (within 1 %); if none fits, the one
-    that needs the least memory."""
+    """Returns the fastest placement that fits, the first among equals (within 1 %). If none fits, returns the
+    one that needs the least memory."""
     fastest = min((placement.total for placement in found if placement.fits(gpu)), default=0.0)
     least = min(found, key=lambda placement: placement.peak)
     return next(
@@ -157,9 +157,8 @@ def _best(found: list[Placement], gpu: Gpu) -> Placement:
 
 
 def choose(found: list[Placement], gpu: Gpu) -> Placement | None:
-    """Returns the fastest placement that fits. Among equals (within 5 %) this is the recipe's own, or the
-    one that leaves the most memory, if that makes a difference (5 % of a GPU). Returns None when none fits.
-    """
+    """Returns the fastest placement that fits, or None when none fits. Among equals (within 5 %) this is the
+    recipe's own, or the one that leaves the most memory free if that makes a difference (5 % of a GPU)."""
     fitting = [placement for placement in found if placement.fits(gpu)]
     fastest = min((placement.total for placement in fitting), default=0.0)
     equals = [placement for placement in fitting if placement.total <= 1.05 * fastest]

@@ -1,4 +1,4 @@
-"""Records which share of a GPU's measured rates the phases of a run reach. Written by `python -m
+"""Records the share of a GPU's measured rates that the phases of a run reach. Written by `python -m
 tests.benchmarks.calibrate --write`."""
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 class Rates(NamedTuple):
     """`scoring`, `training`, `sharded`: share of the matrix rate reached in passes without gradients, in
-    training, and in training under ZeRO-3; `decode_step`: seconds of a vLLM step besides reading weights,
-    keys and values; `exposed`: share of the shorter of computing and sending between nodes that does not
-    overlap with the longer (assumed)."""
+    training, and in training under ZeRO-3. `decode_step`: seconds of a vLLM step other than reading weights,
+    keys and values. `exposed`: when a node both computes and sends, the share of the shorter of the two that
+    does not overlap with the longer (assumed)."""
 
     scoring: float
     training: float
@@ -19,7 +19,7 @@ class Rates(NamedTuple):
     exposed: float
 
 
-# The worst, the median and the best of the calibration runs on H200s and H100s.
+# The worst, median and best of the calibration runs on H200s and H100s.
 SLOW = Rates(0.574, 0.606, 0.418, 0.00549, 1.0)
 TYPICAL = Rates(0.666, 0.659, 0.535, 0.00371, 0.5)
 FAST = Rates(0.72, 0.698, 0.66, 0.00251, 0.0)

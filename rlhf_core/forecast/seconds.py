@@ -1,10 +1,10 @@
-"""Simulates the phases of a PPO iteration before anything starts: seconds are operations and bytes divided
-by rates. Torch-free.
+"""Simulates the phases of a PPO iteration before anything starts, dividing operations and bytes by rates.
+Torch-free.
 
-Operations: 2N per token for a forward pass of N parameters without embeddings, 6N for training (Kaplan et
-al. 2020, section 2.1), and 2 x layers x hidden x length for causal attention's products in a forward pass
-(of a token at the mean distance). Bytes: weights, keys and values that decoding reads; weights and
-gradients that ZeRO sends (Rajbhandari et al. 2020, section 7). The rates are in rates.py.
+Operations: 2N per token for a forward pass of N parameters without embeddings, 6N for training (Kaplan et al.
+2020, section 2.1), and 2 x layers x hidden x length for the products of causal attention in a forward pass
+(for a token at the mean distance). Bytes: weights, keys and values read while decoding; weights and gradients
+sent by ZeRO (Rajbhandari et al. 2020, section 7). The rates are in rates.py.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from rlhf_core.forecast.rates import FAST, SLOW, TYPICAL, Rates
 from rlhf_core.hub.model_config import Size
 
 HOST_ADAM = 1.5e9
-# parameters per second of an optimiser step on the host, for one rank; for all ranks of a node (assumed)
+# parameters per second of an optimiser step on the host: of one rank, and of all ranks of a node (assumed)
 NODE_ADAM = 6e9
-SYNC = 40e9  # bytes per second into the engines
-ALL_REDUCE = 15e-6  # seconds of one between the GPUs of an engine; a layer has two (assumed)
-SEQUENCES = 1024.0  # answers that a vLLM engine works on at once, if their keys and values fit
-# for an engine beside models, so that it starts even if its largest batch takes more than `engine_needs`
-# counts
+SYNC = 40e9  # bytes per second sent into the engines
+ALL_REDUCE = 15e-6  # seconds per all-reduce between the GPUs of an engine; each layer has two (assumed)
+SEQUENCES = 1024.0  # answers that a vLLM engine processes at once, if their keys and values fit
+# for an engine beside models, so that it starts even if its largest batch takes more than the estimate of
+# `engine_needs`
 SPARE = 2 * GIB
-# How much faster `float8` makes a pass without gradients and one of training, in which the products for the
-# gradients of weights stay in bf16: between 1.26 and 1.40, and 1.08 and 1.13, in the records of
-# tests/benchmarks with 1.5 and 7.6 billion parameters.
+# How much faster `float8` makes a pass without gradients, and a training pass, in which the products for the
+# gradients of weights stay in bf16. The records of tests/benchmarks with 1.5 and 7.6 billion parameters show
+# 1.26 to 1.40, and 1.08 to 1.13.
 FP8_SCORING = 1.33
 FP8_TRAINING = 1.12
-SLEEP = 20e9  # bytes per second of weights that an engine drops and restores, to sleep and to wake
+SLEEP = 20e9  # bytes per second of weights that an engine drops or restores when it sleeps or wakes
 
 
 class Sending(NamedTuple):
-    """Seconds for sending weights and gradients: in a pass without gradients, in a training pass, in an
-    optimiser step, and in all scoring of an iteration."""
+    """Seconds spent sending weights and gradients: in a pass without gradients, in a training pass, in an
+    optimiser step, and in all the scoring of an iteration."""
 
     scoring: float = 0.0
     training: float = 0.0
@@ -65,8 +65,8 @@ def phases_as_range(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu:
 def phases(
     config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, rates: Rates = TYPICAL
 ) -> dict[str, float]:
-    """Returns the seconds by phase for full-length answers, which is an upper bound if answers end early.
-    Generation that overlaps with scoring and training only counts with the remainder."""
+    """Returns the seconds by phase for full-length answers, an upper bound if answers end early. Where
+    generation overlaps with scoring and training, only the remainder counts."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
     tokens = answers * config.longest
     sharding = config.sharding
@@ -81,7 +81,7 @@ def phases(
         head = gives_logprobs(name)
         ranks = group.world_size
         sent = sending(config, name, size, gpu)
-        # within a node, the measured rates include it
+        # within a node, the measured rates include sending
         spread = rates.exposed if nodes_of(ranks, gpu) > 1 else 0.0
         times = config.scorings[name]
         if times:
@@ -111,7 +111,7 @@ def phases(
             host.append(steps * stored / ranks / by_rank if name in config.adam_offload else 0.0)
     engine = sizes["actor"]
     gpus = layout.gpus()
-    # adapters take no time in comparison
+    # adapters take hardly any time in comparison
     sent_whole = 0 if config.engine.adapters == "alone" else 2 * engine.parameters
     gathered = gather_seconds(sent_whole, config.actor_ranks.world_size, gpu) if sharding.weights else 0.0
     found = {
@@ -127,8 +127,8 @@ def phases(
 
 
 def forward_operations(size: Size, head: bool, length: int) -> float:
-    """Returns the operations of a forward pass for one token of a document of `length` tokens. Embeddings
-    are looked up, which takes none. `head`: the output is the vocabulary."""
+    """Returns the operations of a forward pass for one token of a document of `length` tokens. Embeddings are
+    looked up, which takes none. `head`: whether the output is the vocabulary."""
     embeddings = size.vocabulary * size.hidden
     layers = size.active - size.head - embeddings
     return 2 * (layers + (embeddings if head else 0)) + 2 * size.layers * size.hidden * length
@@ -144,8 +144,8 @@ def seconds_of_pass(
     rates: Rates = TYPICAL,
     logits_twice: bool = False,
 ) -> float:
-    """Returns the time of the pass's operations, or the time that the host needs to launch them if that is
-    longer. `head`: as in `memory.trained`. `logits_twice`: the head's product is computed again in the
+    """Returns the time for the pass's operations, or for the host to launch them if that takes longer.
+    `head`: as in `memory.trained`. `logits_twice`: whether the head's product is computed again in the
     backward half (`fp32_head`)."""
     again = 1 + what.recomputed / 3  # of 3 parts, one forward and two backward, the first is recomputed
     sharding = SHARDINGS[zero_stage]
@@ -159,18 +159,20 @@ def seconds_of_pass(
 
 
 def beside(computed: float, sent: float, exposed: float) -> float:
-    """Returns the seconds of computing and sending at once: the longer, plus the share `exposed` of the
-    shorter."""
+    """Returns the seconds for computing and sending at once: the longer of the two, plus the share `exposed`
+    of the shorter."""
     return max(computed, sent) + exposed * min(computed, sent)
 
 
 def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
-    """Returns the seconds in which a role's data is sent, in bf16. ZeRO-3 gathers weights for each pass,
-    and again for its backward half unless they are kept (with hpZ from the same node), and reduces
-    gradients. Stages 1 and 2 reduce gradients and gather weights once a step (2: reduce for each pass).
-    Adapters have hardly any gradients. With weights in host memory, each fetch reads the rank's shard over
-    the link to the host. Frozen models with `ref_reward_offload` are read whole, once; with
-    `ref_reward_shard` they are gathered for each pass."""
+    """Returns the seconds spent sending a role's data, in bf16.
+
+    ZeRO-3 gathers weights for each pass, and again for its backward half unless they are kept (with hpZ from
+    the same node), and reduces gradients. Stages 1 and 2 gather weights once a step and reduce gradients,
+    stage 2 in every pass. Adapters have hardly any gradients. With weights in host memory, each fetch reads
+    the rank's shard over the link to the host. Frozen models are read whole, once, with `ref_reward_offload`,
+    and gathered for each pass with `ref_reward_shard`.
+    """
     ranks = config.groups[role].world_size
     weights = 2 * (size.parameters - (0 if gives_logprobs(role) else size.head))
     whole = gather_seconds(weights, ranks, gpu)
@@ -196,8 +198,8 @@ def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
 
 
 def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
-    """Returns shares of a GPU for an engine beside models, largest first: for its weights, and the keys and
-    values of all its answers, of a half, or of fewer at a time."""
+    """Returns shares of a GPU for an engine beside models, largest first: enough for its weights and for the
+    keys and values of all its answers, of a half, or of fewer at a time."""
     over = config.engine.processes
     answers = min(
         SEQUENCES,
@@ -211,8 +213,8 @@ def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
 
 
 def busiest(work: Mapping[str, float], gpus: Mapping[str, Sequence[str]]) -> float:
-    """Returns the largest sum of work on one GPU. Each role spreads its work evenly over its `gpus`, and
-    GPUs work in parallel."""
+    """Returns the largest total work on one GPU. Each role spreads its work evenly over its `gpus`, and GPUs
+    work in parallel."""
     load: dict[str, float] = {}
     for role, total in work.items():
         for gpu in gpus[role]:
@@ -226,10 +228,10 @@ def _generate(config: PPO, size: Size, processes: int, gpu: Gpu, rates: Rates) -
     prompt = config.prompt_max_len
     said = config.generate_max_len
     space = over * (config.engine.gpu_memory_utilization * gpu.memory - engine_needs(size, over))
-    # answers in an engine at once
+    # answers that an engine processes at once
     at_once = min(SEQUENCES, max(1.0, space // (size.kv * config.longest))) if space > 0 else SEQUENCES
     steps = said * math.ceil(answers * over / processes / at_once)
-    # this many batches are in progress, each of which reads the weights of all stages
+    # this many batches are in progress, and each reads the weights of all stages
     stages = over // config.engine.tensor_parallel_size
     weights = steps * stages * 2 * size.parameters / over
     keys = answers * said * (prompt + said / 2) * size.kv / processes

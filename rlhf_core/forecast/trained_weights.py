@@ -1,8 +1,8 @@
-"""Counts the weights of a model that are trained, and those that Muon trains. Torch-free.
+"""Counts the trained weights of a model, and those of them that Muon trains. Torch-free.
 
-Only these have gradients and an optimiser's state. Weights that `freeze.names` names are counted as trained,
-since only the model knows its weights' names; activations below frozen layers are counted as kept. Both
-estimates are too high then, and never too low.
+Only these have gradients and optimiser state. Weights that `freeze.names` freezes count as trained, since
+only the model knows the names of its weights, and activations below frozen layers count as kept. These
+estimates may therefore be too high, but never too low.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MOMENT = 4  # bytes of a moment of one weight, in fp32
 
 
 class TrainedWeights(NamedTuple):
-    """Numbers of weights: those trained (`number`), and of these the ones by Muon, which keeps one moment in
-    place of Adam's two. `head`: whether a language model's head is trained."""
+    """The number of trained weights (`number`), and of those trained by Muon, which keeps one moment instead
+    of Adam's two. `head`: whether a language model's head is trained."""
 
     number: float
     by_muon: float
@@ -25,7 +25,8 @@ class TrainedWeights(NamedTuple):
 
 
 def trained_weights(size: Size, how: Training, head: bool) -> TrainedWeights:
-    """Returns what `freeze` and `optimizer` leave to which optimiser. `head`: as in `memory.trained`."""
+    """Returns the weights that `freeze` leaves to train, and how `optimizer` divides them. `head`: as in
+    `memory.trained`."""
     count = size.parameters - (0 if head else size.head)
     embeddings = size.vocabulary * size.hidden
     layers = size.layers
@@ -33,7 +34,7 @@ def trained_weights(size: Size, how: Training, head: bool) -> TrainedWeights:
     if how.freeze is not None:
         frozen = min(how.freeze.layers, size.layers)
         layers -= frozen
-        # besides embeddings, head and layers there is the last norm
+        # besides embeddings, head and layers, there is the final norm
         count -= frozen * (size.parameters - embeddings - size.head - size.hidden) / size.layers
     if how.freeze is not None and how.freeze.embeddings:
         count -= embeddings
@@ -42,10 +43,10 @@ def trained_weights(size: Size, how: Training, head: bool) -> TrainedWeights:
 
 
 def layer_matrices(size: Size) -> float:
-    """Returns the number of weights in the matrices of a layer, without two norms and without experts, which
-    one tensor holds and Muon does not train."""
+    """Returns the number of weights in a layer's matrices. Its two norms are excluded, and so are experts,
+    which are stored in one tensor that Muon does not train."""
     layer = (size.active - size.vocabulary * size.hidden - size.head - size.hidden) / size.layers
     if size.active < size.parameters:
-        # the experts that a token uses, from the bytes of their activations
+        # the experts that a token uses, derived from the bytes of their activations
         layer -= 3 * size.hidden * (size.passing / BF16 - 4 * size.hidden) / 2
     return layer - 2 * size.hidden

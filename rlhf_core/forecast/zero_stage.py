@@ -1,5 +1,5 @@
-"""Chooses the ZeRO stage for `zero_stage: auto`: the lowest that fits. A higher one saves memory and sends
-more data between GPUs. Torch-free.
+"""Chooses the ZeRO stage for `zero_stage: auto`: the lowest one that fits, because a higher stage saves
+memory but sends more data between GPUs. Torch-free.
 
 The estimates are for bfloat16. Without a GPU, or for a model of unknown size, the highest stage is chosen,
 because it needs the least memory.
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Chosen(NamedTuple):
-    """A ZeRO stage and the reason for choosing it, in words."""
+    """A ZeRO stage, and the reason for choosing it in words."""
 
     stage: int
     why: str
@@ -51,16 +51,17 @@ class Chosen(NamedTuple):
 
 
 def uses_deepspeed(config: PPO) -> bool:
-    """Returns whether actor and critic use DeepSpeed: as `zero_stage` sets it; under `auto`, when one of
-    them has several ranks or no GPUs, or the recipe offloads them to the host or has DeepSpeed options."""
+    """Returns whether the actor and critic use DeepSpeed. This is as `zero_stage` sets it; under `auto` they
+    do when either has several ranks or no GPUs, or the recipe offloads them to the host or has DeepSpeed
+    options."""
     if config.sharding is not None:
         return config.sharding is not TORCH
     return not config.alone or not all(ranks.gpus for ranks in config.trained_ranks.values())
 
 
 def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, gpu_bytes: float) -> Chosen:
-    """Returns the stage for actor and critic, along with everything that shares their GPUs. `sizes`: size
-    of each group's model, None if unknown; `gpu_bytes`: 0: no GPU."""
+    """Returns the ZeRO stage for the actor and critic, considering everything that shares their GPUs.
+    `sizes`: the size of each group's model, None if unknown; `gpu_bytes`: 0: no GPU."""
     alone = bool(gpu_bytes) and not uses_deepspeed(config)
     return _choose(
         config, alone, sizes, lambda known, stage: peak_of_ppo(config, known, stage, gpu_bytes), gpu_bytes
@@ -68,7 +69,8 @@ def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, gpu_bytes: float
 
 
 def stage_of_state(config: Optimised, kept: int) -> Chosen:
-    """Returns the ZeRO stage of a resume state, and which fields of the recipe have no effect under it."""
+    """Returns the ZeRO stage of a resume state, with the fields of the recipe that have no effect under
+    it."""
     sharding = SHARDINGS[kept]
     ignored = [] if sharding.weights else config.needing_shards
     if config.offloaded("adam") and not sharding.state:
@@ -82,15 +84,15 @@ def stage_of_state(config: Optimised, kept: int) -> Chosen:
 
 
 def peak_of_ppo(config: PPO, sizes: Mapping[str, Size], stage: int, gpu_bytes: float) -> float:
-    """Returns the bytes of the fullest GPU of actor and critic under a ZeRO stage, with everything that
-    shares it."""
+    """Returns the bytes on the fullest GPU of the actor and critic under a ZeRO stage, including everything
+    that shares it."""
     held = roles(config.model_copy(update={"zero_stage": stage}), sizes, gpu_bytes)
     found = gpu_peaks(config, arrange(config.placed, config.together), held)
     return max(held for names, held in found.values() if {"actor", "critic"} & set(names))
 
 
 def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) -> Chosen:
-    """Like `stage_of_ppo`, but for a training stage."""
+    """Does the same as `stage_of_ppo` for a training stage."""
     return _choose(
         config,
         config.alone,
@@ -103,14 +105,14 @@ def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) ->
 def peak_of_training(
     config: Trainable, size: Size, stage: int, gpu_bytes: float, what: Pass | None = None
 ) -> float:
-    """Returns the bytes of a training stage's GPU under a ZeRO stage, with the recipe's passes or with
+    """Returns the bytes on a training stage's GPU under a ZeRO stage, with the recipe's passes or those of
     `what`."""
     return max(training_phases(config, size, stage, gpu_bytes, what).values())
 
 
 def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
-    """Returns the bytes that each of the trained models in `sizes`, by role, takes on every GPU of its
-    ranks while it is loaded; under `auto`, with the ZeRO stage that takes the least."""
+    """Returns the bytes that each trained model in `sizes`, by role, takes on every GPU of its ranks while it
+    is loaded. Under `auto`, assumes the ZeRO stage that takes the least."""
     weight = 4.0 if config.dtype == "float32" and not config.quantized else bytes_of_weights(config.lora)
     sharding = config.sharding or config.shardings[-1]
     found = {}
@@ -124,9 +126,9 @@ def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
 
 
 def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str], float]]:
-    """Returns the roles on each GPU that has models, and the bytes that they take there together: all of
-    them load at the same time, including engines, but not those of judges that sleep. `sizes`: sizes of known
-    models; others are left out."""
+    """Returns the roles on each GPU that has models, and the bytes that they take there together, since all
+    of them load at the same time. This includes engines, but not those of judges that sleep. `sizes`: sizes
+    of the known models; others are left out."""
     held = starts(config, {role: size for role, size in sizes.items() if role in ("actor", "critic")})
     weight = 4.0 if config.dtype == "float32" else 2.0
     if config.ref_reward_offload:
@@ -152,8 +154,8 @@ def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str
 
 
 def require_start(names: Sequence[str], needed: float, gpu_bytes: float) -> None:
-    """Raises MachineLacks, before any model is loaded, when a GPU with `gpu_bytes` (0: there is none)
-    cannot hold the `needed` bytes of the models that these roles load onto it (`starts`)."""
+    """Raises MachineLacks, before any model is loaded, when a GPU with `gpu_bytes` (0: no GPU) cannot hold
+    the `needed` bytes of the models that these roles load onto it (`starts`)."""
     if 0 < gpu_bytes < needed:
         told = at_start(needed)
         instead = "use more ranks with zero_stage 3, GPUs with more memory or a smaller model"
@@ -170,8 +172,8 @@ def at_start(needed: float) -> str:
 
 
 def doubt(held: float, gpu_bytes: float) -> str:
-    """Returns a line for the log if a GPU has less memory than estimated; otherwise ''. Estimates were up
-    to 15 % off."""
+    """Returns a line for the log if a GPU has less memory than estimated; otherwise ''. Estimates have been
+    up to 15 % off."""
     if held <= gpu_bytes:
         return ""
     memory = f"{gpu_bytes / GIB:.1f}"
@@ -182,7 +184,8 @@ def doubt(held: float, gpu_bytes: float) -> str:
 
 
 def size_at(place: str) -> Size | None:
-    """Like `size_of_folder`, but returns None when the model's config.json has no sizes or cannot be read."""
+    """Does the same as `size_of_folder`, but returns None when the model's config.json has no sizes or cannot
+    be read."""
     try:
         return size_of_folder(place)
     except (ValueError, OSError):
@@ -190,7 +193,7 @@ def size_at(place: str) -> Size | None:
 
 
 def size_of_folder(place: str) -> Size:
-    """Returns the size of a model in a folder or on the Hub; for an adapter, of its base. Raises ValueError
+    """Returns the size of a model in a folder or on the Hub, or of an adapter's base model. Raises ValueError
     when its config.json has no sizes."""
     if (adapter := Path(place) / ADAPTER_CONFIG).is_file():
         place = pinned_base(Path(place)) or str(
@@ -202,8 +205,9 @@ def size_of_folder(place: str) -> Size:
 def _choose(
     config: Optimised, alone: bool, known: T | None, peak: Callable[[T, int], float], gpu_bytes: float
 ) -> Chosen:
-    """Returns the recipe's stage; 0 for one rank (`alone`); otherwise the lowest stage whose `peak` (bytes,
-    from the `known` sizes) fits, among the stages that support what the recipe requires."""
+    """Returns the recipe's stage if it sets one, 0 for a single rank (`alone`), and otherwise the lowest
+    stage that fits. Considers the stages that support what the recipe requires; `peak` returns their bytes,
+    given the `known` sizes."""
     if config.sharding is not None:
         return Chosen(config.sharding.stage, "as the recipe says")
     if alone:
@@ -214,7 +218,7 @@ def _choose(
     if known is None or not gpu_bytes or config.dtype not in HALF:
         unknown = "a model's config.json has no sizes" if known is None else "it is not bfloat16"
         return Chosen(most, f"memory cannot be estimated, as {unknown if gpu_bytes else 'there is no GPU'}")
-    # The memory left on the GPU with Adam on the host is only known where gradients are sharded.
+    # With Adam on the host, the memory left on the GPU is known only where gradients are sharded.
     offloaded = config.offloaded("adam")
     wanted = [each for each in config.shardings if (each.gradients if offloaded else each.state)]
     peaks = {each.stage: peak(known, each.stage) for each in wanted}

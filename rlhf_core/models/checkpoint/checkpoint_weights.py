@@ -1,9 +1,9 @@
 """Exports a model's weights in checkpoint form: adapters merged, 4-bit weights dequantised, experts under
 their own names.
 
-During training LoRA weights are separate from frozen layers, the experts of a layer are one tensor, and
-ZeRO-3 shards weights. They are gathered in groups of whole layers, so that only one group is in memory at a
-time.
+During training, LoRA weights are separate from frozen layers, the experts of a layer are one tensor, and
+ZeRO-3 shards weights. They are gathered in groups of complete layers, so that only one group is in memory at
+a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhf_core.models.weights.unbiased_rounding import Survival
 from rlhf_core.models.weights.whole_weights import whole_shape, whole_size
 from rlhf_core.system import progress
 
-# approximate size of a group of gathered weights; groups hold whole layers, since an export may merge a
+# approximate size of a group of gathered weights; groups contain complete layers, since an export may merge a
 # layer's weights
 GROUP_BYTES = 1 << 27
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
@@ -42,11 +42,11 @@ class Unit(NamedTuple):
 def checkpoint_weights(
     model: PreTrainedModel, gathered: Gathered, survival: Survival | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields all gathered weights under the names of a transformers checkpoint. Is a collective on every
+    """Yields all gathered weights under the names used in a transformers checkpoint. Is a collective on every
     rank.
 
     `gathered(parameters)` is a context that gathers sharded parameters. A weight is valid only until the next
-    one is requested. `survival` counts how much of the adapters survives rounding.
+    one is requested. `survival` measures how much of the adapters survives rounding.
     """
     for group in _groups(_units(model, survival)):
         with gathered([parameter for unit in group for parameter in unit.parameters]):
@@ -62,7 +62,7 @@ def planned_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     for unit in _units(model):
         if unit.parameters:
             whole = unit.parameters[0]
-            # set for a 4-bit weight, which is exported in another shape and dtype
+            # set for a 4-bit weight, which is exported with another shape and dtype
             quantised = getattr(whole, "quant_state", None)
             known = (
                 (quantised.shape, quantised.dtype)
@@ -73,13 +73,13 @@ def planned_weights(model: PreTrainedModel) -> dict[str, Tensor]:
             known = ((buffer := unit.value()).shape, buffer.dtype)
         state[unit.name] = meta(*known)
     state = state if is_quantised(model) else revert_weight_conversion(model, state)
-    # without views of each other
+    # not as views of each other
     return {name: meta(weight.shape, weight.dtype) for name, weight in state.items()}
 
 
 def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights that LoRA trains, under the names in peft's adapter files. Is a collective on every
-    rank."""
+    """Yields the weights trained by LoRA, under the names used in peft's adapter files. Is a collective on
+    every rank."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     with gathered([parameter for _, parameter in trained]):
         for name, parameter in trained:
@@ -87,8 +87,8 @@ def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tupl
 
 
 def scaled_adapters(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
-    """Yields the adapters of linear layers, with B multiplied by `alpha / rank`, in the dtype of the model's
-    weights and under the names of `trained_weights`. Is a collective on every rank."""
+    """Yields the adapters of linear layers, in the dtype of the model's weights and under the names of
+    `trained_weights`, with B multiplied by `alpha / rank`. Is a collective on every rank."""
     scales = {
         f"base_model.model.{name}": layer.scaling[ADAPTER] for name, layer in lora_layers(model).items()
     }
@@ -123,7 +123,8 @@ def _units(model: PreTrainedModel, survival: Survival | None = None) -> Iterator
 
 
 def _groups(units: Iterator[Unit]) -> Iterator[list[Unit]]:
-    """Yields consecutive groups of about GROUP_BYTES that end where a layer ends; the same on every rank."""
+    """Yields consecutive groups of about GROUP_BYTES, each ending at the end of a layer. The groups are the
+    same on every rank."""
     group: list[Unit] = []
     size = 0
     layer = ""

@@ -11,8 +11,8 @@ from rlhf_core.data.chat import Renderer
 
 
 def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Adds the chat template's end-of-turn token to the stop tokens. A base model's generation config names
-    another token, so samples of the trained chat model would never stop."""
+    """Adds the chat template's end-of-turn token to the stop tokens. A base model's generation config names a
+    different token, so the trained chat model would never stop."""
     try:
         ends = Renderer(tokenizer, "chat").stop_token_ids
     except ValueError:  # no chat template
@@ -28,8 +28,8 @@ def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenize
 
 
 def used_values(generation: GenerationConfig) -> GenerationConfig:
-    """Returns the generation config without its `ignored_values`. transformers generates the same with it,
-    and agrees to write it."""
+    """Returns the generation config without its `ignored_values`. transformers generates the same text with
+    it, and does not refuse to write it."""
     used = copy.deepcopy(generation)
     for name in ignored_values(generation):
         setattr(used, name, None)
@@ -45,6 +45,6 @@ def ignored_values(generation: GenerationConfig) -> list[str]:
     """
     try:
         generation.validate(strict=True)
-    except ValueError as error:  # its message has a line for each value
+    except ValueError as error:  # the message has one line per value
         return re.findall(r"^- `(\w+)`:", str(error), re.MULTILINE)
     return []

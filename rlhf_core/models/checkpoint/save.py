@@ -29,9 +29,9 @@ from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
 from rlhf_core.models.multimodal.wrapper import copy_files, folder_of, require_stored, stored_names
 from rlhf_core.system.files import read_json, write_text
 
-# each stored weight's file and safetensors header entry
+# the file and safetensors header entry of each stored weight
 Stored = dict[str, tuple[Path, dict[str, Any]]]
-OF_HEAD = re.compile(r"For[A-Z]\w*$")  # the part of a class's name that says which head it has
+OF_HEAD = re.compile(r"For[A-Z]\w*$")  # the part of a class name that says which head the class has
 # keys of config.json
 OF_WEIGHTS = ("architectures", "dtype", "transformers_version", "id2label", "label2id", "pad_token_id")
 
@@ -43,8 +43,8 @@ def save_model(
     folder: Path,
     trust_remote_code: bool = False,
 ) -> None:
-    """Writes safetensors, config, generation config and tokenizer files to `folder`. `weights` come from
-    `checkpoint_weights` and are written one by one."""
+    """Writes safetensors, config, generation config and tokenizer files to `folder`. `weights`: from
+    `checkpoint_weights`, written one by one."""
     save_description(model, tokenizer_source, folder, trust_remote_code)
     planned, left = plan_weights(model)
     whole = getattr(model, "whole", None)
@@ -75,8 +75,8 @@ def save_description(
 
 
 def plan_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], Stored]:
-    """Returns the weights of an export as tensors without memory (`meta`), and the subset that `not_loaded`
-    finds.
+    """Returns the weights of an export as tensors without memory (`meta`), and the subset found by
+    `not_loaded`.
 
     Raises ValueError if a language model has a weight that its multimodal checkpoint lacks.
     """
@@ -90,7 +90,7 @@ def plan_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], Stored]:
 
 
 def _added(planned: dict[str, Tensor], whole: Path) -> dict[str, Tensor]:
-    """Returns the head for scores among the `planned` weights if the multimodal checkpoint has none."""
+    """Returns the score head among the `planned` weights if the multimodal checkpoint has none."""
     stored = stored_names(whole)
     return {
         name: weight for name, weight in planned.items() if name.startswith("score.") and name not in stored
@@ -98,8 +98,8 @@ def _added(planned: dict[str, Tensor], whole: Path) -> dict[str, Tensor]:
 
 
 def describe_scorer(file: Path, model: PreTrainedModel) -> None:
-    """Changes the config.json of a multimodal model to that of a reward model, which transformers loads as a
-    whole; for Qwen3-VL with a class of ours (`score_classes.py`)."""
+    """Changes the config.json of a multimodal model to that of a reward model, which transformers loads whole;
+    Qwen3-VL needs alignflow's class for it (`score_classes.py`)."""
     config = read_json(file)
     names = config.get("architectures") or [type(model).__name__]
     config["architectures"] = [OF_HEAD.sub("ForSequenceClassification", names[0])]
@@ -111,9 +111,9 @@ def describe_scorer(file: Path, model: PreTrainedModel) -> None:
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Writes config.json: the one of the checkpoint that the model was loaded from, except for the values
-    that describe these weights. transformers alone would use its own release's names for values, which other
-    tools may not read."""
+    """Writes config.json: that of the checkpoint the model was loaded from, except for the values that
+    describe these weights. transformers alone would use its own release's names for values, which other tools
+    may not read."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
@@ -122,7 +122,7 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
     config.save_pretrained(folder)
     written = read_json(folder / "config.json")
     base = read_json(_base(model) / "config.json")
-    # a config with its own code needs the `auto_map` that transformers writes
+    # a config that comes with code needs the `auto_map` that transformers writes
     if base.get("model_type") == written["model_type"] and "auto_map" not in base:
         kept = {
             key: value for key, value in base.items() if key not in ("torch_dtype", "quantization_config")
@@ -132,11 +132,11 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def not_loaded(model: PreTrainedModel, exported: Set[str]) -> Stored:
-    """Finds the weights in a policy's checkpoint that transformers skips on purpose, and that are not in
-    `exported`: each one's file and header entry.
+    """Finds the weights in a policy's checkpoint that transformers skips on purpose and that are not in
+    `exported`, with the file and header entry of each.
 
     These are heads that predict further tokens, and keys of layers that reuse another layer's. Returns an
-    empty dict when the weights are quantised, have other names, or are gone.
+    empty dict when the weights are quantised, have other names, or no longer exist.
     """
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     base = _base(model)
@@ -149,7 +149,7 @@ def not_loaded(model: PreTrainedModel, exported: Set[str]) -> Stored:
         for key, about in tensors.items()
         if key not in exported
     }
-    # some weights are exported under names that the checkpoint does not have
+    # some weights are exported under names that are not in the checkpoint
     if len(exported) + len(left) > sum(map(len, files.values())):
         return {}
     return {key: found for key, found in left.items() if any(re.search(pattern, key) for pattern in patterns)}
@@ -162,17 +162,17 @@ def _read(stored: Stored) -> Iterator[tuple[str, Tensor]]:
 
 
 def _base(model: PreTrainedModel) -> Path:
-    """Returns the folder that a model was loaded from; for a model on the Hub, the one in the Hub client's
+    """Returns the folder that a model was loaded from; for a model on the Hub, its folder in the Hub client's
     cache."""
     return folder_of(model.name_or_path) if model.name_or_path else Path(os.devnull)
 
 
 def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, folder: Path) -> None:
-    """Writes the adapter alone, in peft's format: its weights (`trained_weights`) and a config that names
+    """Writes only the adapter, in peft's format: its weights (`trained_weights`) and a config that names
     `base`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.peft_config[ADAPTER])
-    # A base in the Hub's cache is named by its repository, not by a folder of this machine.
+    # A base in the Hub's cache is named by its repository, not by a folder on this machine.
     config.base_model_name_or_path, config.revision = snapshot_of_hub(base) or (base, None)
     config.inference_mode = True
     config.modules_to_save = ["score"] if has_head(model) else None
@@ -181,7 +181,7 @@ def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, fo
 
 
 def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Writes the tokenizer of a model, with the pad token used in training, and returns it."""
+    """Writes a model's tokenizer with the pad token used in training, and returns it."""
     tokenizer = with_pad_token(
         AutoTokenizer.from_pretrained(tokenizer_place(source), trust_remote_code=trust_remote_code)
     )

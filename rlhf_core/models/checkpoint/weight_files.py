@@ -1,7 +1,7 @@
 """Writes the safetensors files of a checkpoint weight by weight, so that at most one weight is in memory.
 
-The files are created first, with their headers, and each weight is written to its place. Names, split and
-headers match those of `huggingface_hub.save_torch_state_dict`.
+The files are first created with their headers, then each weight is written to its place. Names, headers and
+the split into files match those of `huggingface_hub.save_torch_state_dict`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
-ADDED = "model-score.safetensors"  # the file of a head beside the files of an index
+ADDED = "model-score.safetensors"  # file of a head, in addition to the files of an index
 ORDER = {dtype: place for place, dtype in enumerate(NAMES)}
 
 
 def meta(shape: Iterable[int], dtype: torch.dtype | str) -> Tensor:
-    """Returns a tensor with a shape and a dtype (or its name in safetensors), but no memory."""
+    """Returns a tensor without memory that has this shape and dtype (or safetensors name of a dtype)."""
     return torch.empty(tuple(shape), dtype=DTYPES[dtype] if isinstance(dtype, str) else dtype, device="meta")
 
 
 def lay_out(weights: Mapping[str, Tensor], folder: Path, shard_bytes: int | str = "5GB") -> None:
-    """Creates the files for weights of these shapes and dtypes (`meta`), and an index if there are several
-    files. Their contents are undefined."""
+    """Creates the files for weights of these shapes and dtypes (`meta`), with an index if there are several
+    files. The contents are undefined."""
     split = split_torch_state_dict_into_shards(dict(weights), max_shard_size=shard_bytes)
     for name, keys in split.filename_to_tensors.items():
         make_file(folder / name, {key: weights[key] for key in keys})
@@ -58,7 +58,7 @@ def lay_out(weights: Mapping[str, Tensor], folder: Path, shard_bytes: int | str 
 
 
 def add_file(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Creates one more file for weights of these shapes and dtypes (`meta`) in a checkpoint's folder, and
+    """Creates another file for weights of these shapes and dtypes (`meta`) in a checkpoint's folder, and
     lists it in the index. Does nothing without weights. The contents are undefined."""
     if not weights:
         return
@@ -66,7 +66,7 @@ def add_file(folder: Path, weights: Mapping[str, Tensor]) -> None:
     single = folder / "model.safetensors"
     if index.is_file():
         listed = read_json(index)
-    else:  # transformers prefers a file of this name to an index
+    else:  # transformers prefers a file with this name to an index
         known = single.rename(folder / "model-00001-of-00002.safetensors")
         listed = {"metadata": {}, "weight_map": dict.fromkeys(tensors_of(known), known.name)}
     name = ADDED if index.is_file() else "model-00002-of-00002.safetensors"
@@ -79,8 +79,7 @@ def add_file(folder: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def make_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Creates a safetensors file for tensors of these shapes and dtypes. The tensors' contents are
-    undefined."""
+    """Creates a safetensors file for tensors of these shapes and dtypes. The contents are undefined."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key in sorted(tensors, key=lambda key: (ORDER[tensors[key].dtype], key)):
@@ -100,7 +99,7 @@ def make_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def fill(files: Iterable[Path], weights: Iterable[tuple[str, Tensor]], expected: Iterable[str]) -> None:
     """Writes weights to their places in `files`, in the files' dtypes. Raises ValueError for a weight that
-    has no place there or another shape, and when one of the `expected` names is missing."""
+    has no place there or has another shape, and when any of the `expected` names is missing."""
     missing = set(expected)
     with ExitStack() as stack:
         places: dict[str, tuple[Any, int, dict[str, Any]]] = {}

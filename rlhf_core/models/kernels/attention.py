@@ -1,11 +1,11 @@
-"""Attention inside each document of a packed row, on a GPU: runs a varlen kernel (`choose`) in transformers'
+"""Attention within each document of a packed row, on a GPU: runs a varlen kernel (`choose`) in transformers'
 models.
 
-The kernel accepts concatenated rows and the bounds of the documents: no padding, no mask. transformers' own
-flash-attn path is not used, because in each pass it reads from the GPU whether rows are packed, which makes
-the host wait. Without a GPU or in fp32, transformers' `sdpa` runs: transformers makes its block-diagonal mask
-where positions begin again (`document_leak` tests this); with sequence parallelism `PLAIN` runs, which
-accepts the same bounds as the kernel.
+The kernel accepts concatenated rows and the bounds of the documents; it needs no padding and no mask.
+transformers' own flash-attn path is not used, because in each pass it reads from the GPU whether rows are
+packed, which makes the host wait. Without a GPU or in fp32, transformers' `sdpa` runs, whose block-diagonal
+mask separates documents where positions restart (`document_leak` tests this). With sequence parallelism,
+`PLAIN` runs, which accepts the same bounds as the kernel.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ VARLEN = "varlen"
 PLAIN = "varlen_plain"
 WITHIN_DOCUMENTS = {"full_attention", "sliding_attention"}
 LARGEST_HEAD = 256  # limit of all kernels
-MASKED_ROW = 128  # tokens; attention with a mask computes whole rows, and short rows are padded more
+MASKED_ROW = 128  # tokens; attention with a mask computes complete rows, and short rows are padded more
 MEASURED = ("dynamic", "longrope")  # values of `rope_type`
 
 
 def attention_for(dtype: torch.dtype | str, config: PretrainedConfig) -> str:
-    """Returns the `attn_implementation` with which to load a model of this `dtype` and config."""
+    """Returns the `attn_implementation` for loading a model of this `dtype` and config."""
     if type(config) in MODEL_MAPPING and not MODEL_MAPPING[type(config)]._supports_sdpa:
         return "eager"
     return FLASH if dtype in HALF and torch.cuda.is_available() and flash_kernel() is not None else "sdpa"
@@ -57,14 +57,14 @@ def _heads(model: PreTrainedModel) -> Heads:
     queries = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // queries
     rope = getattr(config, "qk_rope_head_dim", None)
-    if rope:  # MLA: its head_dim covers only a part
+    if rope:  # MLA: its head_dim covers only part of the head
         size = max(config.qk_nope_head_dim + rope, config.v_head_dim)
         return Heads(1, -(-size // 8) * 8)
     return Heads(queries // (getattr(config, "num_key_value_heads", None) or queries), -(-size // 8) * 8)
 
 
 class _Gathered(torch.autograd.Function):
-    """Selects rows by `index`, with repeats, and sums their gradients in fp32."""
+    """Selects rows by `index`, possibly repeatedly, and sums their gradients in fp32."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ class _Gathered(torch.autograd.Function):
 
 
 def set_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Sets the loaded model to `varlen_attention` if it runs here, or to `eager` if `sdpa` would ignore a cap
-    on the logits."""
+    """Sets the loaded model to `varlen_attention` if that runs here, or to `eager` if `sdpa` would ignore a
+    cap on the logits."""
     state_layers.set_state_layers(model)
     config = model.config.get_text_config()
     loaded = model.config._attn_implementation
@@ -97,7 +97,7 @@ def set_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 def split_attention(model: PreTrainedModel, ranks: int) -> None:
     """Prepares the loaded model for sequence parallelism over `ranks` (`sequence_ranks.py`). Raises
-    ValueError if that is impossible."""
+    ValueError if the model does not allow it."""
     told = _cannot_be_split(model, ranks)
     if told:
         raise ValueError(f"{type(model).__name__} {told}")
@@ -109,7 +109,7 @@ def _cannot_be_split(model: PreTrainedModel, ranks: int) -> str | None:
     config = model.config.get_text_config()
     alone = "set sequence_parallel_size to 1"
     rope = getattr(config, "rope_parameters", None) or {}
-    # one for all layers, or one per type of layer
+    # one for all layers, or one for each type of layer
     ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     if is_stateful(model):
         return f"has layers that carry state along a row, which cannot be split over ranks: {alone}"
@@ -137,7 +137,7 @@ def _has_kernel() -> bool:
 
 def _fits(model: PreTrainedModel) -> bool:
     """Returns whether the model's attention mask depends only on documents, causality and a window."""
-    packs = state_layers.takes_edges(model)  # accepts other attention, though undeclared
+    packs = state_layers.takes_edges(model)  # accepts other attention, though it does not say so
     plain = (
         packs
         if is_stateful(model)
@@ -166,29 +166,28 @@ def _kinds(model: PreTrainedModel) -> set[str]:
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
-    """Returns whether a layer carries state across documents of a row, such as a convolution or a recurrent
-    state."""
+    """Returns whether a layer, such as a convolution or a recurrent layer, carries state across the documents
+    of a row."""
     return bool(model._is_stateful or _kinds(model) & STATEFUL_LAYERS)
 
 
 def takes_varlen(model: PreTrainedModel) -> bool:
-    """Returns whether the model accepts one row and the bounds of documents instead of a mask. Among stateful
-    models, only those that `_fits` accepts do."""
+    """Returns whether the model accepts one row and document bounds instead of a mask. A stateful model does
+    only if `_fits` accepts it."""
     return model.config._attn_implementation in ((VARLEN,) if is_stateful(model) else (FLASH, VARLEN, PLAIN))
 
 
 def row_width(model: PreTrainedModel) -> int | None:
-    """Returns `Passes.width` for a model: None if it accepts the bounds of documents."""
+    """Returns `Passes.width` for a model: None if it accepts document bounds."""
     return None if takes_varlen(model) else MASKED_ROW
 
 
 def document_bounds(positions: Tensor, device: torch.device) -> dict[str, Any]:
-    """Returns the bounds of the documents of concatenated rows, computed once per pass instead of once per
-    layer.
+    """Returns the document bounds of concatenated rows, computed once per pass instead of once per layer.
 
-    `positions` (any shape) restart at 0 with each document. A document that continues a shared prompt
-    (`collate.Batch`) starts above 0, and `keys` contains the rows that queries attend to. Positions on the
-    host are read without waiting for `device`, and without PyTorch's threads (`next_token_pairs`).
+    `positions` (any shape) restart at 0 with each document. For a document that continues a shared prompt
+    (`collate.Batch`) they start above 0, and `keys` contains the rows that queries attend to. Positions in
+    host memory are read without waiting for `device` and without PyTorch's threads (`next_token_pairs`).
     """
     at = positions.flatten().cpu().numpy()
     starts = np.concatenate([[0], np.flatnonzero(np.diff(at) != 1) + 1])
@@ -247,19 +246,19 @@ def varlen_attention(
     """Computes causal attention: `query` (1, heads, T, D), `key` and `value` (1, kv heads, T, D) -> (1, T,
     heads, D).
 
-    A window counts the token itself: token t attends to tokens > t - `sliding_window`. fp32 inputs (from
+    A window includes the token itself: token t attends to tokens > t - `sliding_window`. fp32 inputs (from
     adapters) are cast to the model's dtype. `keys`: the rows of `key` and `value` to use; a document then has
     more keys than queries, and its queries are the last ones. Heads are padded with zeros to a multiple of 8,
-    and to a common size if values have another (MLA). `sequence`: the ranks that compute the pass together;
-    this rank has T tokens, and bounds and `keys` cover the whole pass. `kernel`: used instead of the fastest
-    kernel on this GPU.
+    and to a common size if keys and values differ in size (MLA). `sequence`: the ranks that share the pass;
+    this rank has T tokens, while bounds and `keys` cover the whole pass. `kernel`: used instead of the
+    fastest kernel on this GPU.
     """
     if softcap is not None or s_aux is not None:
         raise ValueError(
             f"attention of {type(module).__name__} has a cap or sinks, which are not computed here: take"
             " dtype float32"
         )
-    if cu_seq_lens_q is None:  # the model passes on only positions
+    if cu_seq_lens_q is None:  # the model passes on nothing but positions
         found = document_bounds(cast(Tensor, position_ids), query.device)
         cu_seq_lens_q = found["cu_seq_lens_q"]
         cu_seq_lens_k = found["cu_seq_lens_k"]
@@ -272,7 +271,7 @@ def varlen_attention(
         query, key, value = sequence.with_all_tokens(query, key, value)
     wide = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
-    # Not part[0]: its gradient would be copied into zeros of another layout.
+    # Not part[0], whose gradient would be copied into zeros with another layout.
     q, k, v = (_filled(part.squeeze(0).transpose(0, 1), -(-wide // 8) * 8) for part in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
     if keys is not None:

@@ -1,10 +1,10 @@
-"""Chooses a kernel of causal attention inside the documents of packed rows, on GPUs. A kernel is used only if
-it passes its self-test.
+"""Chooses a kernel for causal attention within the documents of packed rows, on GPUs. A kernel is used only
+if it passes its self-test.
 
 The candidates are FlashAttention-4 (package flash-attn-4, whose kernels for Hopper and Blackwell are compiled
 on first call), FlashAttention-2 (flash-attn; Dao 2023) and PyTorch's own. The first installed one that passes
-is used. Some builds silently ignore features they lack (windows, head sizes, gradients), so each is tested
-first (`self_test.py`). `attend_each` has their signature and runs anywhere.
+is used. Some builds silently ignore features they lack (windows, head sizes, gradients), so each candidate is
+tested first (`self_test.py`). `attend_each` has the same signature and runs anywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.attention import varlen
 
 from rlhf_core.models.kernels.self_test import AttentionKind, Heads, Kernel, rejection_reason
 
-# PyTorch 2.11 groups heads without it
+# PyTorch 2.11 groups heads without this option
 _HAS_GQA_OPTION = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_OPTION else {}
 LONG = 256  # tokens; longer than a block of a kernel
@@ -49,11 +49,11 @@ def flash4_kernel() -> Kernel | None:
     """Returns flash-attn-4's kernel; None if the package is missing or cannot be imported. Compiled kernels
     are cached on disk."""
     try:
-        importlib.metadata.version("flash-attn-4")  # flash-attn 2 contains an early form of its folder
+        importlib.metadata.version("flash-attn-4")  # flash-attn 2 contains an early form of this folder
     except importlib.metadata.PackageNotFoundError:
         return None
     try:
-        major, minor = torch.cuda.get_device_capability()  # not part of its cache keys
+        major, minor = torch.cuda.get_device_capability()  # not part of the package's cache keys
         caches = (
             Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
             / "flash-attn-4"
@@ -63,7 +63,7 @@ def flash4_kernel() -> Kernel | None:
         # its default is /tmp, where other users can write
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(caches))
         from flash_attn.cute import flash_attn_varlen_func
-    except Exception as problem:  # other releases of its dependencies fail in many ways
+    except Exception as problem:  # with other releases of its dependencies it fails in many ways
         print(
             f"flash-attn-4 cannot be imported ({type(problem).__name__}: {problem}): another kernel runs",
             flush=True,
@@ -85,7 +85,7 @@ def _flash4(
     scale: float,
     window: int,
 ) -> Tensor:
-    # Longer than a block: shorter documents would compile other kernels.
+    # Longer than a block, because shorter documents would compile other kernels.
     bounds = {"max_seqlen_q": max(longest, LONG), "max_seqlen_k": max(longest_key, LONG)}
     edges = {"cu_seqlens_q": starts, "cu_seqlens_k": key_starts, **bounds}
     size = (None, None) if window < 0 else (window, 0)
@@ -108,9 +108,9 @@ _CALLS: dict[str, Kernel] = {"flash-attn-4": _flash4, "flash-attn": _flash, "PyT
 
 
 def kernel_for(kind: AttentionKind, device: torch.device) -> Kernel:
-    """Returns a kernel of queries, keys, values (T, heads, size), their edges and largest lengths, `scale`,
-    and `window`: how many earlier tokens a token attends to (-1: all). Raises RuntimeError if no kernel
-    computes this."""
+    """Returns a kernel that takes queries, keys, values (T, heads, size), their bounds and largest lengths,
+    `scale`, and `window`: how many earlier tokens a token attends to (-1: all). Raises RuntimeError if no
+    kernel can compute this kind of attention."""
     for name, kernel in _installed(device):
         tried = _tried(name, kernel, kind, device)
         if tried:
@@ -121,8 +121,8 @@ def kernel_for(kind: AttentionKind, device: torch.device) -> Kernel:
 
 
 def can_share(heads: Heads, windows: bool, device: torch.device) -> bool:
-    """Returns whether `kernel_for` finds a kernel for shared prompts, both without a window and, if there are
-    `windows`, with one."""
+    """Returns whether `kernel_for` finds a kernel for shared prompts without a window and, if there are
+    `windows`, also with one."""
     kinds = [AttentionKind(heads, windowed, shared=True) for windowed in {False, windows}]
     return all(any(_tried(*kernel, kind, device) for kernel in _installed(device)) for kind in kinds)
 
@@ -172,8 +172,8 @@ def attend_each(
     The queries of a document correspond to its last keys. `window`: how many earlier tokens a token attends
     to (-1: all).
 
-    Uses PyTorch's `scaled_dot_product_attention`, on any device and in any dtype. Runs where the kernels
-    above do not and there is no mask (sequence parallelism in fp32 or without a GPU).
+    Uses PyTorch's `scaled_dot_product_attention`, on any device and in any dtype. Used where the kernels
+    above do not run and there is no mask (sequence parallelism in fp32 or without a GPU).
     """
     attended = []
     for (start, end), (first, last) in zip(
@@ -183,7 +183,7 @@ def attend_each(
             rows.transpose(0, 1).unsqueeze(0) for rows in (q[start:end], k[first:last], v[first:last])
         )
         places = torch.arange(last - first, device=q.device)
-        back = places[len(places) - (end - start) :, None] - places  # how far a key is before a query
+        back = places[len(places) - (end - start) :, None] - places  # how far each key is before each query
         seen = None
         if window >= 0 or end - start != last - first:
             seen = (back >= 0) & ((back <= window) | (window < 0))

@@ -1,11 +1,11 @@
-"""Products of linear layers in FP8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), with each row of a
+"""FP8 matrix products in linear layers (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), with each row of a
 factor scaled by its largest value.
 
-Outputs and the gradients of inputs are products of FP8 numbers, which Hopper GPUs sum with 14 bits; the
-gradients of weights stay in the training dtype, as in torchao's recipe `rowwise_with_gw_hp`. The weights'
+Outputs and the gradients of inputs are products of FP8 numbers, which Hopper GPUs accumulate with 14 bits;
+the gradients of weights stay in the training dtype, as in torchao's recipe `rowwise_with_gw_hp`. The weights'
 scales are multiplied into the gradient before it is rounded, so that both passes use the same rounded
-weights. torchao's own modules need `torch.compile` and keep ZeRO-3's gathered weights until the backward
-pass.
+weights. torchao's own modules need `torch.compile`, and keep the weights that ZeRO-3 gathers until the
+backward pass.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rlhf_core.models.weights.whole_weights import whole_shape
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 SINCE = (8, 9)  # minimum compute capability
-MULTIPLE = 16  # sides of a product's matrices, in elements
+MULTIPLE = 16  # sides of a product's matrices, in elements, must be multiples of this
 # N K / (N + K) of a layer: FP8 saves time in proportion to N K, and rounding reads and writes N + K per token
 PAYS_FROM = 1024
 
 
 def use_float8(model: PreTrainedModel, required: bool = True) -> int:
-    """Makes the model's large linear layers, except the head, multiply in FP8; returns their number. Raises
-    ValueError when it has none and one is `required`, RuntimeError on a GPU without FP8."""
+    """Makes the model's large linear layers, except the head, multiply in FP8, and returns their number.
+    Raises ValueError when there are none and one is `required`, and RuntimeError on a GPU without FP8."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < SINCE:
         found = ".".join(map(str, torch.cuda.get_device_capability()))
         raise RuntimeError(
@@ -56,7 +56,7 @@ def use_float8(model: PreTrainedModel, required: bool = True) -> int:
 
 
 def pays(outputs: int, inputs: int) -> bool:
-    """Returns whether a layer's FP8 products save more time than rounding takes."""
+    """Returns whether a layer's FP8 products save more time than the rounding takes."""
     return outputs % MULTIPLE == inputs % MULTIPLE == 0 and outputs * inputs >= PAYS_FROM * (outputs + inputs)
 
 
@@ -88,8 +88,8 @@ class _Product(torch.autograd.Function):
 
 
 def rounded_rows(matrix: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Multiplies each column of (T, K) by its factor in `columns` (K,), and rounds to FP8 (T, K) times fp32
-    scales (T,)."""
+    """Multiplies each column of (T, K) by its factor in `columns` (K,), and rounds the result to FP8 (T, K)
+    with fp32 scales (T,)."""
     if matrix.is_cuda:
         from rlhf_core.models.kernels.round_rows import round_rows
 
@@ -111,8 +111,8 @@ def transposed(matrix: Tensor) -> Tensor:
 def multiply(
     left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Multiplies FP8 (T, K) and (N, K), rows times their scales, to (T, N) of `dtype`. Without a GPU it sums
-    in fp32."""
+    """Multiplies FP8 (T, K) and (N, K), with a scale for each row, to (T, N) of `dtype`. Without a GPU it
+    accumulates in fp32."""
     if left.is_cuda:
         scales = left_scales[:, None], right_scales[None]
         return torch._scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=True)

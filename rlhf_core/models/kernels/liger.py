@@ -1,4 +1,4 @@
-"""Fused kernels for the parts of a layer that only move memory: norms, rotary embeddings, gated
+"""Fused kernels for those parts of a layer that only move memory: norms, rotary embeddings, gated
 activations."""
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PARTS = {
     "cross_entropy": False,
     "fused_linear_cross_entropy": False,
 }
-# For these activations Liger autotunes its own kernels for experts: over a hundred compilations. transformers
+# For these activations Liger autotunes its own expert kernels, with over a hundred compilations. transformers
 # computes one product for all experts.
 WITH_EXPERTS = {"swiglu": False, "geglu": False}
 
 
 def fuse(model: PreTrainedModel) -> PreTrainedModel:
     """Patches a 16-bit model on a GPU with Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), if the package
-    supports its type."""
+    supports its model type."""
     if (
         not torch.cuda.is_available()
         or model.dtype not in HALF
@@ -41,7 +41,7 @@ def fuse(model: PreTrainedModel) -> PreTrainedModel:
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
 
-    with suppress(ImportError):  # earlier releases have no choice of back end
+    with suppress(ImportError):  # earlier releases offer no choice of back end
         from liger_kernel.backends import set_impl
 
         # With nvidia-cutlass-dsl (a dependency of vLLM) installed, Liger 0.8.5 uses another rotary kernel for
@@ -55,7 +55,7 @@ def fuse(model: PreTrainedModel) -> PreTrainedModel:
         try:
             try:
                 apply(**wanted, model=model)
-            except NotImplementedError:  # Qwen3.5 and Qwen3-Next rotate only a part of each head
+            except NotImplementedError:  # Qwen3.5 and Qwen3-Next rotate only part of each head
                 apply(**wanted | {"rope": False}, model=model)
         except TypeError as error:  # some functions accept only policies
             print(

@@ -1,7 +1,7 @@
-"""Log-probs of single tokens from logits on a GPU: one read in the forward pass, one read and one write in
-the backward pass.
+"""Log-probs of single tokens from logits on a GPU, with one read in the forward pass, and one read and one
+write in the backward pass.
 
-The softmax is never stored; PyTorch stores it as an fp32 tensor, twice the size of the logits, in each pass.
+The softmax is never stored; PyTorch stores it in each pass as an fp32 tensor, twice the size of the logits.
 `token_logprobs.py` does the same with PyTorch when there is no GPU.
 """
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # logits of one row that a program processes at once
+BLOCK = 4096  # logits of a row that a program processes at once
 
 
 @triton.jit
@@ -29,8 +29,8 @@ def _read(  # type: ignore[no-untyped-def]
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Runs one program per row: the running maximum and sum of exponentials of Milakov & Gimelshein 2018
-    (arXiv:1805.02867). `CUT`: use only scaled logits at or above the row's floor."""
+    """Runs one program per row, keeping the running maximum and sum of exponentials of Milakov & Gimelshein
+    2018 (arXiv:1805.02867). `CUT`: use only scaled logits at or above the row's floor."""
     row = tl.program_id(0).to(tl.int64)
     floor = tl.load(floors + row) if CUT else 0.0
     logits += row * columns
@@ -45,10 +45,10 @@ def _read(  # type: ignore[no-untyped-def]
         highest = tl.maximum(maximum, tl.max(x, 0))
         shares = tl.exp(x - highest)
         earlier = tl.exp(maximum - highest)
-        if CUT:  # a block may have nothing above the floor
+        if CUT:  # a block may contain nothing at or above the floor
             shares = tl.where(x >= floor, shares, 0.0)
             earlier = tl.where(total > 0, earlier, 0.0)
-        if ENTROPY:  # uses distances to the maximum, so that an entropy near 0 keeps its digits
+        if ENTROPY:  # uses distances from the maximum, so that an entropy near 0 keeps its digits
             weighted += tl.where(total > 0, total * (maximum - highest), 0.0)
             weighted = weighted * earlier + tl.sum(tl.where(shares > 0, shares * (x - highest), 0.0), 0)
         total = total * earlier + tl.sum(shares, 0)
@@ -105,10 +105,10 @@ def _floors(logits, targets, floors, columns, scale, top_p, top_k, BLOCK: tl.con
         at = start + tl.arange(0, BLOCK)
         x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32) * scale
         maximum = tl.maximum(maximum, tl.max(x, 0))
-    lowest = maximum - 64.0  # a token below it has no probability in fp32
+    lowest = maximum - 64.0  # tokens below it have no probability in fp32
     if top_k > 0:
         low = lowest
-        high = maximum  # at least `top_k` logits are at or above `low`, or `low` is the lowest
+        high = maximum  # at least `top_k` logits are at or above `low`, unless `low` is `lowest`
         for _ in range(28):
             middle = (low + high) / 2
             count = 0
@@ -126,7 +126,7 @@ def _floors(logits, targets, floors, columns, scale, top_p, top_k, BLOCK: tl.con
             x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32) * scale
             total += tl.sum(tl.where(x >= lowest, tl.exp(x - maximum), 0.0), 0)
         low = lowest
-        high = maximum  # `top_p` of the mass is at or above `low`
+        high = maximum  # at least `top_p` of the mass is at or above `low`
         for _ in range(28):
             middle = (low + high) / 2
             mass = 0.0
@@ -142,8 +142,8 @@ def _floors(logits, targets, floors, columns, scale, top_p, top_k, BLOCK: tl.con
 
 
 def floors(logits: Tensor, targets: Tensor, scale: float, top_p: float, top_k: int) -> Tensor:
-    """Returns the lowest scaled logit that each row's distribution keeps, at most that of its target, (N,)
-    fp32. logits: (N, V). targets: (N,)."""
+    """Returns the lowest scaled logit that each row's distribution keeps, which is at most that of the
+    target, (N,) fp32. logits: (N, V). targets: (N,)."""
     rows, columns = logits.shape
     found = logits.new_empty(rows, dtype=torch.float32)
     if rows:
@@ -157,7 +157,7 @@ def read(
     logits: Tensor, targets: Tensor, scale: float, entropy: bool, floors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reads (N, V) logits in any float dtype and (N,) targets. Returns log-probs of the targets (N,), values
-    for `differentiate` (N, 2), and entropies (N,), all fp32. `floors` (N,): the lowest scaled logit that a
+    for `differentiate` (N, 2), and entropies (N,), all fp32. `floors` (N,): the lowest scaled logit that each
     row's distribution keeps."""
     rows, columns = logits.shape
     logprobs = logits.new_empty(rows, dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""Rounds the rows of a matrix to FP8 on a GPU, and transposes the result: one read and one write each."""
+"""Rounds the rows of a matrix to FP8 on a GPU, and transposes the result, with one read and one write
+each."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST_BLOCK = 65536  # elements of a row; one program holds the whole row
+LARGEST_BLOCK = 65536  # elements of a row, which one program holds as a whole
 TILE = 64
 
 
@@ -22,7 +23,7 @@ def _round(  # type: ignore[no-untyped-def]
     if WEIGHTED:
         x *= tl.load(factors + at, mask=at < columns, other=0.0)
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-35) / largest
-    # a row with a NaN gets the scale NaN: the conversion would turn the NaN into a number
+    # a row with a NaN gets the scale NaN, because the conversion would turn the NaN into a number
     scale = tl.where(tl.sum((x != x).to(tl.int32), 0) > 0, float("nan"), scale)
     tl.store(scales + row, scale)
     x = tl.minimum(tl.maximum(x / scale, -largest), largest)
@@ -39,8 +40,9 @@ def _transpose(matrix, copy, rows, columns, TILE: tl.constexpr):  # type: ignore
 
 
 def round_rows(matrix: Tensor, factors: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Multiplies each column of (T, K) by its factor (K,), and rounds to `dtype` (T, K) times fp32 scales
-    (T,). The scale is NaN for rows that contain one. Raises ValueError for rows above LARGEST_BLOCK."""
+    """Multiplies each column of (T, K) by its factor (K,), and rounds the result to `dtype` (T, K) with fp32
+    scales (T,). Rows that contain NaN get the scale NaN. Raises ValueError for rows longer than
+    LARGEST_BLOCK."""
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     rows, columns = matrix.shape
     rounded = torch.empty(rows, columns, dtype=dtype, device=matrix.device)
@@ -67,7 +69,7 @@ def round_rows(matrix: Tensor, factors: Tensor | None, dtype: torch.dtype) -> tu
 
 
 def transpose(matrix: Tensor) -> Tensor:
-    """Copies (N, K), one byte per element, to (K, N)."""
+    """Copies (N, K), with one byte per element, to (K, N)."""
     rows, columns = matrix.shape
     copy = matrix.new_empty(columns, rows, dtype=torch.uint8)
     _transpose[triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)](

@@ -1,4 +1,4 @@
-"""Compares an attention kernel with plain attention, on heads of the model's sizes, before it is used
+"""Compares an attention kernel with plain attention on heads of the model's sizes, before the kernel is used
 (`choose.py`)."""
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from torch import Tensor
 
 Kernel = Callable[..., Tensor]
 Documents = tuple[tuple[int, int], ...]
-# Queries and keys of the test's documents: longer than a kernel's block; answers that continue a shared
-# prompt; more than 256 documents, for which FlashAttention-4 finds documents differently.
+# Queries and keys of the test's documents: some longer than a kernel's block; answers that continue a shared
+# prompt; more than 256 documents, beyond which FlashAttention-4 finds documents differently.
 WHOLE = ((5, 5), (301, 301))
 SHARED = ((3, 8), (140, 301))
 MANY = 256
 HALF = (torch.bfloat16, torch.float16)
-CLOSE = 0.02  # mean difference over mean size; bf16 gives 0.002 to 0.004
-NEAR = 0.25  # largest difference of a number, over its own size plus the mean size
+CLOSE = 0.02  # mean difference divided by mean size; bf16 gives 0.002 to 0.004
+NEAR = 0.25  # largest difference of a number, divided by its own size plus the mean size
 
 
 class Heads(NamedTuple):
-    """Counts the query heads per key head, and gives the size of a head."""
+    """The number of query heads per key head, and the size of a head."""
 
     group: int
     size: int
 
 
 class AttentionKind(NamedTuple):
-    """Describes a kind of attention: with windows, with documents that have more keys than queries (`shared`;
-    the queries are the last), with more documents than `MANY`, of 16-bit numbers of `dtype`."""
+    """A kind of attention: with windows, with documents that have more keys than queries (`shared`; the
+    queries come last), with more documents than `MANY`, on 16-bit numbers of `dtype`."""
 
     heads: Heads
     windowed: bool = False
@@ -52,7 +52,7 @@ class AttentionKind(NamedTuple):
 def rejection_reason(
     kernel: Kernel, kind: AttentionKind, device: torch.device, must_be_deterministic: bool
 ) -> str | None:
-    """Returns why the kernel cannot be used, or None. May run inside a layer that is recomputed in the
+    """Returns why the kernel cannot be used, or None. May run inside a layer that is being recomputed in the
     backward pass."""
     window = 2 if kind.windowed else -1
     documents: Documents = SHARED if kind.shared else WHOLE
@@ -70,7 +70,8 @@ def rejection_reason(
 def is_deterministic(
     kernel: Kernel, heads: Heads, window: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> bool:
-    """Returns whether documents get bitwise the same values without gradients and in another order."""
+    """Returns whether documents get bitwise equal values when gradients are off and when their order
+    changes."""
     counts = [301, 5, 140]
     dice = torch.Generator().manual_seed(0)
     rows = [
@@ -115,9 +116,12 @@ def difference(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[float, float]:
-    """Compares the kernel with plain attention. Returns two numbers, each the largest over outputs and
-    gradients (queries, keys, values): the mean difference over the mean size, and the largest difference of a
-    number over its own size plus the mean size."""
+    """Compares the kernel with plain attention.
+
+    Returns two numbers, each the largest over outputs and gradients (queries, keys, values): the mean
+    difference divided by the mean size, and the largest difference of a number divided by its own size plus
+    the mean size.
+    """
     scale = heads.size**-0.5
     dice = torch.Generator().manual_seed(0)
     queries, keys = (torch.tensor([0, *counts]).cumsum(0) for counts in zip(*documents, strict=True))
@@ -144,7 +148,7 @@ def difference(
             queries.unfold(0, 2, 1).tolist(), keys.unfold(0, 2, 1).tolist(), strict=True
         ):
             back = torch.arange(end - start, device=device)
-            back = back[-(last - first) :, None] - back  # queries are the last
+            back = back[-(last - first) :, None] - back  # queries come last
             visible = (back >= 0) & ((back <= window) | (window < 0))
             scores = torch.einsum("qgd,kd->gqk", q[first:last].float(), k[start:end, 0].float()) * scale
             parts.append(

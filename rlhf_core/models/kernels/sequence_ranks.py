@@ -1,11 +1,11 @@
 """Sequence parallelism: N ranks compute each pass together (Ulysses; Jacobs et al. 2023, section 3).
 
-Rank i computes the i-th part of the tokens everywhere but in attention. There an all-to-all gives it all
+Rank i computes the i-th part of the tokens everywhere except in attention. There an all-to-all gives it all
 tokens for an N-th of the heads, so that kernels, document bounds and shared prompts are the same as on one
-rank; another all-to-all returns its own tokens. All ranks know the tokens of the whole pass. A pass's result
-for each token is summed over the ranks, only one of which computed it. So every rank computes the same loss
-and differentiates it with respect to its own tokens: the gradients of the N ranks add up to that of the pass,
-like those of other passes.
+rank; another all-to-all returns its own tokens. All ranks know the tokens of the whole pass. The result for
+each token is computed by one rank and summed over all of them, so every rank computes the same loss and
+differentiates it with respect to its own tokens. The gradients of the N ranks therefore add up to that of the
+pass, just as those of different passes add up.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rlhf_core.cluster.rank_environment import PATIENCE
 
 
 class SequenceRanks(NamedTuple):
-    """The ranks that compute passes together: their number, the index of this one, and their process group
-    (None: this rank alone)."""
+    """The ranks that compute passes together: their number, the index of this rank, and their process group
+    (None: this rank is alone)."""
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
 
     def filled(self, rows: Tensor) -> Tensor:
-        """Pads `rows` (T, ...) with zeros to a multiple of the ranks."""
+        """Pads `rows` (T, ...) with zeros to a multiple of the number of ranks."""
         return (
             rows if self.size == 1 else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % self.size))
         )
@@ -40,9 +40,9 @@ class SequenceRanks(NamedTuple):
         return self.filled(rows).chunk(self.size)[self.rank]
 
     def own_pairs(self, pairs: Tensor, count: int) -> Tensor:
-        """Returns the `pairs` (2, n) whose source this rank has, from those of a pass of `count` tokens
-        (`next_token_pairs`). Sources are then counted from the start of its part; a target may be in another
-        part. Pairs are in host memory, for numpy."""
+        """Returns those of the `pairs` (2, n) whose source is on this rank, out of a pass of `count` tokens
+        (`next_token_pairs`). Sources are then counted from the start of the rank's part; a target may lie in
+        another part. Pairs are in host memory, for numpy."""
         if self.size == 1:
             return pairs
         length = -(-count // self.size)
@@ -51,8 +51,8 @@ class SequenceRanks(NamedTuple):
         return torch.from_numpy(here - [[self.rank * length], [0]])
 
     def whole(self, own: Tensor, count: int) -> Tensor:
-        """Returns the rows of all ranks (`count`, ...) from this rank's part (t, ...). Its gradient is the
-        gradient of this rank's rows."""
+        """Returns the rows of all ranks (`count`, ...) from this rank's part (t, ...). The gradient is that
+        of this rank's rows."""
         if self.size == 1:
             return own
         before = self.rank * len(own)
@@ -60,7 +60,7 @@ class SequenceRanks(NamedTuple):
         return self.summed(F.pad(own, (0, 0) * (own.dim() - 1) + (before, after)))[:count]
 
     def summed(self, values: Tensor) -> Tensor:
-        """Sums over the ranks. The gradient of this rank's values is that of the sum, which every rank
+        """Sums values over the ranks. The gradient of this rank's values is that of the sum, which every rank
         computes."""
         return values if self.size == 1 else cast(Tensor, _Summed.apply(values, self.group))
 
@@ -68,8 +68,8 @@ class SequenceRanks(NamedTuple):
         """Exchanges queries, keys and values, each (1, heads, t, D) of this rank's tokens, for (1, heads / N,
         T, D) of all tokens.
 
-        If N does not divide the number of key heads, they are repeated first, so that each rank has those of
-        its query heads.
+        If N does not divide the number of key heads, key heads are first repeated, so that each rank has
+        those that its query heads need.
         """
         queries = states[0].shape[1]
         rows = []
@@ -78,7 +78,7 @@ class SequenceRanks(NamedTuple):
             heads = self._heads(queries, state.shape[1], state.device)
             state = state if heads is None else state.index_select(1, heads)
             rows.append(state.squeeze(0).unflatten(0, (self.size, -1)).transpose(1, 2).flatten(2))
-        # all tokens: the first dimension was the sender
+        # all tokens: the first dimension is the sending rank
         received = _Exchanged.apply(torch.cat(rows, -1), self.group).flatten(0, 1)
         parts = received.split([row.shape[-1] for row in rows], -1)
         return [
@@ -93,7 +93,8 @@ class SequenceRanks(NamedTuple):
         return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _heads(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Returns the indices of the `keys` heads to send, in the order of the ranks; None: each once."""
+        """Returns the indices of the `keys` heads to send, in the order of the ranks; None if each is sent
+        once."""
         if keys % self.size == 0:
             return None
         if self.size % keys == 0:
@@ -112,7 +113,7 @@ def sequence_ranks(size: int) -> SequenceRanks:
 
 
 class _Summed(torch.autograd.Function):
-    """Sums the ranks' values. Passes gradients on, which are equal on all ranks."""
+    """Sums the ranks' values. Passes gradients on unchanged, since they are equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -126,8 +127,8 @@ class _Summed(torch.autograd.Function):
 
 
 class _Exchanged(torch.autograd.Function):
-    """Sends `parts[i]` to rank i, and stacks the parts received from the ranks. Gradients go the same way
-    back."""
+    """Sends `parts[i]` to rank i, and stacks the parts received from the ranks. The backward pass exchanges
+    gradients in the same way."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

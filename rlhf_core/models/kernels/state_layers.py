@@ -1,10 +1,10 @@
-"""Packed documents in layers that carry state along a row: passes the starts of documents to their
-convolution and their recurrence.
+"""Packed documents in layers that carry state along a row: passes the starts of documents to the layers'
+convolution and recurrence.
 
 For gated delta rules (Yang et al. 2024, arXiv:2412.06464; Qwen3-Next, Qwen3.5) transformers uses the kernels
-of flash-linear-attention if it is installed; they accept the edges of documents. The convolution that
-transformers falls back to does not, so it is replaced. Other recurrences (Mamba) accept edges only with
-packages that are built for one GPU, so their models get one document per row (`document_leak.py`).
+of flash-linear-attention if it is installed; they accept document bounds. The convolution that transformers
+falls back to does not, so it is replaced. Other recurrences (Mamba) accept bounds only through packages that
+are built for one type of GPU, so their models get one document per row (`document_leak.py`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def takes_edges(model: PreTrainedModel) -> bool:
 
 
 def set_state_layers(model: PreTrainedModel) -> None:
-    """Sets up the loaded model's state layers: a convolution that accepts edges, if package causal-conv1d is
-    missing; transformers' own gated delta rule, if flash-linear-attention's is wrong; and the bounds of
-    Mamba's time steps from the config, which transformers' Nemotron-H does not read."""
+    """Sets up the loaded model's state layers: a convolution that accepts document bounds, if the package
+    causal-conv1d is missing; transformers' own gated delta rule, if flash-linear-attention's is wrong; and
+    the limits on Mamba's time steps from the config, which transformers' Nemotron-H does not read."""
     config = model.config.get_text_config()
     code = _code_of(model)
     if takes_edges(model) and importlib.util.find_spec("causal_conv1d") is None:
@@ -57,7 +57,7 @@ def set_state_layers(model: PreTrainedModel) -> None:
 
 
 def _code_of(model: PreTrainedModel) -> Any:
-    """Returns transformers' module of the backbone. A class with a scalar head may be ours
+    """Returns transformers' module for the backbone. A class with a scalar head may be our own
     (`score_classes`)."""
     return sys.modules[type(model.base_model).__module__]
 
@@ -82,7 +82,7 @@ def _delta_rule_works(key_size: int, value_size: int) -> bool:
 
 
 def document_numbers(positions: Tensor) -> Tensor:
-    """Returns the number of each token's document, (1, T) int32. positions: (T,), 0 at the start of each
+    """Returns the index of each token's document, (1, T) int32. positions: (T,), 0 at the start of each
     document."""
     return (F.pad(positions.diff() != 1, (1, 0))).cumsum(0).int()[None]
 
@@ -96,9 +96,9 @@ def causal_conv1d(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Convolves each channel over the K tokens up to its own: (B, D, T), (D, K) -> (B, D, T).
+    """Convolves each channel over the last K tokens up to each token: (B, D, T), (D, K) -> (B, D, T).
 
-    With `seq_idx` (1, T), the number of each token's document, or `cu_seq_lens_q` (documents + 1), it covers
+    With `seq_idx` (1, T), the index of each token's document, or `cu_seq_lens_q` (documents + 1), it covers
     only tokens of the same document.
     """
     if cu_seq_lens_q is not None and rows.is_cuda and activation in (None, "silu", "swish"):
@@ -116,11 +116,11 @@ def causal_conv1d(
 
 
 def _restarted(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor) -> Tensor:
-    """Recomputes the first tokens of each document, which had read tokens of another."""
+    """Recomputes the first tokens of each document, whose convolution had read tokens of another document."""
     size = weight.shape[-1]
     tokens = torch.arange(len(numbers), device=rows.device)
     crossing = (numbers != numbers[(tokens - size + 1).clamp(0)]).nonzero()
-    read = crossing + torch.arange(1 - size, 1, device=rows.device)  # (n, K), the tokens that each one reads
+    read = crossing + torch.arange(1 - size, 1, device=rows.device)  # (n, K), the tokens read for each one
     places = read.clamp(0)
     own = (numbers[places] == numbers[crossing]) & (read >= 0)
     products = (rows[0][:, places] * own * weight[:, None]).sum(-1)

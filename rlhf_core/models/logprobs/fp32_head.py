@@ -1,7 +1,7 @@
-"""Computes the logits of 16-bit hidden states and head weights in fp32 (MiniMax-M1, arXiv:2506.13585).
+"""Computes logits in fp32 from 16-bit hidden states and head weights (MiniMax-M1, arXiv:2506.13585).
 
 In bf16, logits around 20 are multiples of 1/8, so the log-probs of two programs that round them differ by
-about as much. The product of two 16-bit numbers is exact in fp32, so only the sums are rounded here.
+about as much. The product of two 16-bit numbers is exact in fp32, so here only the sums are rounded.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ROWS = 8192  # of the head's weights converted to fp32 at once on a CPU
+ROWS = 8192  # rows of the head's weights that are converted to fp32 at once on a CPU
 
 
 def fp32_product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns (N, V): `hidden` (N, H) times `weight` (V, H) plus `bias` (V,), in fp32 for 16-bit factors. On
-    a GPU the matrix units accumulate in fp32 anyway, and no weights are copied."""
+    a GPU the matrix units accumulate in fp32 anyway, so no weights are copied."""
     if hidden.dtype.itemsize > 2:
         return F.linear(hidden, weight, bias)
     if hidden.is_cuda:
@@ -31,7 +31,7 @@ def fp32_product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def fp32_forward(head: nn.Module, hidden: Tensor) -> Tensor:
-    """Computes a linear head's logits (..., H) -> (..., V) in fp32, in place of its forward function. The
+    """Computes a linear head's logits (..., H) -> (..., V) in fp32, replacing its forward function. The
     gradient of the logits is rounded to the dtype of `hidden` before it is multiplied."""
     logits = _Fp32Product.apply(hidden.flatten(0, -2), head.weight)
     if head.bias is not None:

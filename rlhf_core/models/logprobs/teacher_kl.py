@@ -1,11 +1,12 @@
-"""Computes the KL from a student to a teacher over the cells that the teacher's k most probable tokens make.
+"""Computes the KL from a student to a teacher over cells formed by the teacher's k most probable tokens.
 
-Each of these tokens is a cell of its own, and all other tokens together are one more. With p and q the masses
-that student and teacher give to the k + 1 cells, the KL of the cells is `sum p log(p / q)`. By the data
-processing inequality it is at most the KL of the whole distributions; the two are equal if k is the size of
-the vocabulary, or if the ratio p / q is the same for all tokens of the last cell. Its gradient with respect
-to the student's logit of a token with probability p_j in cell c is `p_j (log(p_c / q_c) - KL)`, so the mass
-outside the k tokens is pulled to the teacher's too, and a student equal to the teacher has no gradient.
+Each of these tokens is its own cell, and all other tokens together are one more. With p and q the masses that
+student and teacher give to the k + 1 cells, the KL of the cells is `sum p log(p / q)`. By the data processing
+inequality it is at most the KL of the whole distributions; the two are equal if k is the size of the
+vocabulary, or if the ratio p / q is the same for all tokens of the last cell. Its gradient with respect to
+the student's logit of a token with probability p_j in cell c is `p_j (log(p_c / q_c) - KL)`. The mass outside
+the k tokens is therefore also pulled towards the teacher's, and a student equal to the teacher has no
+gradient.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from torch import Tensor
 from rlhf_core.objectives.collate import sent
 
 
-@dataclass(frozen=True)  # DeepSpeed takes a tuple apart
+@dataclass(frozen=True)  # DeepSpeed takes tuples apart
 class TopTokens:
-    """The k most probable tokens of N distributions. ids: int64, (N, k), different in each row. logprobs:
-    fp32, (N, k + 1), those of the ids, and that of all other tokens together (-inf if there are none)."""
+    """The k most probable tokens of N distributions. ids: int64, (N, k), distinct within each row. logprobs:
+    fp32, (N, k + 1), those of the ids followed by that of all other tokens together (-inf if there are
+    none)."""
 
     ids: Tensor
     logprobs: Tensor
@@ -32,20 +34,20 @@ class TopTokens:
         return TopTokens(self.ids[rows], self.logprobs[rows])
 
     def at(self, rows: Tensor) -> TopTokens:
-        """Returns the `rows` (M,), indices in host memory."""
+        """Returns the tokens of the `rows` (M,), which are indices in host memory."""
         there = sent(rows, self.ids.device)
         return TopTokens(self.ids[there], self.logprobs[there])
 
 
 def chunks_of(teacher: TopTokens | None, rows: int, size: int) -> list[TopTokens | None]:
-    """Returns the teacher's tokens for each chunk of `size` rows; there is at least one chunk."""
+    """Returns the teacher's tokens for each chunk of `size` rows; there is always at least one chunk."""
     starts = range(0, max(1, rows), size)
     return [None if teacher is None else teacher.part(slice(start, start + size)) for start in starts]
 
 
 def top_tokens(logits: Tensor, sums: Tensor, scale: float, count: int, read: Callable[..., Any]) -> TopTokens:
-    """Returns the `count` most probable tokens of logits (N, V), all V at most. `sums` and `read`: as in
-    `cell_logprobs`."""
+    """Returns the `count` most probable tokens of logits (N, V), or all V if there are fewer. `sums`, `read`:
+    as in `cell_logprobs`."""
     ids = logits.topk(min(count, logits.shape[1]), -1).indices
     return TopTokens(ids, cell_logprobs(logits, ids, sums, scale, read))
 
@@ -54,10 +56,10 @@ def cell_logprobs(
     logits: Tensor, ids: Tensor, sums: Tensor, scale: float, read: Callable[..., Any]
 ) -> Tensor:
     """Returns log-probs (N, k + 1) fp32, as in `TopTokens`, of logits (N, V) times `scale`. `sums` (N, 2):
-    each row's maximum and its log-sum-exp relative to it. `read`: computes such sums from logits.
+    each row's maximum and its log-sum-exp relative to the maximum. `read`: computes such sums from logits.
 
-    The mass of the other tokens is summed over them: 1 minus the mass of the k would lose its digits. For
-    this the logits of the k are -inf for a moment, which costs no copy. No gradient.
+    The mass of the other tokens is summed directly, because 1 minus the mass of the k tokens would lose its
+    digits. For this the logits of the k tokens are set to -inf temporarily, which avoids a copy. No gradient.
     """
     own = logits.gather(-1, ids)
     likely = _at_least_fp32(own) * scale - sums[:, :1] - sums[:, 1:]
@@ -70,7 +72,7 @@ def cell_logprobs(
 
 
 def differentiable_cells(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
-    """Returns the same as `cell_logprobs` with a gradient, from logits that no kernel reads."""
+    """Does the same as `cell_logprobs`, but with a gradient, for logits that no kernel reads."""
     scaled = _at_least_fp32(logits) * scale
     total = scaled.logsumexp(-1, keepdim=True)
     likely = scaled.gather(-1, ids) - total
@@ -94,9 +96,9 @@ def cells_kl(own: Tensor, teacher: Tensor) -> Tensor:
 
 
 class CellGradients(NamedTuple):
-    """The gradients of N losses with respect to log-prob of the target `for_logprob`, entropy `for_entropy`
-    (None: not in the loss) and KL `for_kl`, all (N,); the student's cells and the teacher's, (N, k + 1); the
-    targets' log-probs and the entropies (N,)."""
+    """The gradients of N losses with respect to the target's log-prob `for_logprob`, the entropy
+    `for_entropy` (None: not in the loss) and the KL `for_kl`, all (N,); the cells of student and teacher, (N,
+    k + 1); and the targets' log-probs and the entropies (N,)."""
 
     for_logprob: Tensor
     for_entropy: Tensor | None
@@ -118,8 +120,8 @@ class CellGradients(NamedTuple):
         )
 
     def of_rest(self) -> Tensor:
-        """Returns the gradient of a log-prob, (N,), that changes the logits of all tokens but targets and
-        ids as the loss does: both are a number times the token's probability."""
+        """Returns the gradient of a log-prob, (N,), that acts on the logits of all tokens except targets and
+        ids as the loss does: both gradients are a number times the token's probability."""
         ratios = log_ratios(self.own, self.teacher.logprobs)
         kl = (self.own.exp() * ratios).sum(-1)
         return self.for_logprob - self.for_kl * (ratios[:, -1] - kl)
@@ -127,8 +129,8 @@ class CellGradients(NamedTuple):
     def write(self, grads: Tensor, targets: Tensor, scale: float) -> Tensor:
         """Writes the gradients of the logits of targets and ids into `grads` (N, V), and returns it.
 
-        They are computed in fp32 and rounded once. Adding a correction to what `of_rest` has written would
-        leave its rounding error, which for an improbable target is larger than the gradient.
+        They are computed in fp32 and rounded once. Adding a correction to the gradient written for `of_rest`
+        would keep its rounding error, which for an improbable target is larger than the gradient itself.
         """
         ids = self.teacher.ids
         ratios = log_ratios(self.own, self.teacher.logprobs)

@@ -1,7 +1,7 @@
 """Computes log-probs of single tokens from hidden states, without a tensor of probabilities.
 
-Head and log-softmax are one autograd function. It is called once per pass as the head's forward, for any
-number of chunks: under ZeRO-3 every rank must gather the head's weights equally often.
+The head and the log-softmax form one autograd function. It is called once per pass as the head's forward,
+whatever the number of chunks, because under ZeRO-3 every rank must gather the head's weights equally often.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rlhf_core.models.logprobs.teacher_kl import (
 )
 from rlhf_core.models.weights.whole_weights import is_cut
 
-Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
+Entropy = Literal["no", "value", "gradient"]  # as a metric, or as part of the loss
 
 
 class Truncation(NamedTuple):
-    """Keeps the `top_k` most probable tokens (0: all), and of these the most probable ones that together have
-    the probability `top_p`."""
+    """Keeps the `top_k` most probable tokens (0: all), and of these the most probable ones that together
+    reach the probability `top_p`."""
 
     top_p: float = 1.0
     top_k: int = 0
@@ -59,18 +59,19 @@ def token_logprobs(
     teacher: TopTokens | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the log-probs of tokens and the entropies of their distributions, (N,) fp32. hidden: (N, H).
-    targets: (N,). With a `teacher` also the KL to it over its most probable tokens (`teacher_kl.py`), (N,).
+    targets: (N,). With a `teacher`, also returns the KL to it over its most probable tokens
+    (`teacher_kl.py`), (N,).
 
-    `top` truncates the distributions, but always keeps the target tokens; which tokens are kept has no
-    gradient. `known`: the distributions are over the first `known` rows of the head only; None: over all.
+    `top` truncates the distributions, but always keeps the target tokens; the choice of tokens has no
+    gradient. `known`: the distributions cover only the first `known` rows of the head; None: all rows.
 
     `keep`: the logits stay in memory for the backward pass, N x V in the model's dtype. Otherwise they are
-    recomputed in chunks, as they always are with `fp32`, which computes them in fp32 (`fp32_head.py`), and
+    recomputed in chunks, as is always the case with `fp32`, which computes them in fp32 (`fp32_head.py`), and
     with a `cap`, which turns x into `cap * tanh(x / cap)` (Gemma 2, section 2). The entropies are 0 with
     "no", and carry no gradient with "value".
     """
     scale = 1 / temperature if temperature else 1.0
-    if type(head) is not nn.Linear:  # a head with adapters, for example
+    if type(head) is not nn.Linear:  # for example, a head with adapters
         logprobs, entropies, *kl = _through(
             head, hidden, targets, scale, entropy != "no", cap, top, known, fp32, teacher
         )
@@ -101,11 +102,11 @@ def _through(
     fp32: bool,
     teacher: TopTokens | None,
 ) -> list[Tensor]:
-    """Runs any head in chunks, each with checkpointing in training. A head that ZeRO-3 has sharded runs in
-    one call, because ZeRO-3 counts calls."""
+    """Runs any head in chunks, which are checkpointed in training. A head that ZeRO-3 has sharded runs in one
+    call, because ZeRO-3 counts calls."""
 
     def read(rows: Tensor, wanted: Tensor, teachers: TopTokens | None) -> tuple[Tensor, ...]:
-        # here, because `checkpoint` runs this again in the backward pass
+        # here, because `checkpoint` runs this function again in the backward pass
         with replaced_forward(plain, partial(fp32_forward, plain)) if fp32 else nullcontext():
             logits = capped(head(rows)[:, :known].contiguous(), cap)
         logprobs, _, entropies = _read_with_torch(
@@ -134,7 +135,7 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 @contextmanager
 def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Replaces the forward function of `module`; its hooks still run."""
+    """Replaces the forward function of `module`, whose hooks still run."""
     own = vars(module).get("forward")
     module.forward = function
     try:
@@ -146,7 +147,8 @@ def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterato
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Overwrites kept logits with their gradient `g (onehot - p) - g_H p (log p + H)`, in their dtype."""
+    """Overwrites kept logits with their gradient `g (onehot - p) - g_H p (log p + H)`, in the logits'
+    dtype."""
 
     @staticmethod
     def forward(
@@ -229,7 +231,7 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, max(1, len(hidden)), ctx.size):
             part = slice(start, start + ctx.size)
             logits = capped(ctx.product(hidden[part], weight, bias), ctx.cap) if kept is None else kept
-            # the cap's derivative; computed before `logits` is overwritten
+            # the cap's derivative, computed before `logits` is overwritten
             slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()
             more = None if entropy_grads is None else entropy_grads[part]
             least = None if floors is None else floors[part]
@@ -240,7 +242,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 logits = at_cells.part(part).write(logits, targets[part], ctx.scale)
             if slope is not None:
                 logits = logits.mul_(slope)
-            logits = logits.to(hidden.dtype)  # of fp32 logits, the gradient alone is rounded
+            logits = logits.to(hidden.dtype)  # with fp32 logits, only the gradient is rounded
             if hidden_grad is not None:
                 torch.mm(logits, weight, out=hidden_grad[part])
             if for_weight:
@@ -258,16 +260,16 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _with_unknown_rows(grad: Tensor, rows: int) -> Tensor:
-    """Returns a gradient (K, ...) extended with zeros for the unused rows from K on, (`rows`, ...)."""
+    """Extends a gradient (K, ...) to (`rows`, ...) with zeros for the unused rows from K on."""
     if len(grad) == rows:
         return grad
     return torch.cat([grad, grad.new_zeros(rows - len(grad), *grad.shape[1:])])
 
 
 def _with_product(total: Tensor | None, logits_grad: Tensor, hidden: Tensor, alone: bool) -> Tensor:
-    """Adds a chunk's gradient of the weight, (N, V) x (N, H) -> (V, H), to the `total` of the earlier chunks,
-    at least in fp32: bf16 would lose parts below 2^-8 of the total. `alone`: there is only one chunk, whose
-    product is the whole sum."""
+    """Adds a chunk's gradient of the weight, (N, V) x (N, H) -> (V, H), to the `total` of the earlier chunks.
+    The sum is at least fp32, because bf16 would lose parts below 2^-8 of the total. `alone`: whether this is
+    the only chunk, whose product is then the whole sum."""
     if total is not None and total.dtype == logits_grad.dtype:
         return total.addmm_(logits_grad.t(), hidden)
     product = torch.mm(logits_grad.t(), hidden)
@@ -278,7 +280,7 @@ def _with_product(total: Tensor | None, logits_grad: Tensor, hidden: Tensor, alo
 
 def logit_functions(logits: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Returns the functions that find floors, read and differentiate logits on their device: kernels on a
-    GPU, otherwise PyTorch."""
+    GPU, PyTorch elsewhere."""
     if logits.is_cuda:
         from rlhf_core.models.kernels import logprobs
 
@@ -287,8 +289,8 @@ def logit_functions(logits: Tensor) -> tuple[Callable[..., Any], Callable[..., A
 
 
 def _floors(logits: Tensor, targets: Tensor, scale: float, top: Truncation) -> Tensor | None:
-    """Returns the lowest scaled logit of each row's truncated distribution (N,) fp32, at most that of its
-    target; None if it is not truncated."""
+    """Returns the lowest scaled logit of each row's truncated distribution, which is at most that of the
+    target, (N,) fp32; None if the distribution is not truncated."""
     return None if top == WHOLE else logit_functions(logits)[0](logits, targets, scale, *top)
 
 
@@ -300,7 +302,7 @@ def _floors_with_torch(logits: Tensor, targets: Tensor, scale: float, top_p: flo
     lowest = order[:, -1:]
     if top_p < 1:
         p = order.softmax(-1)
-        # earlier tokens have less than top_p together
+        # the tokens before each of these have less than top_p together
         lowest = order.gather(-1, (p.cumsum(-1) - p < top_p).sum(-1, keepdim=True) - 1)
     return torch.minimum(lowest, scaled.gather(-1, targets[:, None])).squeeze(-1)
 
@@ -332,9 +334,9 @@ def _read_with_torch(
     logits: Tensor, targets: Tensor, scale: float, entropy: bool, floors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns log-probs of the targets (N,), each row's maximum and its log-sum-exp relative to the maximum
-    (N, 2), and entropies (N,), all differentiable and fp32.
+    (N, 2), and entropies (N,), all differentiable and in fp32.
 
-    Maximum and log-sum-exp are separate, because their sum would lose the digits of 1 - p near p = 1.
+    The maximum and the log-sum-exp are separate, because their sum would lose the digits of 1 - p near p = 1.
     """
     scaled = _kept(_at_least_fp32(logits) * scale, floors)
     maxima = scaled.detach().amax(-1, keepdim=True)
@@ -356,7 +358,7 @@ LARGE = 100.0  # scale of hidden states at which a cap on the logits has an effe
 
 
 class _LastHiddenState(MoeModelOutputWithPast):
-    """Returns None for every other attribute of a family's backbone output."""
+    """Returns None for every other attribute that a family's backbone output may have."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -364,8 +366,8 @@ class _LastHiddenState(MoeModelOutputWithPast):
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
-    """Returns the part that computes hidden states from tokens. Llama 4 uses another name for it than its
-    class declares."""
+    """Returns the module that computes hidden states from tokens. Llama 4 uses a different name for it than
+    its class declares."""
     return model.base_model if model.base_model is not model else model.model
 
 
@@ -377,10 +379,10 @@ def logit_cap(model: PreTrainedModel) -> float | None:
 
 @torch.no_grad()
 def logit_scale(model: PreTrainedModel) -> float:
-    """Measures the factor between the model's logits and its head's outputs, capped by `logit_cap` (not 1 for
-    Granite and Cohere), on random hidden states.
+    """Measures the factor between the model's logits and its head's outputs, capped by `logit_cap`, on random
+    hidden states. It is not 1 for Granite and Cohere.
 
-    Raises ValueError when the logits are not a multiple of the outputs: log-probs would be wrong.
+    Raises ValueError when the logits are not a multiple of the outputs, because log-probs would be wrong.
     """
     head = model.get_output_embeddings()
     backbone = backbone_of(model)

@@ -1,5 +1,5 @@
-"""Reads a teacher's most probable tokens from hidden states, without a gradient and in chunks like
-`token_logprobs`."""
+"""Reads a teacher's most probable tokens from hidden states, without a gradient and in chunks, as
+`token_logprobs` does."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def top_logprobs(
     known: int | None = None,
     fp32: bool = False,
 ) -> Tensor:
-    """Returns fp32 (1 + 2 k + 1, N): the log-probs of the targets (N,), the ids of the k most probable
-    tokens, their log-probs, and that of all other tokens together. k is `count`, or all tokens if there are
-    fewer. An id is exact in fp32 up to 16,777,216 tokens. The other arguments: as in `token_logprobs`.
+    """Returns fp32 (1 + 2 k + 1, N): the log-probs of the targets, the IDs of the k most probable tokens,
+    their log-probs, and that of all other tokens together. k is `count`, or the number of all tokens if that
+    is smaller. IDs are exact in fp32 up to 16,777,216 tokens. The other arguments are as in `token_logprobs`.
 
     Raises ValueError for a head that is not linear.
     """

@@ -1,1 +1,1 @@
-"""Reads, cuts, rounds and describes the weights of models."""
+"""Reads, shards, rounds and describes the weights of models."""

@@ -13,11 +13,11 @@ from rlhf_core.config.training.optimiser_fields import Freeze
 
 
 def freeze_weights(model: PreTrainedModel, freeze: Freeze, role: str = "model") -> None:
-    """Takes the gradient from the weights that `freeze` names. Call it before the model's optimiser is made.
-    `role`: as in `Optimised.offloaded`.
+    """Stops the weights named in `freeze` from being trained. Must be called before the model's optimiser is
+    created. `role`: as in `Optimised.offloaded`.
 
-    Raises ValueError when a part of `freeze` names nothing in this model, and when nothing is left to train.
-    A critic, which may be a smaller model with another head, freezes what it has of these.
+    Raises ValueError when part of `freeze` matches nothing in this model, and when nothing is left to train.
+    A critic, which may be a smaller model with another head, freezes whichever of these weights it has.
     """
     told = model.name_or_path or type(model).__name__
     told = told if role == "model" else f"the {role} {told}"
@@ -44,22 +44,22 @@ def freeze_weights(model: PreTrainedModel, freeze: Freeze, role: str = "model") 
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the decoder layers; if the code does not mark them, the longest list of modules."""
+    """Returns the decoder layers; if the model's code does not mark them, the longest list of modules."""
     named = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList)]
     return named or max(lists, key=len, default=[])
 
 
 def _named(model: PreTrainedModel, pattern: str) -> list[nn.Parameter]:
-    """Returns the weights that a pattern fits, by each of their names if they are tied."""
+    """Returns the weights that match a pattern. A tied weight is matched under each of its names."""
     expression = re.compile(".*".join(map(re.escape, pattern.split("*"))))
     named = model.named_parameters(remove_duplicate=False)
     return [weight for name, weight in named if expression.fullmatch(name)]
 
 
 def embeddings_and_heads(module: nn.Module) -> set[nn.Parameter]:
-    """Returns the weights of a `Policy` or `Scorer` that read or write tokens or scores: those of all
-    embeddings, of the language model's head and of a score head."""
+    """Returns the weights of a `Policy` or `Scorer` that read or write tokens or scores: all embeddings, the
+    language model's head and a score head."""
     return set(_outer_weights(module))
 
 

@@ -1,13 +1,12 @@
-"""Cuts the weights of a model over its ranks while it is read (ZeRO-3), so that no rank ever holds the whole
+"""Shards a model's weights over its ranks as they are read (ZeRO-3), so that no rank ever holds the whole
 model.
 
-transformers builds a model without weights, then puts them in place one after the other. Each large one goes
-to `Shards.cut` at that moment, which keeps this rank's part. transformers' own loading for ZeRO-3 is not
-used: it merges the experts of all layers on every rank, and reports neither missing weights nor weights of
-another shape.
+transformers builds a model without weights, then puts them in place one by one. Each large one is then passed
+to `Shards.cut`, which keeps this rank's part. transformers' own loading for ZeRO-3 is not used: it merges the
+experts of all layers on every rank, and reports neither missing weights nor weights of the wrong shape.
 
-`one_by_one` patches a private name of transformers, for the releases in MADE_FOR. With other releases files
-stay mapped into memory, and results are the same.
+`one_by_one` patches a private name of transformers, for the releases in MADE_FOR. With other releases, files
+stay mapped into memory and the results are the same.
 """
 
 from __future__ import annotations
@@ -27,15 +26,16 @@ from rlhf_core.system import progress
 from rlhf_core.system.machine import give_back_freed_memory
 
 MADE_FOR = ("5.17.", "5.18.", "5.19.")
-# elements: DeepSpeed keeps smaller weights whole on each rank; a new head is therefore initialised as usual
+# elements: DeepSpeed keeps smaller weights whole on each rank, so a new head is initialised as usual
 SMALL = 100_000
-# environment variable: makes transformers read each weight when it is put in place, not all ahead
+# environment variable: makes transformers read each weight when it is put in place, instead of all in advance
 SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class Shards(Protocol):
-    """The ranks over which a model is cut. Every method is a collective, called for the same weights in the
-    same order. `reads`: whether the other ranks get their parts from this rank's data."""
+    """The ranks over which a model is sharded. Every method is a collective, and must be called for the same
+    weights in the same order. `reads`: whether the other ranks get their parts from data read by this
+    rank."""
 
     reads: bool
 
@@ -45,24 +45,25 @@ class Shards(Protocol):
     def gathered(
         self, weights: Sequence[nn.Parameter], changed: bool = False
     ) -> AbstractContextManager[object]:
-        """Makes weights whole while the context is open. `changed`: keeps rank 0's changes to them."""
+        """Makes weights whole while the context is open. `changed`: whether to keep rank 0's changes to
+        them."""
 
 
 def gathered(
     shards: Shards | None, weights: Sequence[nn.Parameter], changed: bool = False
 ) -> AbstractContextManager[object]:
-    """Like `Shards.gathered`, but does nothing for a model that is whole."""
+    """Does the same as `Shards.gathered`, or nothing if the model is not sharded."""
     return nullcontext() if shards is None else shards.gathered(weights, changed)
 
 
 @contextmanager
 def as_they_come(shards: Shards | None) -> Iterator[None]:
-    """Counts each weight that transformers has read as progress and cuts large ones, while the context is
-    open."""
+    """While the context is open, counts each weight that transformers has read as progress, and shards large
+    ones."""
 
     def placed(_module: nn.Module, _name: str, weight: nn.Parameter) -> None:
         progress.made()
-        # Weights that are not in the checkpoint are initialised first; tied weights come a second time.
+        # Weights that are not in the checkpoint are initialised first; tied weights arrive a second time.
         if (
             shards
             and getattr(weight, "_is_hf_initialized", False)
@@ -80,7 +81,7 @@ def as_they_come(shards: Shards | None) -> Iterator[None]:
 
 def require_data(model: nn.Module, shards: Shards | None) -> None:
     """Raises RuntimeError if, on a rank that does not read, a weight still has no data because it was not
-    cut."""
+    sharded."""
     if shards is not None and not shards.reads:
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if weight.is_floating_point() and not weight.is_meta and bool(weight.isnan().any()):
@@ -92,9 +93,9 @@ def require_data(model: nn.Module, shards: Shards | None) -> None:
 
 @contextmanager
 def one_by_one(reads: bool = True) -> Iterator[None]:
-    """Makes transformers read one weight at a time, into its own memory, while the context is open: pages of
-    a mapped file stay with the process. Without `reads` it reads no large weights (`WeightFile`). From then
-    on freed memory goes back to the system."""
+    """While the context is open, makes transformers read one weight at a time into separately allocated
+    memory, because pages of a mapped file stay with the process. Without `reads`, large weights are not read
+    (`WeightFile`). From then on, freed memory is returned to the system."""
     give_back_freed_memory()
     opened: Callable[..., Any] | None = getattr(modeling_utils, "safe_open", None)
     before = os.environ.get(SYNCHRONOUS)

@@ -1,7 +1,8 @@
-"""Reads the weights of a safetensors file for a model that is cut over its ranks while it loads.
+"""Reads the weights of a safetensors file for a model that is sharded as it is loaded.
 
-Rank 0 reads large weights, and all ranks get their data from it when they are cut. Memory is reused from
-weight to weight: the system takes longer to provide new pages than to fill them from a cached file.
+Rank 0 reads large weights, and all ranks get their data from it when the weights are sharded. Memory is
+reused from weight to weight, because the system takes longer to provide new pages than to fill them from a
+cached file.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from torch import Tensor
 from rlhf_core.hub.model_files import stored_tensors, tensors_of
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-# elements of a weight; if transformers splits it, into up to 64 parts, each part must be cut too
+# elements of a weight; if transformers splits it, into up to 64 parts, each part must be sharded too
 LARGE = 6_400_000
 
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 PIECE = 2**26  # bytes compared at a time
-# references to an otherwise unused part: from the list, the loop and the argument, in CPython to 3.13
+# references to an otherwise unused buffer: from the list, the loop and the argument, in CPython to 3.13
 FREE = 3
-SPARE = 2  # parts that are kept besides the one that is taken
+SPARE = 2  # buffers that are kept in addition to the one taken
 
 
 class Buffers:
-    """Keeps memory for weights. A part is reused once no tensor refers to it."""
+    """Keeps memory for weights. A buffer is reused once no tensor refers to it."""
 
     def __init__(self) -> None:
         self._kept: list[np.ndarray] = []
 
     def take(self, size: int) -> np.ndarray:
-        """Returns `size` unused bytes. Frees smaller parts before allocating a larger one."""
+        """Returns `size` unused bytes. Frees smaller buffers before allocating a larger one."""
         free = [buffer for buffer in self._kept if sys.getrefcount(buffer) <= FREE]
         chosen = min((buffer for buffer in free if len(buffer) >= size), key=len, default=None)
         given_up = free if chosen is None else [buffer for buffer in free if buffer is not chosen][SPARE:]
@@ -50,8 +51,8 @@ class Buffers:
 
 
 class WeightFile:
-    """Wraps an opened safetensors file (`opened`) as transformers uses it. `reads`: False on ranks that get
-    large weights from rank 0; there they are nan until they are cut."""
+    """Wraps an opened safetensors file (`opened`) for use by transformers. `reads`: False on ranks that get
+    large weights from rank 0; there these are nan until they are sharded."""
 
     def __init__(self, opened: Any, path: str, reads: bool, buffers: Buffers):
         self._opened = opened
@@ -78,7 +79,7 @@ class WeightFile:
         return _Large(self, name, about)
 
     def whole(self, name: str) -> Tensor:
-        """Returns a large weight; nan without `reads`."""
+        """Returns a large weight, or nan without `reads`."""
         about = self._tensors[name]
         if not self._reads:
             return torch.full((), math.nan, dtype=DTYPES[about["dtype"]]).expand(about["shape"])
@@ -93,13 +94,13 @@ class WeightFile:
         return torch.from_numpy(buffer).view(DTYPES[about["dtype"]]).reshape(about["shape"])
 
     def part(self, name: str, what: Any) -> Tensor:
-        """Returns a part of a weight, which every rank reads."""
+        """Returns part of a weight, which every rank reads."""
         found: Tensor = self._opened.get_slice(name)[what]
         return found
 
 
 def head_of_its_own(folder: Path) -> bool:
-    """Returns whether a checkpoint stores a head that differs from its embedding, whatever its config
+    """Returns whether a checkpoint stores a head that differs from its embedding, no matter what its config
     says."""
     found = {
         name: (folder / file, about)

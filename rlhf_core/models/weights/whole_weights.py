@@ -1,5 +1,5 @@
-"""Reads the shape and size of whole weights, of which a rank may hold only a part. The only place outside
-`rlhf_core/training/zero` that knows the names that ZeRO-3 gives its weights (`ds_*`)."""
+"""Reads the shape and size of whole weights, of which a rank may hold only a part. This is the only place
+outside `rlhf_core/training/zero` that knows the attributes that ZeRO-3 adds to weights (`ds_*`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def is_cut(weight: Tensor) -> bool:
-    """Returns whether the ranks share this weight, so that it must be gathered before it is used."""
+    """Returns whether this weight is split over the ranks, so that it must be gathered before it is used."""
     return hasattr(weight, "ds_id")
 
 
