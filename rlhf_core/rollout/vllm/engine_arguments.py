@@ -1,4 +1,4 @@
-"""Imports vLLM and chooses the arguments of its engine for a model and this machine."""
+"""Imports vLLM and chooses the arguments of its engine for a model on this machine."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from rlhf_core.system.gc_pause import freeze_libraries, uncollected
 
 
 def library(kv_cache_gib: float) -> Any:
-    """Imports vLLM with its engine, after setting the environment that vLLM reads at its first import."""
+    """Imports vLLM and its engine, after setting the environment that vLLM reads when it is first
+    imported."""
     set_vllm_environment(kv_cache_gib)
     first = "vllm.entrypoints.llm" not in sys.modules
     with uncollected():
         import vllm
-        import vllm.entrypoints.llm  # `vllm.LLM` would import it later
+        import vllm.entrypoints.llm  # otherwise `vllm.LLM` would import it later
 
     apply_patches()
     if first:
@@ -52,9 +53,10 @@ def engine_arguments(
     routing_replay: bool,
     adapter_rank: int,
 ) -> dict[str, Any]:
-    """Returns the arguments of `vllm.LLM` for a folder with a whole model, without `config.options`.
+    """Returns the arguments of `vllm.LLM` for a folder that contains a complete model, excluding
+    `config.options`.
 
-    Raises ValueError for a model that this vLLM cannot run, and for adapters of a model with experts.
+    Raises ValueError for a model that this vLLM cannot run, and for adapters on a model with experts.
     """
     on_gpu = torch.cuda.is_available()
     of_model = config_of(model)
@@ -75,7 +77,7 @@ def engine_arguments(
         gpu_memory_utilization=config.gpu_memory_utilization,
         trust_remote_code=trust_remote_code,
         enable_prefix_caching=on_gpu or not has_state(vllm, model, dtype, max_model_len, trust_remote_code),
-        # A prompt prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do,
+        # Prefilling a prompt in parts makes vLLM rewind its seeded generator, which CPU generators cannot do,
         # so CPUs prefill whole prompts. vLLM caches the states of Mamba layers by prefix only if prompts are
         # prefilled in parts.
         enable_chunked_prefill=on_gpu,
@@ -97,8 +99,8 @@ def engine_arguments(
 
 
 def has_state(vllm: Any, model: str, dtype: str, max_model_len: int, trust_remote_code: bool) -> bool:
-    """Returns whether layers carry a state from token to token (Mamba and its relatives), according to vLLM's
-    model registry.
+    """Returns whether any layers carry a state from token to token (Mamba and related models), according to
+    vLLM's model registry.
 
     Raises ValueError for a model that this vLLM cannot run.
     """
@@ -115,7 +117,7 @@ def has_state(vllm: Any, model: str, dtype: str, max_model_len: int, trust_remot
 
 
 def token_rows(source: str, config: dict[str, Any]) -> int | None:
-    """Returns `known_rows` of the model at `source`, and logs when some rows are left out."""
+    """Returns `known_rows` of the model at `source`, and logs if any rows are left out."""
     rows = int(text_config(config).get("vocab_size") or 0)
     known = known_rows(source, rows)
     if known is not None:

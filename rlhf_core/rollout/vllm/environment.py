@@ -1,4 +1,5 @@
-"""Sets the environment variables that vLLM reads at its first import, and chooses how it runs a model."""
+"""Sets the environment variables that vLLM reads when it is first imported, and chooses how it runs a
+model."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ from rlhf_core.system.machine import num_gpus
 from rlhf_core.system.processes import child_environment
 
 CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
-# Without torch.compile, the decoding steps recorded as CUDA graphs.
+# Without torch.compile; decoding steps are recorded as CUDA graphs.
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-# Batch sizes recorded as CUDA graphs; a batch runs as the next larger size. vLLM's own list has 51 sizes up
+# Batch sizes recorded as CUDA graphs; a batch runs at the next larger size. vLLM's own list has 51 sizes up
 # to 512.
 GRAPHS = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 513, 64))
 OF_GRAPHS = {
@@ -44,7 +45,8 @@ OF_GRAPHS = {
 
 
 def compilation(model: str) -> dict[str, Any]:
-    """Returns vLLM's `compilation_config` for a checkpoint folder or Hub id on a GPU; if empty, vLLM chooses.
+    """Returns vLLM's `compilation_config` for a checkpoint folder or Hub ID on a GPU; if it is empty, vLLM
+    chooses.
 
     Models with experts are not compiled: with the code that vLLM 0.24 compiled at its first start (PyTorch
     2.11, H200), log-probs of a small Mixtral were off by a nat after the second start. vllm#56900 is a
@@ -56,17 +58,17 @@ def compilation(model: str) -> dict[str, Any]:
 
 
 def graphs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns vLLM's option for the sizes of CUDA graphs on a GPU; empty if the recipe's `options` set one
-    that affects them."""
+    """Returns vLLM's option for the sizes of CUDA graphs on a GPU; empty if the recipe's `options` contain
+    one that affects them."""
     if not num_gpus() or OF_GRAPHS & options.keys():
         return {}
-    # like vLLM's own limit: batches also include prompts
+    # like vLLM's own limit, since batches also include prompts
     most = 2 * int(options.get("max_num_seqs") or GRAPHS[-1])
     return {"cudagraph_capture_sizes": [size for size in GRAPHS if size <= most]}
 
 
 def adapter_options(rank: int) -> dict[str, Any]:
-    """Returns vLLM's options for one adapter of this rank; none for rank 0."""
+    """Returns vLLM's options for one adapter of this rank; empty for rank 0."""
     return (
         {
             "enable_lora": True,
@@ -79,8 +81,8 @@ def adapter_options(rank: int) -> dict[str, Any]:
 
 
 def delta_rule(model: str) -> dict[str, Any]:
-    """Returns vLLM's option for gated delta rules (Qwen3-Next, Qwen3.5) on a GPU: Triton kernels, as in
-    training. FlashInfer's would be compiled at the first start."""
+    """Returns vLLM's option for gated delta rules (Qwen3-Next, Qwen3.5) on a GPU. It selects Triton kernels,
+    as in training; FlashInfer's would be compiled at the first start."""
     from vllm import EngineArgs
 
     kind = str(text_config(config_of(model)).get("model_type"))
@@ -93,7 +95,7 @@ def delta_rule(model: str) -> dict[str, Any]:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """Returns the config.json of a checkpoint folder or Hub id; empty if it cannot be read, since vLLM
+    """Returns the config.json of a checkpoint folder or Hub ID; empty if it cannot be read, since vLLM
     reports the reason."""
     try:
         return dict(json.loads(_config_file(model).read_text()))
@@ -110,8 +112,8 @@ def _config_file(model: str) -> Path:
 
 @contextmanager
 def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str]:
-    """Yields a checkpoint folder or Hub id that vLLM can load: `model`, or a temporary folder with the merged
-    model of an adapter or with the language model of a multimodal checkpoint."""
+    """Yields a checkpoint folder or Hub ID that vLLM can load: `model` itself, or a temporary folder that
+    contains either the merged model of an adapter or the language model of a multimodal checkpoint."""
     with ExitStack() as stack:
         if (Path(model) / ADAPTER_CONFIG).is_file():
             from rlhf_core.models.checkpoint.save import save_merged
@@ -130,8 +132,8 @@ def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str
 
 
 def runs_whole(config: Mapping[str, Any]) -> bool:
-    """Returns whether this vLLM runs a multimodal model as a whole, without its image encoder: vLLM 0.24 has
-    no text-only Qwen3.5."""
+    """Returns whether this vLLM runs a multimodal model as a whole, but without its image encoder, since vLLM
+    0.24 has no text-only Qwen3.5."""
     return (
         bool(num_gpus())
         and str(config.get("model_type")).startswith("qwen3_5")
@@ -141,7 +143,8 @@ def runs_whole(config: Mapping[str, Any]) -> bool:
 
 def no_class_for(architecture: str) -> str | None:
     """Returns why vLLM cannot run a transformers class; None if it can, is not installed, or `architecture`
-    is "". vLLM has its own classes, and also runs transformers classes that let it choose the attention."""
+    is "". vLLM has its own classes, and also runs those transformers classes that let it choose the
+    attention."""
     set_vllm_environment(1)
     try:
         from vllm import __version__
@@ -160,8 +163,8 @@ def no_class_for(architecture: str) -> str | None:
 
 
 def unknown_option(options: Mapping[str, object]) -> str:
-    """Returns a message naming an option of `engine.options` that the installed vLLM lacks; "" if it has all
-    or is not installed."""
+    """Returns a message that names an option in `engine.options` unknown to the installed vLLM; "" if it
+    knows all of them or is not installed."""
     if not options:
         return ""
     set_vllm_environment(1)
@@ -178,14 +181,14 @@ def unknown_option(options: Mapping[str, object]) -> str:
 
 
 def require_known_options(options: Mapping[str, object]) -> None:
-    """Raises ValueError with the message of `unknown_option`, if any."""
+    """Raises ValueError with the message of `unknown_option`, if there is one."""
     told = unknown_option(options)
     if told:
         raise ValueError(f"engine.options: {told}")
 
 
 def engine_flags(options: Mapping[str, object]) -> list[str]:
-    """Returns options of `engine.options` as flags of `vllm serve`."""
+    """Returns the options in `engine.options` as flags of `vllm serve`."""
     flags = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -199,11 +202,11 @@ def engine_flags(options: Mapping[str, object]) -> list[str]:
 
 
 def set_vllm_environment(kv_cache_gib: float) -> None:
-    """Sets vLLM's environment variables: the engine runs in this process (not in a second one), sends no
-    usage report, and its KV cache on CPU does not take half the memory."""
+    """Sets vLLM's environment variables: the engine runs in this process instead of a second one, sends no
+    usage report, and does not reserve half the memory for its KV cache on CPU."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # vLLM 0.32 sets it only in its own commands
+    # vLLM 0.32 sets this only in its own commands
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     os.environ.update(quiet(kv_cache_gib))
 
@@ -213,11 +216,11 @@ def server_environment(kv_cache_gib: float) -> dict[str, str]:
     without the settings of our process group.
 
     The server uses this process's GPUs (CUDA_VISIBLE_DEVICES is passed on). torch.distributed's variables
-    would make it wait for others.
+    would make it wait for other ranks.
     """
     ours = ("VLLM_ENABLE_V1_MULTIPROCESSING", *RANK_VARIABLES)
     passed_on = {name: value for name, value in child_environment().items() if name not in ours}
-    # A server's engine is a separate process anyway; on CPU this saves its extra worker process and ten
+    # A server's engine is a separate process anyway; on CPU this saves an additional worker process and ten
     # seconds of imports.
     lean = {} if num_gpus() else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return passed_on | quiet(kv_cache_gib) | lean | {"VLLM_LOGGING_LEVEL": "INFO"}
@@ -233,10 +236,10 @@ def quiet(kv_cache_gib: float) -> dict[str, str]:
 
 
 def returns_routing() -> bool:
-    """Returns whether vLLM returns the experts of each token on this machine's GPU, for models that
+    """Returns whether vLLM can report the experts of each token on this machine's GPU, for models that
     `experts.replayed` accepts.
 
-    vLLM 0.32 returns none. On Blackwell, fused kernels choose the experts and vLLM returns zeros
+    vLLM 0.32 reports none. On Blackwell, fused kernels choose the experts and vLLM returns zeros
     (vllm#44116).
     """
     import torch

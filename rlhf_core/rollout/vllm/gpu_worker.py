@@ -15,7 +15,7 @@ BASE: Any = gpu_worker.Worker
 
 
 class GpuWorker(BASE):
-    """Gives the KV cache the part of its share of the GPU that its own process has not used
+    """Gives the KV cache whatever its own process has left unused of its share of the GPU
     (`memory_for_cache`)."""
 
     def __init__(self, *arguments: Any, **options: Any):
@@ -24,7 +24,7 @@ class GpuWorker(BASE):
         super().__init__(*arguments, **options)
 
     def load_model(self, **options: Any) -> None:
-        """Loads the model with the patches applied, so that each weight read counts as progress."""
+        """Loads the model with the patches applied, counting each weight read as progress."""
         apply_patches()
         super().load_model(**options)
 

@@ -1,5 +1,5 @@
-"""Closes a local vLLM server to everyone without its key. vLLM itself checks the key on only some paths, and
-starts to listen long after its process starts.
+"""Closes a local vLLM server to everyone without its key. vLLM itself checks the key only on some paths, and
+starts listening long after its process starts.
 
 Imports neither vLLM nor torch.
 """
@@ -18,8 +18,9 @@ Application = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
 class KeyGuard:
-    """ASGI middleware (vLLM's --middleware) that on every path answers 401 to requests without the key in
-    VLLM_API_KEY as a bearer token, and 400 to requests for a host other than 127.0.0.1 (DNS rebinding)."""
+    """ASGI middleware (vLLM's --middleware) that applies to every path. It answers 401 to requests that do
+    not send the key in VLLM_API_KEY as a bearer token, and 400 to requests for a host other than 127.0.0.1
+    (DNS rebinding)."""
 
     def __init__(self, app: Application):
         self._app = app
@@ -46,8 +47,8 @@ class KeyGuard:
 
 
 def answer_on_given_socket() -> None:
-    """Makes uvicorn answer on the socket that LISTENER names instead of one that the server creates. Does
-    nothing without LISTENER."""
+    """Makes uvicorn use the socket given by LISTENER instead of creating one. Does nothing without
+    LISTENER."""
     given = os.environ.pop(LISTENER, "")
     if not given:
         return

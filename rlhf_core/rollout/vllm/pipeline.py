@@ -1,10 +1,10 @@
-"""Runs one engine over several nodes with vLLM's pipeline parallelism, and one process of this project per
+"""Runs one engine over several nodes with vLLM's pipeline parallelism, with one process of this project per
 stage.
 
-The first stage's process runs the engine, which schedules. The others only have vLLM's worker processes,
-which wait for its steps. All these processes find each other through a store of this project: a file on one
-machine, or a store that listens on the cluster's network across several (vLLM's own listens on all
-interfaces). These sockets are unauthenticated, like those of NCCL and gloo.
+The first stage's process runs the engine, which does the scheduling. The other processes have only vLLM's
+worker processes, which wait for its steps. All these processes find each other through a store of this
+project: a file on a single machine, or across machines a store that listens on the cluster's network (vLLM's
+own listens on all interfaces). These sockets are unauthenticated, like those of NCCL and gloo.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rlhf_core.cluster import LOOPBACK
 from rlhf_core.cluster.rank_environment import serve_store
 from rlhf_core.system.orphan_watcher import end_with_parent
 
-# environment variable for vLLM's worker processes: the store in which those of all stages find each other
+# environment variable for vLLM's worker processes: the store through which those of all stages meet
 STORE = "ALIGNFLOW_STAGES"
 SCHEME = "alignflow"  # URL scheme of a listening store, for torch.distributed
 
 
 class PipelineStage(NamedTuple):
-    """Identifies a pipeline stage of an engine: its number out of `stages`, and their shared store
+    """A pipeline stage of an engine: its number out of `stages`, and the store that they share
     (`rank_environment.store_address`)."""
 
     number: int = 0
@@ -35,7 +35,7 @@ class PipelineStage(NamedTuple):
     store: str = ""
 
     def options(self) -> dict[str, Any]:
-        """Returns vLLM's options for this stage. Each stage is a node to vLLM, even if several share a
+        """Returns vLLM's options for this stage. vLLM considers each stage a node, even if several share a
         host."""
         if self.stages == 1:
             return {}
@@ -47,37 +47,37 @@ class PipelineStage(NamedTuple):
         return {"pipeline_parallel_size": self.stages, "distributed_executor_backend": "mp"} | where
 
     def open(self) -> Any:
-        """Lets the worker processes that this process starts find those of the other stages. The caller must
+        """Lets the worker processes started by this process find those of the other stages. The caller must
         keep the return value alive."""
         if self.stages == 1:
             return None
-        # a forked one would not import `join_stages`
+        # a forked process would not import `join_stages`
         os.environ |= {STORE: self.store, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         return None if self.number else serve_store(self.store)
 
 
 class Followers:
-    """Runs vLLM's worker processes of a pipeline stage after the first. The constructor returns when those of
-    all stages have loaded."""
+    """Runs the vLLM worker processes of a pipeline stage after the first. The constructor returns once the
+    processes of all stages have loaded."""
 
     def __init__(self, library: Any, options: Mapping[str, Any]):
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-        # As in `LLM`: batch sizes depend on the context.
+        # As in `LLM`, since batch sizes depend on the context.
         config = library.EngineArgs(**options).create_engine_config(
             usage_context=UsageContext.LLM_CLASS, headless=True
         )
         self._executor = MultiprocExecutor(config, monitor_workers=False)
 
     def wait(self) -> None:
-        """Blocks until one of the processes ends, which ends the others."""
+        """Blocks until one of the processes ends, which makes the others end too."""
         self._executor.start_worker_monitor(inline=True)
 
 
 def join_stages() -> None:
-    """Makes a vLLM worker process of a stage find the others in the store, and end with the process that
-    started it. Does nothing in other processes. Call it before vLLM connects the processes."""
+    """Makes a stage's vLLM worker process find the others through the store, and end together with its parent
+    process. Does nothing in other processes. Must be called before vLLM connects the processes."""
     address = os.environ.get(STORE)
     if not address or multiprocessing.parent_process() is None:
         return

@@ -1,4 +1,5 @@
-"""Runs vLLM's API server, like `python -m vllm.entrypoints.openai.api_server`, with this project's patches.
+"""Runs vLLM's API server, as `python -m vllm.entrypoints.openai.api_server` does, with this project's
+patches.
 
 The spawned engine process imports this module again, so the patches are applied at import.
 """
@@ -14,6 +15,6 @@ apply_patches()
 
 if __name__ == "__main__":
     answer_on_given_socket()
-    # Without alter_sys: a spawned process would import the module that `sys.modules` then has as the main
-    # module.
+    # Without alter_sys, because a spawned process would import whichever module is then `__main__` in
+    # `sys.modules`.
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -1,4 +1,4 @@
-"""Reads answers from vLLM's outputs and checks that their log-probs and experts are those of their tokens."""
+"""Reads answers from vLLM's outputs and checks that their log-probs and experts belong to their tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from rlhf_core.rollout.engine_contract import SampledAnswer, answer_of
 
 
 def answer_in(request: Any) -> SampledAnswer:
-    """Returns the answer in vLLM's output. Raises RuntimeError when its log-probs or experts do not match its
-    tokens."""
+    """Returns the answer from vLLM's output. Raises RuntimeError when its log-probs or experts do not match
+    its tokens."""
     output = request.outputs[0]
     tokens = list(output.token_ids)
     experts = output.routed_experts
@@ -22,8 +22,8 @@ def answer_in(request: Any) -> SampledAnswer:
 
 
 def sampled_logprobs(logprobs: Any, tokens: list[int]) -> list[float]:
-    """Returns the log-prob of each token of an answer from vLLM's FlatLogprobs, in which the sampled token
-    comes first.
+    """Returns the log-prob of each token of an answer from vLLM's FlatLogprobs, which lists the sampled token
+    first.
 
     Raises RuntimeError when the log-probs belong to other tokens.
     """

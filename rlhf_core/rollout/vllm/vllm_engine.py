@@ -1,5 +1,5 @@
-"""Runs one vLLM engine in this process (`RolloutEngine`). Tokens are decoded only to find stop texts; weights
-arrive as (name, tensor) pairs under checkpoint names."""
+"""Runs one vLLM engine in this process (`RolloutEngine`). Tokens are decoded only to find stop strings;
+weights arrive as (name, tensor) pairs under checkpoint names."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
 
-ASKED = "asked-"  # prefix of the ids of `advance`'s requests
+ASKED = "asked-"  # prefix of the IDs of requests from `advance`
 COUNTERS = ("vllm:generation_tokens", "vllm:spec_decode_num_accepted_tokens")  # names of public vLLM metrics
 
 
 class OpenRequest(NamedTuple):
-    """Holds the engine's own name for a request, and the request's pairs (first token, version of the weights
-    from there on)."""
+    """The engine's own name for a request, and the request's pairs of a token index and the version of the
+    weights used from that token on."""
 
     own: str
     versions: list[tuple[int, int]]
 
 
 class VllmEngine:
-    """Starts a vLLM engine and loads a model, one per process; `close` ends it. `first`: the number of
-    processes of the engines before it. `adapter_rank`: the rank of the adapters; if set, the engine receives
-    only adapters. `fp32_head`: logits are computed in fp32 (`models/logprobs/fp32_head.py`). `stage`: the
-    values of a `PipelineStage`; in the process of a pipeline stage after the first, only the engine's worker
-    processes are started, and `stay` waits for their end."""
+    """Starts a vLLM engine and loads a model, one per process; `close` ends it.
+
+    `first`: the number of processes of all engines before it. `adapter_rank`: the rank of the adapters; if
+    set, the engine receives only adapters. `fp32_head`: whether logits are computed in fp32
+    (`models/logprobs/fp32_head.py`). `stage`: the values of a `PipelineStage`. A process of a later pipeline
+    stage starts only the engine's worker processes, and `stay` waits for them to end.
+    """
 
     first = 0
 
@@ -94,14 +96,14 @@ class VllmEngine:
         self.llm.collective_rpc("prepare_runner", args=(known,))
         if adapter_rank:
             self.llm.collective_rpc("keep_plain_head")
-        self._counted = (0, 0)  # the totals at the last `sampled`
+        self._counted = (0, 0)  # the totals at the last call of `sampled`
         self.tied = bool(self.llm.llm_engine.model_config.hf_text_config.tie_word_embeddings)
         self._adapter_rank = adapter_rank
-        self._adapter: Any = None  # named by requests, once adapters are loaded
+        self._adapter: Any = None  # attached to requests, once adapters are loaded
         self.version = 0
-        self._loads = 0  # `version` is the trainer's count, `_loads` how often weights were loaded
-        self._begun = dict[str, OpenRequest]()  # unfinished requests of `advance`
-        # answers to requests of `advance` that finished since it last returned
+        self._loads = 0  # `version` is the trainer's count, `_loads` counts how often weights were loaded
+        self._begun = dict[str, OpenRequest]()  # unfinished requests from `advance`
+        # answers to requests from `advance` that have finished since it last returned
         self._finished = list[tuple[int, SampledAnswer]]()
         merged.close()  # here, since Ray ends its processes without letting them clean up
 
@@ -125,8 +127,8 @@ class VllmEngine:
         sampling: Sampling,
         pictures: Sequence[Pictures] = (),
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
-        """Like `generate`, but yields each prompt as its answers finish: the prompt's index and its `n`
-        answers."""
+        """Does the same as `generate`, but yields each prompt's index and `n` answers as soon as they
+        finish."""
         refuse_pictures(pictures)
         n = sampling.n
         found = dict[int, dict[int, SampledAnswer]]()
@@ -144,14 +146,14 @@ class VllmEngine:
 
     def _add(self, key: str, tokens: Sequence[int], params: Any) -> str:
         """Adds a request and returns the engine's own name for it."""
-        # Cache entries from other weights have another salt; the cache cannot be cleared while requests use
-        # it.
+        # Cache entries from other weights have a different salt, because the cache cannot be cleared while
+        # requests are using it.
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": str(self._loads)}
         return self.llm.llm_engine.add_request(key, prompt, params, lora_request=self._adapter) or key
 
     def _step(self) -> list[Any]:
-        """Runs one engine step. Returns the outputs that finished, but keeps the answers to requests of
-        `advance`."""
+        """Runs one engine step. Returns finished outputs, except the answers to requests from `advance`,
+        which it stores."""
         outputs = [output for output in self.llm.llm_engine.step() if output.finished]
         progress.made()
         others = []
@@ -171,8 +173,8 @@ class VllmEngine:
     def advance(
         self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
     ) -> list[tuple[int, SampledAnswer]]:
-        """Adds requests, aborts those with the keys `gone`, and works on all open requests for `seconds`, or
-        until none is left. Returns the finished answers with the keys of their requests; the other requests
+        """Adds requests, aborts those with the keys `gone`, and works on all open requests for `seconds` or
+        until none is left. Returns the finished answers with the keys of their requests; unfinished requests
         continue in the next call."""
         engine = self.llm.llm_engine
         until = time.monotonic() + seconds
@@ -193,7 +195,7 @@ class VllmEngine:
         return finished
 
     def _abort(self, keys: Sequence[int]) -> None:
-        """Aborts unfinished requests of `advance` and frees their memory."""
+        """Aborts unfinished requests from `advance` and frees their memory."""
         unfinished = [f"{ASKED}{key}" for key in keys if f"{ASKED}{key}" in self._begun]
         if unfinished:
             self.llm.llm_engine.abort_request(unfinished)
@@ -218,7 +220,7 @@ class VllmEngine:
             logprobs=0 if sampling.logprobs else None,
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
-            skip_special_tokens=not sampling.stop,  # a special token may be a stop text
+            skip_special_tokens=not sampling.stop,  # a special token may be a stop string
             output_kind=self._library.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
 
@@ -226,7 +228,7 @@ class VllmEngine:
         self, documents: Sequence[Sequence[int]], pictures: Sequence[Pictures] = ()
     ) -> list[list[float]]:
         """Returns the log-prob of every token of each document given the tokens before it (0 for the first),
-        to check a weight sync."""
+        in order to check a weight sync."""
         refuse_pictures(pictures)
         params = self._library.SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False
@@ -248,8 +250,8 @@ class VllmEngine:
         self._loaded(self.version + 1)
 
     def _loaded(self, version: int) -> None:
-        """Records that new weights are loaded. Running requests continue with them and keep their cached keys
-        and values (Piché et al. 2025, "PipelineRL")."""
+        """Records that new weights are loaded. Running requests continue with the new weights and keep their
+        cached keys and values (Piché et al. 2025, "PipelineRL")."""
         self.version = version
         self._loads = self._loads + 1
         known = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
@@ -271,8 +273,8 @@ class VllmEngine:
         self._loaded(self.version + 1)
 
     def sampled(self) -> tuple[int, int]:
-        """Returns, for an engine that drafts tokens, how many tokens it sampled since the last call and in
-        how many steps: each step of an answer gives one token plus the accepted drafts."""
+        """Returns how many tokens an engine that drafts tokens has sampled since the last call, and in how
+        many steps. In each step an answer gains one token plus the accepted drafts."""
         counters = {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in COUNTERS}
         tokens, accepted = (counters.get(name, 0) for name in COUNTERS)
         told = self._counted
@@ -284,12 +286,12 @@ class VllmEngine:
         return list(self.llm.collective_rpc("gpu_uuid"))
 
     def open_channel(self, route: Route, rendezvous: Rendezvous) -> None:
-        """Connects to the trainer, which must open its side at the same time."""
+        """Connects to the trainer, which must open its side of the channel at the same time."""
         self.llm.collective_rpc("open_channel", args=(route, rendezvous, self.first))
 
     def receive_weights(self, version: int = 0) -> None:
-        """Loads all weights, or only the adapters if the engine has them, from the trainer, which must send
-        them at the same time. `version`: the trainer's count."""
+        """Loads all weights from the trainer, or only the adapters if the engine has them. The trainer must
+        send them at the same time. `version`: the trainer's count."""
         if self._adapter_rank:
             self.llm.collective_rpc("receive_adapters", args=(self._adapter_rank,))
             self._adapter = adapter_request()
@@ -298,8 +300,8 @@ class VllmEngine:
         self._loaded(version)
 
     def sleep(self, keep_weights: bool) -> None:
-        """Frees the GPU until `wake`: drops the KV cache, and drops the weights or moves them to (pinned)
-        host memory.
+        """Frees the GPU until `wake` is called: drops the KV cache, and drops the weights or moves them to
+        (pinned) host memory.
 
         Weights that were not kept must be sent again after `wake`, before sampling.
         """
@@ -309,8 +311,7 @@ class VllmEngine:
         self.llm.wake_up()
 
     def stay(self) -> None:
-        """Blocks, in the process of a pipeline stage after the first, until one of its worker processes
-        ends."""
+        """Blocks until a worker process ends, in a process of a later pipeline stage."""
         self._followers.wait()
 
     def close(self) -> None:

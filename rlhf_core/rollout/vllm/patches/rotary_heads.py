@@ -1,4 +1,4 @@
-"""Computes rotary embeddings on a CPU if heads are a separate dimension."""
+"""Computes rotary embeddings on a CPU where heads are a separate dimension."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def apply() -> None:
-    """Makes rotary embeddings of multi-head latent attention and LFM2 run in PyTorch: vLLM's CPU kernel
-    expects (tokens, heads x size) and computes other shapes wrongly."""
+    """Makes the rotary embeddings of multi-head latent attention and LFM2 run in PyTorch, because vLLM's CPU
+    kernel expects (tokens, heads x size) and computes other shapes wrongly."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     own = RotaryEmbedding.forward_cpu

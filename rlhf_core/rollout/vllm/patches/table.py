@@ -1,4 +1,4 @@
-"""Lists every patch to private parts of vLLM: what it does, for which releases, and what would make it
+"""Lists every patch to private parts of vLLM: what it does, which releases it is for, and what would make it
 unnecessary.
 
 Each patch is a module in this folder; `gpu_worker` applies them in vLLM's worker processes. This module
@@ -18,8 +18,8 @@ TESTED = ("0.24.", "0.32.")
 
 
 class Patch(NamedTuple):
-    """Describes a patch. `module`: its file. `at_start`: its `apply` runs once, before an engine starts;
-    other patches are called when needed."""
+    """A patch. `module`: its file. `at_start`: whether its `apply` runs once, before an engine starts; other
+    patches are called when needed."""
 
     module: str
     releases: tuple[str, ...]
@@ -32,82 +32,82 @@ PATCHES = (
     Patch(
         "rendezvous",
         ("0.24.",),
-        "Ranks of one machine find each other in a file; vLLM opens a port on all interfaces.",
+        "Ranks on one machine find each other through a file; vLLM opens a port on all interfaces.",
         "vLLM 0.32, which uses a file.",
     ),
     Patch(
         "language_models",
         TESTED,
-        "Of a multimodal checkpoint the language model's weights are read; each weight that is read is"
-        " progress.",
-        "A public hook on the weights that a loader reads.",
+        "Only the language model's weights are read from a multimodal checkpoint, and each weight read counts"
+        " as progress.",
+        "A public hook into the weights that a loader reads.",
     ),
     Patch(
         "model_configs",
         TESTED,
-        "Configs of Ministral 3, Gemma 4, OLMo 3 and Granite hybrids mean to vLLM what they mean to"
-        " transformers.",
+        "vLLM reads the configs of Ministral 3, Gemma 4, OLMo 3 and Granite hybrids as transformers does.",
         "A vLLM that reads the field names of transformers 5.17.",
     ),
     Patch(
         "gpt_oss_experts",
         ("0.24.",),
-        "gpt-oss in bf16 is loaded; vLLM looks for its experts under earlier names.",
-        "vllm#41184's names in its loader (0.32 has them).",
+        "gpt-oss can be loaded in bf16; vLLM looks for its experts under earlier names.",
+        "A loader with vllm#41184's names (vLLM 0.32 has one).",
     ),
     Patch(
         "qwen2_runner",
         ("0.24.",),
-        "Qwen2 runs by vLLM's second model runner, as Llama and Qwen3 do.",
-        "vLLM 0.32, where that is the default.",
+        "Qwen2 runs on vLLM's second model runner, as Llama and Qwen3 do.",
+        "vLLM 0.32, where this is the default.",
     ),
     Patch(
         "fp32_heads",
         ("0.24.",),
-        "With `fp32_head` the logits of language models are computed in fp32.",
-        "vllm#48390's `head_dtype` of language models (0.32 has it).",
+        "With `fp32_head`, the logits of language models are computed in fp32.",
+        "vllm#48390's `head_dtype` for language models (vLLM 0.32 has it).",
     ),
     Patch(
         "rotary_heads",
         TESTED,
-        "On CPUs rotary embeddings of MLA and LFM2 are computed in PyTorch; vLLM's kernel computes them"
+        "On CPUs, PyTorch computes the rotary embeddings of MLA and LFM2, which vLLM's kernel computes"
         " wrongly.",
-        "A CPU kernel for tensors with a dimension of heads.",
+        "A CPU kernel for tensors with a separate dimension for heads.",
     ),
     Patch(
         "token_ranks",
         TESTED,
-        "On CPUs PyTorch counts the ranks of tokens; vLLM compiles this at each engine's first log-probs: 8 s"
-        " less.",
-        "An engine without compilation (`enforce_eager`) that compiles nothing.",
+        "On CPUs, PyTorch counts the ranks of tokens, which saves each engine 8 s; vLLM compiles this step at"
+        " the first log-probs.",
+        "An engine that compiles nothing when compilation is off (`enforce_eager`).",
     ),
     Patch(
         "packed_experts",
         TESTED,
-        "On CPUs new weights of experts replace the old ones, which vLLM keeps packed.",
-        "A `reload_weights` that packs experts anew.",
+        "On CPUs, new expert weights replace the old ones, which vLLM keeps in packed form.",
+        "A `reload_weights` that packs experts again.",
         at_start=False,
     ),
     Patch(
         "vocabulary_rows",
         TESTED,
-        "Rows of the vocabulary that are not tokens have no probability.",
-        "An engine option for the number of tokens, for samples and log-probs of prompts.",
+        "Rows of the vocabulary that are not tokens get no probability.",
+        "An engine option for the number of tokens that applies to samples and to log-probs of prompts.",
         at_start=False,
     ),
     Patch(
         "memory_share",
         TESTED,
-        "On GPUs an engine measures only its own memory; vLLM measures all that roles on the same GPU use.",
-        "A profile of the process alone.",
+        "On GPUs, an engine measures only its own memory; vLLM measures the memory of all roles on the same"
+        " GPU.",
+        "A memory profile of the process alone.",
         at_start=False,
     ),
     Patch(
         "warm_up",
         TESTED,
-        "On GPUs the warm-up compiles no kernel for top-k and top-p, and sends no requests: 14 s less at each"
-        " start.",
-        "An option to leave these out.",
+        "On GPUs, the warm-up compiles no kernel for top-k and top-p and sends no requests, which saves 14 s"
+        " at each start.",
+        "An option to skip both.",
         at_start=False,
     ),
 )
@@ -129,7 +129,7 @@ def patches_for(release: str) -> list[Patch]:
 
 
 def untested(release: str | None) -> str | None:
-    """Returns why no engine starts with this vLLM; None if it is a tested release or not installed."""
+    """Returns why no engine can start with this vLLM; None if it is a tested release or is not installed."""
     if release is None or release.startswith(TESTED):
         return None
     tested = " and ".join(f"{prefix}x" for prefix in TESTED)

@@ -1,4 +1,4 @@
-"""Excludes vocabulary rows that are not tokens of the tokenizer."""
+"""Excludes vocabulary rows that do not correspond to tokens of the tokenizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ NEVER = -1e30  # a logit; finite, so that softmax works even if all logits have 
 
 
 def leave_out_padding(model: Any, known: int) -> None:
-    """Makes a vLLM model give every token from `known` on a logit with zero probability, in samples and in
-    log-probs.
+    """Makes a vLLM model give every token from `known` on a logit with zero probability, both in samples and
+    in log-probs.
 
-    It wraps `compute_logits`, which all vLLM models have and both model runners call; on some ranks it
+    It wraps `compute_logits`, which all vLLM models have and both model runners call; on some ranks this
     returns None.
     """
     as_before = model.compute_logits
