@@ -40,8 +40,8 @@ class ObjectHolder:
 class Helper:
     """Creates an object on another node with `factory(**options)`, in its own process.
 
-    The process gets this process's environment variables, except node-specific ones (`OWN`) and those set by
-    the node. They are sent in a call, because Ray logs variables that are passed to an actor when it starts.
+    It inherits this process's environment variables, except node-specific ones (`OWN`) and those set by the
+    node. They are sent in a call, because Ray logs variables that are passed to an actor when it starts.
     `threads`: maximum number of concurrent calls.
     """
 

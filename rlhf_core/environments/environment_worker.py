@@ -176,8 +176,8 @@ class EpisodeRunner:
             self._running.pop(number, None)
 
     def _told(self, error: BaseException) -> UsersError:
-        """Describes an error, with its line in the user's code: that of the environment, or of the function
-        it calls, which it names in `users_function` (None: a command)."""
+        """Describes an error, with its line in the user's code. This is the environment's own code, or the
+        function that it calls and names in `users_function` (None: a command)."""
         called = getattr(self._environment, "users_function", self._environment.rollout)
         if called is None:
             return users_error(error, Path())

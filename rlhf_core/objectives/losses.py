@@ -193,10 +193,10 @@ def kto_loss(
     """Computes KTO from log-probs summed over tokens, (N,), and `desirable` (N,) bool, with r = pi - ref
     (Ethayarajh et al. 2024, eq. 8).
 
-    The loss is `w_d (1 - sigmoid(beta (r - KL)))` if desirable, else `w_u (1 - sigmoid(beta (KL - r)))`. `kl`
-    is one number for the whole optimiser step (the average over the mismatched pairs of all ranks); it is
-    clamped at 0 and has no gradient. accuracy: share with r > KL if desirable, r < KL if not; margin: `beta
-    |r - KL|`, negative when wrong. Denominator: answers.
+    The loss is `w_d (1 - sigmoid(beta (r - KL)))` if desirable, otherwise `w_u (1 - sigmoid(beta (KL - r)))`.
+    `kl` is one number for the whole optimiser step (the average over the mismatched pairs of all ranks); it
+    is clamped at 0 and has no gradient. accuracy: share with r > KL if desirable, r < KL if not; margin:
+    `beta |r - KL|`, negative when wrong. Denominator: answers.
     """
     kl = torch.as_tensor(kl, dtype=policy_logps.dtype, device=policy_logps.device).detach().clamp(min=0)
     signed = beta * (policy_logps - ref_logps - kl) * torch.where(desirable, 1, -1)

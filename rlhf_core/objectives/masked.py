@@ -4,8 +4,8 @@ predicts it.
 Per-token tensors have the shape of `tokens`, (B, T); `x[t]` belongs to token t. `mask` is True on the tokens
 that count and may have holes. `documents` (B, T) int64 contains the index of each token's document within the
 batch, -1 on padding. A document lies in one row without gaps, so the same functions work for padded and
-packed batches. Values at other positions have no effect, even inf or nan, because `torch.where` replaces
-them; multiplying by zero would not. Inputs are fp32 (fp64 in tests). Nothing here reduces over ranks: sums
+packed batches. Values at other positions have no effect, even inf or nan, because `torch.where` replaces them
+instead of multiplying them by zero. Inputs are fp32 (fp64 in tests). Nothing here reduces over ranks: sums
 over tokens can be added over ranks, means cannot.
 """
 

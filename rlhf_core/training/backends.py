@@ -1,5 +1,5 @@
-"""Defines where plain torch and DeepSpeed ZeRO differ: how a model's weights are sharded as it is loaded, the
-engine that trains it, and how sharded models that are not trained run.
+"""Defines where plain torch and DeepSpeed ZeRO differ: the sharding of weights as a model is loaded, the
+engine that trains it, and the wrapper for sharded models that are not trained.
 
 Everything else uses `backend_of(config)`. `config/training/sharding.py` says what a backend shards and how
 much memory that takes. A new backend (FSDP2) needs one more class here and a record there.

@@ -34,7 +34,7 @@ def learning_rate(step: int, total: int, peak: float, schedule: ScheduleFields) 
 
 
 def warmup_steps(total: int, schedule: ScheduleFields) -> int:
-    """Returns the number of steps of the warm-up."""
+    """Returns the number of warm-up steps."""
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
     return math.ceil(total * schedule.warmup_ratio)

@@ -170,7 +170,7 @@ def started(python: str | None) -> tuple[subprocess.Popen[bytes], int]:
             stderr=subprocess.PIPE,
             env=driver_environment(),
             pass_fds=(alive,),
-            start_new_session=True,  # it outlives this process in order to kill what it has started
+            start_new_session=True,  # it outlives this process in order to kill everything it has started
         )
     except OSError as error:
         os.close(life)

@@ -1,9 +1,9 @@
 r"""Finds the final answer in a response. Standard library only.
 
-The first of these forms that occurs decides, by its last occurrence: `\boxed{...}`, a line `#### ...` (as in
-GSM8K), and a sentence with `answer is ...` or `answer: ...`. Sentences without a number or a formula count
-only if every sentence is like that. A sentence with several values, or one that hedges, is not an answer. A
-response that is nothing but a number or a formula is itself the answer.
+The answer is taken from the first of these forms that occurs, and from its last occurrence: `\boxed{...}`, a
+line `#### ...` (as in GSM8K), and a sentence with `answer is ...` or `answer: ...`. Sentences without a
+number or a formula count only if every sentence is like that. A sentence with several values, or one that
+hedges, is not an answer. A response that is nothing but a number or a formula is itself the answer.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ folders contain the package and its dependencies.
 Reads JSON from stdin: `tag`, `seconds` and `answers`, a list of [response, entry]. Writes a line when it is
 ready, then one per answer: `{"score": NUMBER}`, or `{"failed": TEXT}` if the task raised. Some tasks evaluate
 an answer as Python, which may end this process or run on; a score that exceeds the time limit also ends it.
-Imports none of alignflow.
+Imports nothing from alignflow.
 """
 
 import base64

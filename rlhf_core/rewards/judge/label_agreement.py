@@ -36,11 +36,10 @@ def agreement_metrics(
 ) -> dict[str, float]:
     """Returns how often each judge with `agreement` prefers the chosen answer of its labelled pairs.
 
-    Each judge judges its labelled pairs. The result is the share of pairs in which it prefers the chosen
-    answer (a tie counts 1/2), with a 95 % interval (`mean_interval`) and the number of pairs; pairs in which
-    an answer has no reward do not count. `cache`: folder for verdicts. `open_judge`: for judges on the
-    stage's engines. Raises ValueError when the share is below the recipe's minimum, and RewardsFailed when
-    more than the share `max_failed` of the answers got no reward.
+    The metrics are the share of pairs (a tie counts 1/2), its 95 % interval (`mean_interval`) and the number
+    of pairs; pairs in which an answer has no reward do not count. `cache`: folder for verdicts. `open_judge`:
+    for judges on the stage's engines. Raises ValueError when the share is below the recipe's minimum, and
+    RewardsFailed when more than the share `max_failed` of the answers got no reward.
     """
     metrics: dict[str, float] = {}
     for source in sources:

@@ -76,8 +76,8 @@ def data_files(output: Path) -> dict[str, Path]:
 
 
 def renamed(files: Mapping[str, Path]) -> dict[str, str]:
-    """Returns the changed text, by path, of files that name a model or judge by its path on this machine,
-    because such paths are not published."""
+    """Returns the changed text, by path, of files in which a model or judge is named by a path on this
+    machine, because such paths are not published."""
     rows = {
         path: [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         for path, file in files.items()

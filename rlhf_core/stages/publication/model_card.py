@@ -115,8 +115,8 @@ def front_matter(model: CardModel) -> dict[str, Any]:
 
 
 def public_report(report: EvalReport) -> tuple[EvalReport, dict[str, str]]:
-    """Returns an evaluation without this machine's paths and addresses, and without endpoint settings except
-    `SAMPLING`, and a mapping from names in `report` to public ones."""
+    """Returns an evaluation without this machine's paths and addresses and without endpoint settings other
+    than `SAMPLING`. Also returns a mapping from names in `report` to public ones."""
     rates = [*report.win_rates, *report.against_parent]
     names = [
         report.baseline,

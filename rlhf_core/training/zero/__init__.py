@@ -1,1 +1,1 @@
-"""Everything that touches DeepSpeed: engines under ZeRO, options, patches, and state files of shards."""
+"""Everything that touches DeepSpeed: engines for ZeRO, options, patches, and state files of shards."""

@@ -6,8 +6,8 @@
   settings, which frees the gradients after each step; DeepSpeed would use `BF16_Optimizer`, which permanently
   holds 4 bytes per parameter on every rank. float16 is also allowed on CPUs that lack instructions for it,
   since PyTorch can compute it there.
-- `forget_order`: ZeRO-3 decides anew which weights to keep after a module.
-- `reduce_beside_host`: at the end of a pass the GPU, not the host, waits for ZeRO-3's gradients.
+- `forget_order`: makes ZeRO-3 decide again which weights to keep after a module.
+- `reduce_beside_host`: at the end of a pass, makes the GPU rather than the host wait for ZeRO-3's gradients.
 
 Made for the releases in MADE_FOR; with any other release no patch is applied. Results are then the same, but
 training is slower and takes more memory, and DeepSpeed refuses float16 on some CPUs.
