@@ -44,12 +44,12 @@ from tasks.stages import run_stage
 from tasks.stored_stages import fetch_parents
 from tasks.temporary_server import OwnServerFlow
 
-MAX_RECIPE_NAME = 36  # characters of a run's name taken by the recipe; the name has at most 64
+MAX_RECIPE_NAME = 36  # characters of the recipe's name in a run's name, which has at most 64
 
 
 def run_name() -> str:
-    """Returns the name of a flow run: the requested name, otherwise the name of its recipe (or the recipe's
-    file) and two random words."""
+    """Returns the name of a flow run: the requested name, or else the name of its recipe (or the recipe's
+    file) followed by two random words."""
     given = asked.get()
     if given is not None and given.name:
         return given.name
@@ -63,8 +63,8 @@ def _recipe_name() -> str:
     return recipe.name if isinstance(recipe, Recipe) else Path(str(recipe)).stem
 
 
-# Creates a flow. The hooks send a run's states to the recipe's webhook, and record a run that fails before
-# it has stages. `recipe_of_run` checks parameters, with shorter messages than Prefect's.
+# Arguments of every flow. The hooks send a run's states to the recipe's webhook and record a run that fails
+# before it has stages. Prefect does not validate parameters: `recipe_of_run` does, with shorter messages.
 HOOKS: dict[str, Any] = {
     hook: [notify_state]
     for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")
@@ -102,8 +102,8 @@ def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> N
 
 
 def checked_flow(flow_name: str, planned: Plan, nodes: tuple[Node, ...]) -> Any:
-    """Returns a flow that runs stages of a plan that has already been checked on this machine. Call it with
-    the plan's recipe, which Prefect shows, and for the flow `stage` with the name of the stage."""
+    """Returns a flow that runs stages of a plan that has already been checked on this machine. Call the flow
+    with the plan's recipe, which Prefect displays; the flow `stage` also takes the name of the stage."""
 
     def run_checked(recipe: Recipe, name: str | None = None, overrides: tuple[str, ...] = ()) -> None:
         with provided(variables(planned.recipe)):
@@ -113,7 +113,8 @@ def checked_flow(flow_name: str, planned: Plan, nodes: tuple[Node, ...]) -> Any:
 
 
 def require_type(name: str, value: object, *kinds: type | None) -> None:
-    """Raises ValueError when a flow's parameter has none of these types (None: it may be left out)."""
+    """Raises ValueError when a flow's parameter has none of the types `kinds`; None among them makes the
+    parameter optional."""
     if not (value is None and None in kinds) and type(value) not in kinds:
         wanted = " or ".join("nothing" if kind is None else kind.__name__ for kind in kinds)
         raise ValueError(f"parameter {name}: give {wanted}, not {str(value)[:60]!r}")
@@ -128,17 +129,17 @@ def refresh_hub_revisions(recipe: Recipe) -> None:
 
 
 def run_all(planned: Plan, nodes: tuple[Node, ...], checked: bool = False) -> None:
-    """Runs stages, each when its parents are done and their gates passed. `flows/schedule.py` decides which
-    run side by side. `checked`: inputs and machine were checked.
+    """Runs stages, each once its parents are done and their gates have passed. `flows/schedule.py` decides
+    which run side by side. `checked`: whether inputs and machine have already been checked.
 
     Raises ValueError or MachineLacks before any work, StageFailed when a stage fails, GateFailed when a
-    failed gate stopped other stages, and SeveralFailed for more than one of these. After a failure no stage
-    starts; stages that run beside the failed one finish first. Raises ApprovalAwaited, or suspends the run,
-    when everything left waits for a person (tasks/decisions/approval.py).
+    failed gate stopped other stages, and SeveralFailed for more than one of these. After a failure no further
+    stage starts, but stages that are already running finish. Raises ApprovalAwaited, or suspends the run,
+    when all remaining stages wait for a person (tasks/decisions/approval.py).
     """
     if not checked:
         require_here(planned, nodes)
-    # a worker started this process, whose run must not outlive the worker
+    # a worker started this process, and the run must not outlive that worker
     if "PREFECT__FLOW_RUN_ID" in os.environ:
         orphan_watcher.end_with_parent(signal.SIGTERM)
     while waiting := _run_open(planned, nodes):
@@ -158,8 +159,8 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
 
 
 class OpenStages:
-    """Stages that need no decision by a person, while they run. `statuses`: those that the run's report
-    shows; `waiting`: approvals, whose dependent stages do not start yet."""
+    """Runs the stages that need no decision by a person. `statuses`: stage statuses for the run's report;
+    `waiting`: pending approvals, whose dependent stages do not start yet."""
 
     def __init__(
         self, planned: Plan, nodes: tuple[Node, ...], schedule: Schedule, statuses: dict[str, Status]
@@ -169,7 +170,7 @@ class OpenStages:
         self._nodes = nodes
         self._schedule = schedule
         self._statuses = statuses
-        self._failures: list[Exception] = []  # after one, no stage starts
+        self._failures: list[Exception] = []  # once there is one, no stage starts
         self._failed_gates: list[Verdict] = []  # gates whose dependent stages do not start
         self._begun: set[str] = set()
         self._passed: set[str] = set()  # stages whose dependents may start
@@ -182,8 +183,8 @@ class OpenStages:
                 self._pass_gates(ancestor)
 
     def run_each(self) -> None:
-        """Runs each stage when it may start, until no stage is left that may start. Keeps the exceptions of
-        stages."""
+        """Starts each stage as soon as it may start, until no such stage is left. Keeps the stages'
+        exceptions."""
         stages = (
             Threads(partial(self._work, run_stage.submit))
             if self._schedule.peak > 1
@@ -209,13 +210,13 @@ class OpenStages:
             prepared.end()
 
     def act_on_gates(self) -> None:
-        """Rolls back a champion that a failed gate is about, and asks for the approvals."""
+        """Rolls back a champion whose model failed a gate, and asks for the approvals."""
         roll_back(self._planned, self._failed_gates)
         if self.waiting and not self._failures and self._goes_on():
             ask_about(self._planned, self.waiting)  # even if a failed branch ends the run
 
     def raise_failures(self) -> None:
-        """Raises what failed: an exception of a stage, GateFailed, or SeveralFailed for more than one."""
+        """Raises the exception of a failed stage, GateFailed, or SeveralFailed for more than one failure."""
         failures = list(self._failures)
         if self._failed_gates:
             order = [node.name for node in self._planned.nodes]
@@ -238,7 +239,7 @@ class OpenStages:
             self._passed.add(node.name)
 
     def _begin(self, stages: Threads | OneByOne) -> None:
-        """Begins the stages that may start now."""
+        """Starts the stages that may start now."""
         if not self._goes_on():
             return
         for start in self._schedule.starts(self._passed, stages.starts, self._begun):
@@ -249,13 +250,13 @@ class OpenStages:
         return call(request_of(self._planned, node), node.run_dir, store_of(self._planned.recipe))
 
     def _end(self, node: Node, result: Callable[[], Status]) -> None:
-        """Takes over the result of a stage, and checks its gates. Raises what ended it."""
+        """Records the result of a stage and checks its gates. Raises the error that ended the stage."""
         statuses = self._statuses
         try:
             statuses[node.name] = result()
         except BaseException as error:
             statuses[node.name] = found(node.run_dir)
-            if statuses[node.name] != "running":  # otherwise another run works on it
+            if statuses[node.name] != "running":  # "running": another run works on it
                 statuses[node.name] = "failed" if isinstance(error, Exception) else interrupted(node)
             raise
         if statuses[node.name] == "done":
@@ -272,7 +273,7 @@ def interrupted(node: Node) -> Status:
 
 def request_of(planned: Plan, node: Node) -> StageRequest:
     """Returns the request for a stage's process. A publication's request also has the verdicts of the gates
-    behind it, for the model card."""
+    that it depends on, for the model card."""
     request = planned.request(node)
     return (
         request.model_copy(update={"gates": gates_behind(planned, node)})

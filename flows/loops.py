@@ -1,7 +1,7 @@
-"""Defines the flow `loop`, which trains the next round of a loop and ends. Meant for a schedule.
+"""Defines the flow `loop`, which trains one more round of a loop and ends. It is meant to run on a schedule.
 
-The loop's record on disk (rlhf_core/recipe/loops/loop_record.py) has the finished rounds and the next one,
-including those of other and of killed runs.
+The loop's record on disk (rlhf_core/recipe/loops/loop_record.py) holds the finished rounds and the next one,
+including rounds of other runs and of killed ones.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def loop(
     max_rounds: int | None = None,
     min_gain: float | None = None,
 ) -> Any:
-    """Trains, evaluates and publishes the next round of a recipe's loop. A run without work to do completes
-    with the reason as its message.
+    """Trains, evaluates and publishes the next round of a recipe's loop. A run that has nothing to do
+    completes with the reason as its message.
 
-    First fetches rounds that only the recipe's store has. `stage`: which loop, if a recipe has several. The
-    loop ends after `max_rounds` rounds, or when the win rate of its last round is not more than `min_gain`
-    above the round before it (needs an evaluation of the loop).
+    First fetches rounds that only the recipe's store has. `stage`: the loop, if the recipe has several. The
+    loop ends after `max_rounds` rounds, or when its last round's win rate exceeds that of the round before by
+    no more than `min_gain` (which needs an evaluation of the loop).
     """
     loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
     require_type("stage", stage, str, None)
@@ -89,17 +89,17 @@ def loop(
                 refuse(loaded, state, why)
                 return _completed(f"{name} of {loaded.name}: round {found.number} is left out: {why}")
             done = finish(found)
-            if not fetched:  # on an empty disk, rounds in the store come first
+            if not fetched:  # rounds in the store come first, for example on an empty disk
                 rate = "" if done.win_rate is None else f", win rate {done.win_rate:.3f}"
                 return _completed(f"{name} of {loaded.name}: round {found.number} is done{rate}")
 
 
 def _from_champion(recipe: Recipe, found: LoopState) -> LoopState:
-    """Returns the state of a loop that continues from the recipe's champion, even if a person has rolled
-    back or promoted one. Completes an interrupted move of the champion."""
+    """Returns the state of a loop that continues from the recipe's champion, even if a person has rolled back
+    or promoted one. Also completes an interrupted move of the champion."""
     folder = found.plan.folder
     try:
-        with suppress(ValueError):  # a move that the Hub refused for good; the next one replaces it
+        with suppress(ValueError):  # the Hub refused this move for good; the next one replaces it
             complete(folder, store_of(recipe))
     except (ConnectionError, StoreFault) as error:
         get_run_logger().warning("the champion's move is not completed yet: %s", error)

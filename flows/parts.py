@@ -1,5 +1,5 @@
-"""Defines the flows `evaluate` and `publish` for parts of a recipe. The parent stages must be done; these
-flows train nothing."""
+"""Defines the flows `evaluate` and `publish`, which run parts of a recipe. The parent stages must be done;
+these flows train nothing."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ MODULE ARGUMENTS...`.
 
 Prefect puts the working directory first on the module path while it imports a flow by name
 (`prefect.utilities.importtools.load_module` in Prefect 3.7), so a folder there could replace a package that
-the flow imports. Python does not search for modules that are already imported.
+the flow imports. Modules that are already imported are not searched for again.
 """
 
 from __future__ import annotations

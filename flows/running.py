@@ -1,8 +1,8 @@
-"""Runs started stages: one in the main thread, or several in the threads of the flow's task runner.
-flows/schedule.py decides which.
+"""Runs the stages that flows/schedule.py starts: one at a time in the main thread, or several in the threads
+of the flow's task runner.
 
-Only the main thread receives a signal, which ends a stage there. Stages in threads end when a flag is set
-(rlhf_core/runs/allotment.py).
+Only the main thread receives signals; a stage that runs there ends with the signal. Stages in threads end
+when a flag is set (rlhf_core/runs/allotment.py).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ POLL_SECONDS = 0.5
 
 
 class Ended(NamedTuple):
-    """A stage that ended. `result` returns its status or raises the error that ended it; for `OneByOne`, it
-    runs the stage."""
+    """A stage that ended. `result` returns its status or raises the error that ended it; with `OneByOne`,
+    calling it runs the stage."""
 
     name: str
     result: Callable[[], Status]
 
 
 def prepare_next(nodes: Sequence[Node], begun: Collection[str]) -> None:
-    """Lets the process of the first stage that has not begun and is not done import its libraries while the
-    stage that began last works (rlhf_core/runs/prepared.py)."""
+    """Prepares the process of the next stage to run, which imports its libraries while the current stage
+    works (rlhf_core/runs/prepared.py)."""
     for node in nodes:
         if node.name not in begun and not node.done:
             prepared.plan(KINDS[node.kind].package, node.kind)
@@ -42,8 +42,8 @@ def prepare_next(nodes: Sequence[Node], begun: Collection[str]) -> None:
 
 
 def prepare_first(planned: Plan, nodes: Sequence[Node]) -> None:
-    """Starts the process of the first stage that is not done, which imports its libraries while the run
-    checks its inputs and starts Prefect's server. Does nothing if stages may run side by side: their
+    """Prepares the process of the first stage that is not done, which imports its libraries while the run
+    checks its inputs and starts Prefect's server. Does nothing if stages may run side by side, because their
     environments differ."""
     if schedule_of(planned, nodes, machine_here()).peak == 1:
         prepare_next(nodes, ())
@@ -74,7 +74,7 @@ class OneByOne:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Does nothing: the exception that ends the run has already ended the stage."""
+        """Does nothing, because an exception that ends the run has already ended the stage."""
 
 
 class Threads:
@@ -92,8 +92,8 @@ class Threads:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends the running stages after an exception, and waits until their processes have ended. Ignores
-        further Ctrl-C meanwhile."""
+        """Ends the running stages after an exception, and waits until their processes have ended. Meanwhile
+        ignores further Ctrl-C."""
         self._stop.set()
         while not self._over.issuperset(self._futures):
             with suppress(KeyboardInterrupt):
@@ -101,7 +101,7 @@ class Threads:
                 self._one_is_over.clear()
 
     def begin(self, node: Node, start: Start, variables: dict[str, str]) -> None:
-        """Starts a stage in a thread; its process gets these variables."""
+        """Starts a stage in a thread. Its process gets `variables` in its environment."""
         token = allotment.set(Allotment(variables, self._stop))  # the thread gets a copy of this context
         try:
             future = self._submit(node)
@@ -110,7 +110,7 @@ class Threads:
             future.set_exception(error)
         finally:
             allotment.reset(token)
-        # first, because `__exit__` waits for this on each future
+        # first, because `__exit__` waits for this callback of each future
         future.add_done_callback(lambda _: self._end(node.name))
         self._futures[node.name] = future
         self.starts[node.name] = start

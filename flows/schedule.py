@@ -1,10 +1,10 @@
-"""Decides which stages of a plan run side by side, and on which GPUs. Pure functions of the plan and of the
-machine's resources.
+"""Decides which stages of a plan run side by side, and on which GPUs. The functions depend only on the plan
+and the machine's resources.
 
-Two stages that run at once share no GPU and together request no more CPUs than there are. Of the stages
-that may start, the one with the longest chain of waiting stages comes first; a stage that does not fit lets
-later ones pass. Memory is not considered: on a machine without GPUs, stages run one after the other unless
-the recipe says otherwise (`side_by_side`).
+Stages that run at once share no GPU and together request no more CPUs than there are. Of the stages that may
+start, the one with the longest chain of dependent stages comes first; later ones overtake a stage that does
+not fit. Memory is not considered: on a machine without GPUs, stages run one after the other unless the recipe
+says otherwise (`side_by_side`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rlhf_core.system.machine import gpu_names, num_cpus
 
 
 class SharedResources(NamedTuple):
-    """The resources that stages share. `gpus` by name; `cluster`: stages run on a Ray cluster, one stage at
-    a time."""
+    """The resources that stages share. `gpus`: their names; `cluster`: whether stages run on a Ray cluster,
+    one at a time."""
 
     cpus: int
     gpus: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class SharedResources(NamedTuple):
 
 
 class StageResources(NamedTuple):
-    """The resources that a stage occupies while it runs."""
+    """The resources that one stage occupies while it runs."""
 
     cpus: float
     gpus: int
@@ -48,7 +48,7 @@ class Start(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a stage runs, in seconds from the start of the run, and on which GPUs."""
+    """The time when a stage runs, in seconds from the start of the run, and its GPUs."""
 
     name: str
     start: float
@@ -57,13 +57,14 @@ class Span(NamedTuple):
 
 
 def machine_here() -> SharedResources:
-    """Returns what this process may use of this machine, and whether stages run on a cluster."""
+    """Returns the resources that this process may use on this machine, and whether stages run on a
+    cluster."""
     return SharedResources(num_cpus(), gpu_names(), bool(os.environ.get("RAY_ADDRESS")))
 
 
 def cost_of(config: StageConfig, machine: SharedResources) -> StageResources:
-    """Returns what a stage occupies on a machine; on a cluster, all of it. A stage without model processes
-    occupies nothing."""
+    """Returns the resources that a stage occupies on a machine, or all resources of a cluster. A stage
+    without model processes occupies none."""
     need = needs(config)
     if not need.cpus:
         return StageResources(0, 0)
@@ -85,7 +86,7 @@ def _whole_gpus(layout: Layout) -> int:
 @dataclass(frozen=True)
 class Schedule:
     """The stages of a run, parents first, with their costs, and how many may run at once. `skipped`: stages
-    that are done and occupy nothing."""
+    that are already done and occupy nothing."""
 
     machine: SharedResources
     at_most: int
@@ -111,7 +112,7 @@ class Schedule:
         return [start for name, start in found.items() if name not in running]
 
     def _place(self, name: str, running: Mapping[str, Start]) -> Start | None:
-        """Returns where a stage runs beside others, or None when it does not fit."""
+        """Returns the GPUs on which a stage can run beside the running ones; None when it does not fit."""
         cost = self._cost(name)
         taken = {gpu for start in running.values() for gpu in start.gpus}
         cpus = sum(self._cost(other).cpus for other in running)
@@ -129,8 +130,8 @@ class Schedule:
 
     @cached_property
     def _order(self) -> list[str]:
-        """The stages by decreasing length of the longest chain that waits for each, then as in the recipe;
-        only as in the recipe if they run one at a time."""
+        """Returns the stages, those with the longest chains of dependent stages first, else in the recipe's
+        order. If stages run one at a time, only the recipe's order counts."""
         if self.at_most == 1:
             return list(self.costs)
         chains = dict.fromkeys(self.costs, 0)
@@ -160,7 +161,8 @@ class Schedule:
 
     @cached_property
     def peak(self) -> int:
-        """The most stages that run at once if none was done and all took equally long."""
+        """Returns the largest number of stages that would run at once if none was done and all took equally
+        long."""
         outside = {
             parent for parents in self.parents.values() for parent in parents if parent not in self.costs
         }
@@ -168,9 +170,9 @@ class Schedule:
         return max((sum(other.start == span.start for other in spans) for span in spans), default=1)
 
     def variables(self, start: Start) -> dict[str, str]:
-        """Returns the environment for a stage's process beside others: its GPUs, or without GPUs its share
-        of the cores, which is the same for all stages of the plan. A value of OMP_NUM_THREADS set by the
-        user is kept."""
+        """Returns the environment variables for a stage that runs beside others: its GPUs or, on a machine
+        without GPUs, its share of the cores, which is the same for all stages of the plan. Keeps an
+        OMP_NUM_THREADS set by the user."""
         if self.machine.gpus:
             return {} if self.machine.cluster else {"CUDA_VISIBLE_DEVICES": ",".join(start.gpus)}
         cores = str(max(1, self.machine.cpus // self.peak))
@@ -178,7 +180,7 @@ class Schedule:
 
 
 def schedule_of(planned: Plan, nodes: Sequence[Node], machine: SharedResources) -> Schedule:
-    """Returns the schedule of a plan's stages on a machine. The recipe's `side_by_side` sets how many run
+    """Returns the schedule of a plan's stages on a machine. The recipe's `side_by_side` limits how many run
     at once."""
     wanted = planned.recipe.side_by_side
     several = bool(machine.gpus) if wanted is None else wanted

@@ -65,7 +65,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 
 
-# errors whose message is written for the user
+# errors whose messages are written for the user
 TOLD = (MachineLacks, StoreFault, StageFailed, GateFailed, ApprovalAwaited)
 
 
@@ -108,7 +108,7 @@ def code_of(error: Exception) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, prints an error as one sentence, and returns the exit code. Other exceptions
-    propagate with their traceback."""
+    propagate."""
     try:
         result: Any = app(
             sys.argv[1:] if argv is None else argv,

@@ -1,4 +1,4 @@
-"""The page of all config fields (docs/reference/config.md), made from their classes."""
+"""Generates the page of all config fields (docs/reference/config.md) from the config classes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config_page() -> str:
 
 
 def _own_groups(config: type[BaseModel]) -> list[type[BaseModel]]:
-    """Returns the groups of fields that no other stage takes, lowest first."""
+    """Returns the base classes whose fields only this stage kind has, lowest first."""
     configs = [kind.config for kind in KINDS.values()]
     groups = []
     for base in reversed(config.__bases__):
@@ -73,7 +73,7 @@ def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel
 
 
 def _type_text(annotation: Any) -> str:
-    """Returns a type as text for recipe authors, without modules, constraints and typing's names."""
+    """Returns a type as text for recipe authors, without module names, constraints or names from `typing`."""
     origin = get_origin(annotation)
     arguments = get_args(annotation)
     if annotation is Ellipsis:

@@ -30,7 +30,7 @@ STAGES_NEED = (
     "tensorboard",
 )
 KEYS = ("HF_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY")
-# Their builds on the package index need CUDA; with a CPU torch they break `import transformers`.
+# PyPI's builds of these packages need CUDA; with a CPU build of torch they break `import transformers`.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -69,7 +69,7 @@ def examine() -> list[DoctorFinding]:
 
 
 def _outside_kinds() -> list[DoctorFinding]:
-    """Lists the kinds of stages that other packages add."""
+    """Lists the stage kinds added by other packages."""
     modules = {
         name: kind.module
         for name, kind in KINDS.items()
@@ -80,7 +80,7 @@ def _outside_kinds() -> list[DoctorFinding]:
 
 
 def _requirements() -> list[DoctorFinding]:
-    """Checks our dependencies against the version ranges of the installed package."""
+    """Checks the installed dependencies against the version ranges that alignflow declares."""
     try:
         declared = importlib.metadata.requires("alignflow") or []
     except importlib.metadata.PackageNotFoundError:
@@ -145,8 +145,8 @@ def _found(name: str, version: str | None, level: str, effect: str) -> DoctorFin
 
 
 def _vllm_patches(release: str | None) -> list[DoctorFinding]:
-    """Lists the changes to private parts of the installed vLLM, or one finding if none are known for this
-    release."""
+    """Lists the patches for private parts of the installed vLLM, or returns one finding if there are none for
+    this release."""
     problem = untested(release)
     if problem:
         return [DoctorFinding("bad", "vllm patches", problem)]
@@ -158,8 +158,8 @@ def _vllm_patches(release: str | None) -> list[DoctorFinding]:
 
 
 def _compiled() -> list[DoctorFinding]:
-    """Finds libraries without compiled files if PYTHONDONTWRITEBYTECODE is set: every process compiles them
-    again."""
+    """Finds libraries without bytecode files if PYTHONDONTWRITEBYTECODE is set, because every process then
+    compiles them again."""
     found = (
         [importlib.util.find_spec(name) for name in ("torch", "transformers", "vllm", "ray")]
         if sys.dont_write_bytecode

@@ -13,7 +13,7 @@ from rlhf_core.runs.differences import changes
 from rlhf_core.runs.remote.store import store_of
 from rlhf_core.runs.run_dir import REQUEST, RESULT, RunDir, StageRequest
 
-MOST_CHANGES = 4  # at most this many are named in one line
+MOST_CHANGES = 4  # changes named in one line
 
 
 class Outlook(NamedTuple):
@@ -54,8 +54,7 @@ def _action(plan: Plan, node: Node) -> tuple[Literal["skip", "fetch", "resume", 
 
 
 def _earlier(node: Node) -> StageRequest | None:
-    """Returns the request of the most recently finished other run directory of this stage; None when there is
-    none."""
+    """Returns the request from the most recently finished other run directory of this stage, or None."""
     length = len(f"{node.name}-{node.digest}")
     others = [
         path

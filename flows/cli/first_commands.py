@@ -46,23 +46,23 @@ MEANING = {
     "gpus": "GPUs",
     "name": "Name of the recipe",
 }
-FINAL = {"loop": "iterative_dpo"}  # the stage whose model is the result, if its name differs from the kind's
+FINAL = {"loop": "iterative_dpo"}  # stage that makes the final model, where it is not named like the kind
 MATERIAL = "demo/material"
-# enough for the material script to find that nothing needs doing, or that something is in the way
+# enough for the material script to find that there is nothing to do, or that other files are in the way
 AT_ONCE_SECONDS = 1.0
 BATCH = 128
 MICRO_BATCH = 8  # documents: at least BATCH in an optimiser step, MICRO_BATCH in a forward pass
-LENGTH = 1024  # most tokens of a prompt, and of an answer
+LENGTH = 1024  # token limit of a prompt, and of an answer
 PLAIN = re.compile(r"[A-Za-z./~_][\w./@~-]*")
 
 
 def demo(*, folder: Path = Path("."), plain: bool = False) -> int:
-    """Run the whole lifecycle on a tiny model: makes its material with a seeded script, trains, evaluates,
-    and writes one page.
+    """Run the whole lifecycle on a tiny model: generate its material with a seeded script, train, evaluate,
+    and write one page.
 
     Args:
-        folder: where material and artifacts go: demo/ and artifacts/ in it.
-        plain: print the log in place of live lines, as when the output is not a terminal.
+        folder: where demo/ (the material) and artifacts/ are created.
+        plain: print the log instead of live lines, as when the output is not a terminal.
     """
     missing = [
         name for name in ("torch", "transformers", "tokenizers") if importlib.util.find_spec(name) is None
@@ -85,7 +85,7 @@ def demo(*, folder: Path = Path("."), plain: bool = False) -> int:
     try:
         with working("making the demo's model and data", plain):
             made = _make_material(shipped / "demo" / "make_material.py")
-        print(made, end="", flush=True)  # not beside the spinner, on its line
+        print(made, end="", flush=True)  # after the spinner, not on its line
         # next to the material: paths in a recipe are relative to its file
         recipe = Path("demo/tiny-cpu.yaml")
         text = (shipped / "recipes" / "tiny-cpu.yaml").read_text()
@@ -110,8 +110,8 @@ def _make_folder(folder: Path) -> None:
 
 
 def _make_material(script: Path) -> str:
-    """Creates the demo's base model and data if they are missing, and returns what the script prints. Raises
-    ValueError when the folder holds something else."""
+    """Creates the demo's base model and data if they are missing, and returns the script's output. Raises
+    ValueError when the folder holds other files."""
     command = [sys.executable, "-P", str(script), "--out", MATERIAL]
     with subprocess.Popen(
         command,
@@ -134,8 +134,8 @@ def _make_material(script: Path) -> str:
 
 
 def _outputs_of(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Waits for a process and returns what it wrote to stdout and stderr. Unless the process ends at once,
-    imports the flow meanwhile, which takes seconds."""
+    """Waits for a process and returns its stdout and stderr. Unless the process ends at once, uses the time
+    to import the flow, which takes seconds."""
     try:
         return process.communicate(timeout=AT_ONCE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -156,11 +156,11 @@ def init(
     gpus: Whole | None = None,
     name: str | None = None,
 ) -> int:
-    """Write a commented recipe to start from, recipe.yaml. Asks for what no flag gives; without a terminal
-    every needed flag is required.
+    """Write a commented recipe to start from, recipe.yaml. Asks for values that no flag gives; without a
+    terminal, the needed flags are required.
 
     Args:
-        folder: where the recipe goes; a recipe.yaml that is there stays, and is an error.
+        folder: where the recipe is written; an existing recipe.yaml is an error and is kept.
         kind: what to train. sft; dpo: on preference pairs; ppo: with a reward model; loop: rounds of DPO on
             sampled answers.
         base_model: local folder or Hub id of the model to start from.
@@ -168,7 +168,7 @@ def init(
             from the base model.
         preference_data: rows with prompt, chosen and rejected; for dpo, ppo and loop.
         prompts: rows with prompt; for ppo and loop.
-        questions: held-out rows with prompt and answer; optional, adds an evaluation.
+        questions: held-out rows with prompt and answer; optional, they add an evaluation.
         gpus: GPUs of one machine, 0 for none; default: those of this machine.
         name: name of the recipe; default: that of the folder.
     """
@@ -224,7 +224,7 @@ def recipe_text(given: dict[str, str | None], gpus: int, name: str, path: Path) 
         "gpus": gpus,
         "name": name,
         "batch": -(-BATCH // per_step) * per_step,
-        "share": max(1, min(10, num_cpus() * 10 // 5)) / 10,  # a share of a CPU for each of PPO's five groups
+        "share": max(1, min(10, num_cpus() * 10 // 5)) / 10,  # CPUs for each of PPO's five groups
         "length": min(LENGTH, (positions_of(stored_config(given["base_model"] or "")) or 2 * LENGTH) // 2),
         "start": start,
         "final": FINAL.get(kind, kind),
@@ -245,7 +245,7 @@ def recipe_text(given: dict[str, str | None], gpus: int, name: str, path: Path) 
 
 
 def _beside(name: str, value: str | None, recipe: Path) -> str | None:
-    """Returns a path from the command line in the form that the recipe's file must use."""
+    """Returns a path from the command line as the recipe file must write it."""
     local = (
         name != "kind"
         and value
@@ -257,7 +257,7 @@ def _beside(name: str, value: str | None, recipe: Path) -> str | None:
 
 
 def _answered(given: dict[str, str | None]) -> dict[str, str | None]:
-    """Returns the given values, with the user's answers for missing ones."""
+    """Returns the given values, completed with the user's answers."""
     kind = given["kind"] or _ask("kind", "sft", "|".join(get_args(Kind)))
     answers = {**given, "kind": kind, "base_model": given["base_model"] or _ask("base_model")}
     for field in NEEDED[kind]:
@@ -285,6 +285,6 @@ def _flags(fields: list[str]) -> str:
 
 
 def _quoted(value: str) -> str:
-    """Returns a text as YAML, quoted if YAML would otherwise read it as something else."""
+    """Returns a string as YAML, quoted if YAML would otherwise read it as another value."""
     plain = PLAIN.fullmatch(value) and parse(f"[{value}]", "value") == [value]
     return value if plain else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

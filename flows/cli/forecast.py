@@ -37,7 +37,7 @@ BF16 = "bfloat16"
 
 
 def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None:
-    """Prints each training stage's memory on the fullest GPU, and for PPO the phases of all placements on
+    """Prints each training stage's memory on its fullest GPU and, for PPO, the phases of every placement on
     `count` GPUs."""
     told = on_cpus(planned)
     if told:
@@ -88,8 +88,8 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
 
 
 def on_cpus(planned: Plan) -> str:
-    """Returns a sentence that names the forecast stages that run on CPUs, for which the figures hold only
-    once they are on GPUs; "" if there are none."""
+    """Returns a sentence that names the stages that run on CPUs, whose figures apply only once they run on
+    GPUs; "" if there are none."""
     trained = [node for node in planned.nodes if isinstance(node.config, PPO | Trainable)]
     without = [node.name for node in trained if not needs(node.config).gpus]
     if not without:
@@ -105,8 +105,8 @@ def on_cpus(planned: Plan) -> str:
 
 
 def nodes_in(planned: Plan, count: int) -> int | None:
-    """Returns the number of nodes that `count` GPUs are on if groups of the recipe span several nodes; None
-    if the recipe does not determine it."""
+    """Returns the number of nodes for `count` GPUs if groups of the recipe span several nodes; None if the
+    recipe does not determine it."""
     groups = [wanted for node in planned.nodes for turn in node.config.turns for wanted in turn.values()]
     on_each = max(
         (ranks.num_ranks_per_node for ranks in groups if isinstance(ranks, Ranks) and ranks.num_nodes > 1),
@@ -116,7 +116,7 @@ def nodes_in(planned: Plan, count: int) -> int | None:
 
 
 def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
-    """Returns the size of each role's model. Raises ValueError like `model_size`."""
+    """Returns the size of each role's model. Raises ValueError as `model_size` does."""
     names = {"actor": config.actor} | config.read_names
     names |= {judge.group: judge.model.model for judge in config.own_judges}
     if config.has_critic:
@@ -125,8 +125,8 @@ def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
 
 
 def model_size(planned: Plan, node: Node, name: str) -> Size:
-    """Returns the size of the model that a stage names: the size of its folder, or of the model that the
-    stage producing it starts from.
+    """Returns the size of a model that a stage names: that of its folder or, if another stage produces the
+    model, of the model which that stage starts from.
 
     Raises ValueError when the folder's config.json has no sizes.
     """
@@ -192,8 +192,8 @@ def _show_ppo(
 def _show_details(
     console: Console, name: str, config: PPO, placement: Placement, gpu: Gpu, sizes: Mapping[str, Size]
 ) -> None:
-    """Prints a placement phase by phase: seconds at the best and the worst measured rates, and memory of
-    GPU and host."""
+    """Prints a placement phase by phase: seconds at the best and worst measured rates, and GPU and host
+    memory."""
     (fast, typical, slow), memory = details(config, placement, sizes, gpu)
     numbers = ("seconds", "range", "GiB, fullest GPU", "GiB, host of a node")
     table = table_of("phase", *numbers, title=f"{name}, {placement.name}: phases", right=numbers)
@@ -216,7 +216,7 @@ def _show_details(
 
 
 def _to_write(config: PPO, chosen: Placement) -> dict[str, Any]:
-    """Returns the fields of a placement that differ from the recipe's, without defaults inside groups."""
+    """Returns the placement's fields that differ from the recipe, without the defaults inside groups."""
     fields = chosen.fields | {"dtype": BF16}  # the estimates are for bf16
     changed = with_fields(config, chosen._replace(fields=fields))
     given = config.model_dump(mode="json")
@@ -235,8 +235,8 @@ def _source(source: RewardSource) -> dict[str, Any]:
 
 
 def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
-    """Returns the recipe fields of the fastest passes that fit; tries sharded weights if none fits with
-    the stage's own."""
+    """Returns the recipe fields for the fastest passes that fit; tries sharded weights if nothing fits with
+    the stage's own sharding."""
     sharded = config.ranks.world_size > 1 and not config.quantized  # 4-bit weights are not sharded
     for tried in dict.fromkeys((stage, config.shardings[-1].stage if sharded else stage)):
         peaks = {
@@ -261,8 +261,7 @@ def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
 
 
 def _to_try(config: Optimised, more: str) -> str:
-    """Returns the options that take less memory and are not in the recipe yet, including `more` ranks or
-    GPUs."""
+    """Returns the memory-saving options that the recipe does not use yet, including `more` ranks or GPUs."""
     frozen = (
         isinstance(config, PPO)
         and config.read_only
@@ -284,7 +283,7 @@ def _to_try(config: Optimised, more: str) -> str:
 
 
 def _too_large(told: str, needed: float, gpu: Gpu) -> str:
-    """Returns `told` with advice on models that a GPU cannot even load; "" if the `needed` bytes fit."""
+    """Returns `told` with advice for a model too large for a GPU to load; "" if the `needed` bytes fit."""
     if needed <= USABLE * gpu.memory:
         return ""
     return f"{told}: more ranks with zero_stage 3, GPUs with more memory, or a smaller model"

@@ -59,26 +59,28 @@ def serve(
     """Start a Prefect server, a worker and the deployments of recipes on this machine; Ctrl-C ends it all.
 
     Args:
-        given: YAML files, and overrides (STAGE.FIELD=VALUE) for all of them.
-        home: folder of the server's database and logs, and of the auth string that its API asks for; one
+        given: recipe YAML files, and overrides (STAGE.FIELD=VALUE) that apply to all of them.
+        home: folder of the server's database and logs, and of the auth string that its API requires; one
             `serve` at a time.
-        host: 0.0.0.0 listens to other machines too; the auth string passes the network as it is, without TLS.
-        port: port of the server and its pages; 0 takes a free one.
-        allow_host: further names of this machine in the addresses of requests, such as a proxy's, separated
-            by commas.
-        schedule: let loops train a round when their schedule fires; a recipe without a loop runs as a whole
-            then.
+        host: 0.0.0.0 accepts other machines too; the auth string crosses the network unencrypted, without
+            TLS.
+        port: port of the server and its pages; 0 picks a free one.
+        allow_host: more host names that requests may use for this machine, such as a proxy's, separated by
+            commas.
+        schedule: let loops train a round when their schedule fires; a recipe without a loop then runs as a
+            whole.
         cron: minute, hour, day, month, weekday.
         timezone: time zone of the cron schedule, such as Europe/Berlin.
-        every: seconds; an interval in place of the cron schedule.
+        every: interval in seconds, instead of the cron schedule.
         max_rounds: loops of the recipes end after this many rounds.
-        min_gain: loops end when the win rate of their last round is not more than this above the round before
-            it.
-        dashboard_port: port of the live page of the recipes' artifacts; 0 takes a free one.
-        feedback_port: port of the endpoint that takes feedback, if a recipe has an inbox; 0 takes a free one.
+        min_gain: loops end when their last round's win rate exceeds that of the round before by no more than
+            this.
+        dashboard_port: port of the live page of the recipes' artifacts; 0 picks a free one.
+        feedback_port: port of the endpoint that accepts feedback, if a recipe has an inbox; 0 picks a free
+            one.
         trigger_port: port of an endpoint that starts runs on requests with a token (webhooks), such as 4301;
-            0 takes a free one; default: none.
-        starts_an_hour: the most runs of a deployment that such requests start in an hour.
+            0 picks a free one; default: none.
+        starts_an_hour: most runs of one deployment that such requests may start in an hour.
     """
     check_addresses((port, feedback_port, dashboard_port, trigger_port or 0), allow_host)
     console = Console(soft_wrap=True)
@@ -142,7 +144,7 @@ def serve(
 
 
 def check_addresses(ports: Iterable[int], allow_host: str) -> None:
-    """Raises ValueError for a number that is not a port, and for an invalid --allow-host."""
+    """Raises ValueError for an invalid port or --allow-host."""
     for number in ports:
         if not 0 <= number <= 65535:
             raise ValueError(f"there is no port {number}: give 1 to 65535, or 0 for a free one")
@@ -163,8 +165,8 @@ def free_port_on(host: str) -> int:
 
 
 def show_auth(console: Console, api: str, auth: str, file: Path) -> None:
-    """Prints a server's auth string on a terminal. Elsewhere, such as in a service manager's log, prints
-    only the file that holds it."""
+    """Prints a server's auth string if the output is a terminal; otherwise (a service manager's log, for
+    example) prints only the path of the file that holds it."""
     shown = auth if console.is_terminal else f"what is in {file}"
     console.print(f"its pages ask once for the auth string: {shown}", markup=False, highlight=False)
     command = f'export PREFECT_API_URL={api} PREFECT_API_AUTH_STRING="$(cat {shlex.quote(str(file))})"'
@@ -173,7 +175,8 @@ def show_auth(console: Console, api: str, auth: str, file: Path) -> None:
 
 @loop_app.command
 def status(recipe: RecipePlace, *overrides: Override, stage: str | None = None) -> int:
-    """Show the rounds of a loop: which are done, when, their win rates, the next one and what it waits for.
+    """Show the rounds of a loop: which are done, when and with which win rates, and what the next one waits
+    for.
 
     Args:
         stage: the loop to show, if the recipe has several.

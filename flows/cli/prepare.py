@@ -1,5 +1,5 @@
-"""Commands that prepare a run: `alignflow migrate`, `config-docs`, `metrics-docs`, `validate`, `plan`,
-`data` and `doctor`. They start nothing."""
+"""Commands that prepare a run: `alignflow migrate`, `config-docs`, `metrics-docs`, `validate`, `plan`, `data`
+and `doctor`. They start no runs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT
 
 def migrate(script: Path, *, out: Path | None = None, gpus: Whole = 8) -> int:
     """Turn a launch script of OpenRLHF (flat or dotted flags) or TRL (sft, dpo, kto, reward, grpo) into a
-    recipe. Executes nothing of it.
+    recipe. Executes none of it.
 
     Args:
-        script: shell script, Kubernetes YAML with one inside, or a YAML config of TRL.
+        script: shell script, Kubernetes YAML that contains one, or a TRL YAML config.
         out: recipe to write; it must not exist yet. Default: recipe.yaml, or the first of recipe-2.yaml,
-            recipe-3.yaml, ... that does not exist. Its comments say what became of every flag.
-        gpus: GPUs of one machine, for launchers that take all there are.
+            recipe-3.yaml, ... that does not exist. Its comments tell how each flag was translated.
+        gpus: GPUs of one machine, for launchers that use all of them.
     """
     from rlhf_core.migrate.script import migrate as read
 
@@ -72,11 +72,11 @@ def metrics_docs() -> int:
 
 
 def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> int:
-    """Check a recipe: keys, values, and that its stages fit together. Needs none of its files, and a network
-    only to look up branches and tags of the Hub.
+    """Check a recipe's keys and values, and that its stages fit together. Reads none of its input files, and
+    uses the network only to look up branches and tags on the Hub.
 
     Args:
-        here: also check files, columns, tokenizer, limits and this machine's resources, as run does before
+        here: also check files, columns, tokenizers, limits and this machine's resources, as `run` does before
             any work, and whether judges and reward servers answer.
     """
     planned = plan(load_here(recipe, overrides) if here else load_recipe(recipe, overrides))
@@ -115,17 +115,17 @@ def forecast(
     nodes: Whole | None = None,
     network: float | None = None,
 ) -> int:
-    """Estimate memory of each GPU and seconds of an iteration, and recommend a placement. Starts nothing.
+    """Estimate the memory per GPU and the seconds per iteration, and recommend a placement. Starts nothing.
 
     Args:
-        gpus: GPUs to place a PPO stage on; default: as many as the recipe needs.
-        gpu: GPU type, for its memory and rates; for another type give the next three.
-        gpu_memory: GiB of a GPU.
-        flops: TFLOP/s of its bf16 matrix products, as measured.
-        bandwidth: TB/s of its memory, as measured.
-        nodes: nodes that these GPUs are on, equally many on each; default: as the recipe says, else 8 GPUs on
-            a node.
-        network: GB/s of a node to other nodes, as sold; default: 50.
+        gpus: number of GPUs to place a PPO stage on; default: as many as the recipe needs.
+        gpu: GPU type, which sets memory and rates; for other types, give the next three options.
+        gpu_memory: memory per GPU, in GiB.
+        flops: measured TFLOP/s of bf16 matrix products.
+        bandwidth: measured memory bandwidth, in TB/s.
+        nodes: number of nodes, each with equally many of these GPUs; default: as the recipe says, else 8 GPUs
+            per node.
+        network: nominal GB/s between a node and the others; default: 50.
     """
     from flows.cli.forecast import nodes_in, show_forecast
     from rlhf_core.forecast.hardware import GPUS, on_nodes
@@ -152,7 +152,7 @@ def forecast(
 
 def data(recipe: RecipePlace, *overrides: Override) -> int:
     """Report on the data of a recipe without training: rows, lengths, duplicates, balance and damage. Needs
-    files and tokenizers."""
+    the data files and tokenizers."""
     from rlhf_core.data.data_report import markdown
     from rlhf_core.preflight.data_reports import examine
 
@@ -167,7 +167,7 @@ def data(recipe: RecipePlace, *overrides: Override) -> int:
 
 
 def doctor() -> int:
-    """Show versions and devices, and what is missing."""
+    """Show versions and devices, and anything that is missing."""
     from flows.cli.doctor import examine
 
     findings = examine()

@@ -1,5 +1,4 @@
-"""Commands that run stages: `alignflow run` and `alignflow stage`. They import Prefect only when they need
-it."""
+"""Commands that run stages: `alignflow run` and `alignflow stage`. They import Prefect only when needed."""
 
 from __future__ import annotations
 
@@ -43,11 +42,11 @@ def run(
     """Run all stages of a recipe that are not done yet.
 
     Args:
-        name: of the run, for `alignflow runs`; the newest run of a name has it.
-        dry_run: only show the stages, what would be skipped and why.
-        latest: look up branches and tags of the Hub anew, unless the last run of this recipe is unfinished.
-        jobs: run this many stages at once when none needs the other, in place of the recipe's side_by_side.
-        plain: print the log in place of live lines, as when the output is not a terminal.
+        name: name of the run, for `alignflow runs`; if several runs share a name, it means the newest.
+        dry_run: only show the stages, which of them would be skipped, and why.
+        latest: look up branches and tags on the Hub again, unless the last run of this recipe is unfinished.
+        jobs: run up to this many independent stages at once; overrides the recipe's side_by_side.
+        plain: print the log instead of live lines, as when the output is not a terminal.
     """
     check_name(name)
     if jobs is not None and jobs < 1:
@@ -89,10 +88,10 @@ def stage(
 
     Args:
         name: name of the stage, as `alignflow run RECIPE --dry-run` shows it.
-        plain: print the log in place of live lines, as when the output is not a terminal.
-        train_only: of ppo, for debugging: train on the rollouts that this run directory, or folder, has kept,
-            without engines.
-        rollouts_only: of ppo: sample, score and keep, train nothing.
+        plain: print the log instead of live lines, as when the output is not a terminal.
+        train_only: for debugging ppo: train, without engines, on the rollouts kept in this run directory or
+            folder.
+        rollouts_only: for debugging ppo: sample, score and keep rollouts, but do not train.
     """
     if train_only is not None:
         overrides = (*overrides, f"{name}.train_only={json.dumps(str(_kept_in(train_only)))}")
@@ -133,8 +132,8 @@ def _kept_in(place: Path) -> Path:
 
 @contextmanager
 def _server_loading() -> Iterator[None]:
-    """Loads Prefect's temporary server while the block checks and imports. Child processes end with this
-    process in any case."""
+    """Starts Prefect's temporary server in the background while the block checks and imports. Child processes
+    always end with this process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     orphan_watcher.start()
     with prepared():
@@ -149,7 +148,7 @@ def _run(
     check: Callable[[], None],
     flow: Callable[[], None],
 ) -> int:
-    """Shows the progress of a flow and how it ended. `check` runs first, and raises if something is
+    """Runs a flow and shows its progress and outcome. `check` runs first and raises if something is
     missing."""
     given = given._replace(id=new_id(time.time()))
     begun = False
@@ -212,7 +211,7 @@ def _flow(given: RunRequest, flow: Callable[[], None], say: Say) -> None:
 
 
 def _proxy() -> str:
-    """Returns a phrase naming the proxy of requests to Prefect's API, to end a sentence with."""
+    """Returns a phrase that ends a sentence by naming the proxy of requests to Prefect's API."""
     from prefect.settings import PREFECT_API_URL
 
     return proxy_of(PREFECT_API_URL.value() or "")

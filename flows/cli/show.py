@@ -1,4 +1,4 @@
-"""Consoles, exit codes and types of options of all commands, and what they print of plans and migrations."""
+"""Consoles, exit codes and option types shared by all commands, and their output for plans and migrations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flows.cli.dry_run import Outlook
 from rlhf_core.hub.revisions import PINS
 from rlhf_core.recipe.plan import Plan
 
-if TYPE_CHECKING:  # scipy is imported by these, and most commands do not need it
+if TYPE_CHECKING:  # these import scipy, which most commands do not need
     from rlhf_core.migrate.script import Migrated
 
 OK = 0
@@ -42,7 +42,7 @@ errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def say(text: object, to: Console = console) -> None:
-    """Prints text as it is, without markup and highlighting."""
+    """Prints text verbatim, without markup or highlighting."""
     to.print(text, markup=False, highlight=False)
 
 
@@ -120,7 +120,8 @@ def show_migration(console: Console, out: Path, found: Migrated) -> None:
 
 
 def whole_number(text: str) -> int:
-    """Parses the value of an option. Raises ValueError for 1.5, which the parser would round."""
+    """Parses the integer value of an option. Raises ValueError for 1.5, which the command parser would
+    round."""
     try:
         return int(text)
     except ValueError:

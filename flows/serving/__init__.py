@@ -1,1 +1,2 @@
-"""Runs `alignflow serve`: Prefect's server and worker, deployments, schedules, and what watches over runs."""
+"""Runs `alignflow serve`: Prefect's server and worker, deployments, schedules, and the supervision of
+runs."""

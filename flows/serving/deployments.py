@@ -1,7 +1,7 @@
 """Creates the objects that `alignflow serve` needs on a Prefect server: pool, queues, slot and deployments.
 
-Manual runs have a queue with higher priority than scheduled runs, and start before them, even when many
-scheduled runs are late.
+Manual runs have a queue of higher priority, so they start before scheduled runs even when many of those are
+late.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SCHEDULED = "scheduled"  # names of the queues
 
 
 class ServedRecipe(NamedTuple):
-    """A recipe with deployments: the path or URI that each run reads, the overrides of its deployments, and
-    the loaded recipe."""
+    """A recipe with deployments: the path or URI that each run reads, its deployments' overrides, and the
+    loaded recipe."""
 
     path: str
     overrides: tuple[str, ...]
@@ -56,7 +56,7 @@ class ServedRecipe(NamedTuple):
 def served(
     paths: Sequence[str], overrides: Sequence[str], ends: Mapping[str, float] = MappingProxyType({})
 ) -> list[ServedRecipe]:
-    """Reads and plans the recipes. `ends`: `max_rounds` and `min_gain` of their loops.
+    """Reads and plans the recipes. `ends`: the `max_rounds` and `min_gain` of their loops.
 
     Raises ValueError for mistakes, for two recipes with the same name, and for `ends` of a recipe without a
     loop.
@@ -86,9 +86,9 @@ def prepare(client: SyncPrefectClient) -> None:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
     except ObjectAlreadyExists:
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
-    # Scheduled runs have their own queue, which starts one at a time. A concurrency limit on their
-    # deployment would cancel many late runs at once. The server's SQLite refuses most of so many writes,
-    # and clients wait up to a minute before they retry.
+    # Scheduled runs have their own queue, which starts one at a time. A concurrency limit on their deployment
+    # would cancel many late runs at once; the server's SQLite refuses most of so many writes, and clients
+    # wait up to a minute before they retry.
     for priority, (name, limit) in enumerate(((ASKED, None), (SCHEDULED, 1)), start=1):
         try:
             queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
@@ -103,8 +103,8 @@ def prepare(client: SyncPrefectClient) -> None:
 
 
 def job_template(**fixed: str) -> dict[str, Any]:
-    """Returns the base job template of a process pool. `fixed`: fields that runs and deployments cannot
-    change, because the template has no variables.
+    """Returns the base job template of a process pool. `fixed`: values of fields that runs and deployments
+    cannot change, because the template has no variables for them.
 
     Runs start with the worker's environment. There is no `env` here because Prefect would merge the runs'
     `env` into it, often unchecked.
@@ -122,8 +122,8 @@ def deploy(
 ) -> dict[str, UUID]:
     """Creates a recipe's deployments and returns their ids by name.
 
-    `schedule`: for its loop, or for the whole recipe if it does not have exactly one loop. `ends`: more
-    parameters of its loop. `feedback`: creates a deployment of its loop for runs that new feedback starts.
+    `schedule`: applies to its loop, or to the whole recipe if it does not have exactly one loop. `ends`: more
+    parameters of its loop. `feedback`: whether to create a deployment of its loop that new feedback starts.
     """
     kinds = [KINDS[config.stage] for config in one.recipe.stages.values()]
     made = {kind.makes for kind in kinds}
@@ -158,9 +158,9 @@ def deploy(
 
 
 def in_step(client: SyncPrefectClient, name: str, schedule: Schedule) -> Schedule:
-    """Returns an interval schedule that continues the one that the deployment FLOW/NAME has, if the interval
-    is the same: an interval that begins again at each start of `serve` might never end. Returns other
-    schedules as they are."""
+    """Returns an interval schedule that continues the deployment's existing one if the interval is the same,
+    because an interval that began again at each start of `serve` might never end. Returns other schedules
+    unchanged. `name`: FLOW/NAME."""
     if schedule.interval is None:
         return schedule
     try:
@@ -174,8 +174,9 @@ def in_step(client: SyncPrefectClient, name: str, schedule: Schedule) -> Schedul
 
 
 def pause_others(client: SyncPrefectClient, served: Collection[UUID]) -> list[str]:
-    """Pauses the scheduled deployments of our pool that are not among `served`: those of an earlier `serve`,
-    whose runs would start with its overrides. Also deletes their scheduled runs. Returns their names."""
+    """Pauses the scheduled deployments of our pool that are not among `served`, and deletes their scheduled
+    runs. They belong to an earlier `serve`, and their runs would start with its overrides. Returns their
+    names."""
     paused = []
     for deployment in client.read_deployments(limit=200):
         ours = deployment.work_pool_name == POOL and deployment.work_queue_name == SCHEDULED
@@ -186,5 +187,5 @@ def pause_others(client: SyncPrefectClient, served: Collection[UUID]) -> list[st
 
 
 def feedback_name(recipe: str) -> str:
-    """Returns the name of the deployment whose runs are started by new feedback."""
+    """Returns the name of the deployment that new feedback starts."""
     return f"{recipe}-feedback"

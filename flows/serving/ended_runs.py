@@ -1,5 +1,5 @@
-"""Ends runs of deployments that Prefect's worker no longer ends: their process is gone, was never started, or
-ignores a cancellation."""
+"""Ends runs of deployments that Prefect's worker no longer ends, because their process is gone, was never
+started, or ignores a cancellation."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import Cancelled, Crashed
 
 UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
-# A run that starts again (resumed or retried) has its last process recorded until the worker has started the
-# new one. On a busy machine this takes some seconds.
+# The record of a resumed or retried run names its last process until the worker has started the new one,
+# which takes some seconds on a busy machine.
 PROCESS_SECONDS = 60.0
-STUCK_SECONDS = 600.0  # a worker that took a run and failed before its process leaves it pending
+STUCK_SECONDS = 600.0  # a worker that took a run and failed before starting its process leaves it pending
 IGNORED_SECONDS = 60.0  # Prefect's runner ends a cancelled process within half a minute
-END_SECONDS = 30.0  # for the process of a flow to end its stages
+END_SECONDS = 30.0  # time for a flow's process to end its stages
 
 
 def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
     """Marks runs of deployments whose process on this machine is gone as crashed, or as cancelled if they
     were being cancelled.
 
-    Ends processes that are still running `IGNORED_SECONDS` after a cancellation: the worker's runner sends
-    one signal for each run, and a run that was retried has already received it.
+    Ends processes that are still running `IGNORED_SECONDS` after a cancellation. The worker's runner sends
+    one signal per run, which a retried run has already received.
 
-    `at_start`: no worker runs yet. Also marks runs that never had a process, and runs that were about to
-    start. Returns the number of marked runs.
+    `at_start`: no worker is running yet, so runs that never had a process and runs that were about to start
+    are marked too. Returns the number of marked runs.
     """
     found = client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": UNFINISHED}}}), limit=200
@@ -38,7 +38,7 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
     for run in found:
         end_ignored(client, run)
     gone = [run for run in found if _is_without_process(run, at_start)]
-    gone = [client.read_flow_run(run.id) for run in gone]  # it may have ended since the list was read
+    gone = [client.read_flow_run(run.id) for run in gone]  # a run may have ended since the list was read
     gone = [run for run in gone if _is_without_process(run, at_start)]
     for run in gone:
         ended = Cancelled if run.state_type == StateType.CANCELLING else Crashed
@@ -50,8 +50,8 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
 
 def end_ignored(client: SyncPrefectClient, run: FlowRun) -> None:
     """Ends the process of a run that was cancelled more than `IGNORED_SECONDS` ago, with SIGTERM and then
-    SIGKILL, and marks the run as cancelled: the flow's engine takes a signal that does not come from the
-    worker for a crash."""
+    SIGKILL, and marks the run as cancelled, because the flow's engine treats a signal that does not come from
+    the worker as a crash."""
     process = _process_of(run)
     if run.state_type != StateType.CANCELLING or process is None or _age(run) < IGNORED_SECONDS:
         return
@@ -78,13 +78,13 @@ def _is_without_process(run: FlowRun, at_start: bool) -> bool:
 
 
 def _age(run: FlowRun) -> float:
-    """Returns the seconds since the run entered its state."""
+    """Returns the seconds since the run entered its current state."""
     return (datetime.now(UTC) - run.state.timestamp).total_seconds() if run.state else 0.0
 
 
 def _may_live(run: FlowRun) -> bool:
-    """Returns whether a run's process is alive, or may be: on another machine, or with an environment that
-    cannot be read."""
+    """Returns whether a run's process is alive or may be alive, because it is on another machine or its
+    environment cannot be read."""
     host, pid = _place(run)
     if host and host != socket.gethostname():
         return True
@@ -107,12 +107,12 @@ def _process_of(run: FlowRun) -> psutil.Process | None:
 
 
 def _place(run: FlowRun) -> tuple[str, str]:
-    """Returns host and PID of a run's process; Prefect has HOST:PID or PID."""
+    """Returns the host and PID of a run's process, which Prefect records as HOST:PID or PID."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     return host, pid
 
 
 def _is_of_run(pid: int, run: FlowRun) -> bool:
-    """Returns whether a process on this machine works for a run. Compares its environment, because a zombie
-    has none, and because the PID can belong to a later process."""
+    """Returns whether a process on this machine belongs to a run. Compares its environment, because a zombie
+    has none and the PID may have been reused."""
     return psutil.Process(pid).environ().get("PREFECT__FLOW_RUN_ID") == str(run.id)

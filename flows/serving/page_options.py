@@ -1,5 +1,4 @@
-"""Shared parts of the commands that serve pages: names of the machine, the token in their output, and
-limits of the server."""
+"""Shared parts of the commands that serve pages: host names, the token in their output, and server limits."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ HEADER_SECONDS = 10.0
 
 
 def host_names(host: str, allow_host: str) -> list[str]:
-    """Returns the names of this machine that requests may use. `allow_host`: more names, separated by
-    commas. Raises ValueError if it has other characters."""
+    """Returns the host names of this machine that requests may use. `allow_host`: more names, separated by
+    commas. Raises ValueError for characters that names cannot have."""
     if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
         raise ValueError(
             f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas"
@@ -36,15 +35,15 @@ def host_names(host: str, allow_host: str) -> list[str]:
 
 
 def token_shown(console: Console, token: str, file: Path) -> str:
-    """Returns the token for a terminal. Elsewhere, such as for a service manager's log, returns only the
-    file that holds it."""
+    """Returns the token if the output is a terminal; otherwise (a service manager's log, for example) only
+    the path of the file that holds it."""
     return token if console.is_terminal else f"... (the token: what is in {file})"
 
 
 def server_config(app: Callable[..., Any], **options: Any) -> uvicorn.Config:
-    """Returns uvicorn's configuration. h11 reads at most 64 KiB of headers; uvicorn's other parser keeps
-    all of them in memory. A connection that does not send a request's headers within HEADER_SECONDS is
-    closed; otherwise MOST_CONNECTIONS of them would lock everybody else out."""
+    """Returns uvicorn's configuration. Uses h11, which reads at most 64 KiB of headers, because uvicorn's
+    other parser keeps all of them in memory. A connection that does not send its request's headers within
+    HEADER_SECONDS is closed; otherwise MOST_CONNECTIONS of them would lock everybody else out."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

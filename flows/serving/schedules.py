@@ -1,11 +1,11 @@
-"""Makes the schedules of deployments and refuses those that never start a run."""
+"""Creates the schedules of deployments and refuses those that would never start a run."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from zoneinfo import available_timezones
 
-from prefect._vendor.croniter.croniter import CroniterBadDateError, croniter  # what Prefect reads cron with
+from prefect._vendor.croniter.croniter import CroniterBadDateError, croniter  # Prefect's own cron parser
 from prefect.schedules import Schedule
 
 LONGEST = 366 * 86400.0  # seconds between two runs of a schedule

@@ -1,9 +1,9 @@
-"""Runs the processes of `alignflow serve`: a Prefect server and a process worker on this machine, for one
-home folder.
+"""Runs the processes of `alignflow serve` for one home folder: a Prefect server and a process worker on this
+machine.
 
-A file lock allows one `serve` per home. Server, worker, flows and stages end with it in any case
-(rlhf_core/system/orphan_watcher.py). The server's password (Prefect's auth string) is in a file that only
-its owner can read and in the environment of these processes, but in no log.
+A file lock allows one `serve` per home. Server, worker, flows and stages always end with it
+(rlhf_core/system/orphan_watcher.py). The server's password (Prefect's auth string) is in a file that only its
+owner can read and in the environment of these processes, but never in a log.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tasks.slots import LIMIT_ENV
 
 POOL = "alignflow-process"
 LIMIT = "alignflow-machine"
-# Python's arguments, before those for a Prefect module that imports flows
+# Python's arguments before those of a Prefect module that imports flows
 SAFELY = ("-P", "-m", "flows.prefect_process")
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0
@@ -47,11 +47,11 @@ TRIGGER_TOKEN = "trigger-token"  # noqa: S105
 ENDPOINTS = {"feedback": "the endpoint for feedback", "triggers": "the endpoint for triggers"}
 EVERYWHERE = "0.0.0.0"
 PAGE = "live page of"
-# on SQLite, Prefect 3.7 logs a traceback at each poll of a worker: ten megabytes an hour
+# on SQLite, Prefect 3.7 logs a traceback at each poll of a worker, ten megabytes an hour
 LOG_BYTES = 20_000_000
-# retries of requests to a busy server (503), with pauses of 2, 4, 8 ... s: nine minutes; Prefect's 5 take two
+# of requests to a busy server (503), after pauses of 2, 4, 8 ... s, nine minutes in all; Prefect's 5 take two
 RETRIES = 7
-ENDPOINT_RETRIES = 2  # whoever asks an endpoint waits for its answer
+ENDPOINT_RETRIES = 2  # an endpoint's client waits for the answer
 
 
 @contextmanager
@@ -78,7 +78,7 @@ class Services:
     ends them in order."""
 
     def __init__(self, home: Path, host: str, port: int, allowed: Sequence[str] = ()):
-        """Prepares the services. `allowed`: further names of this machine, accepted in the Host header of
+        """Prepares the services. `allowed`: more host names of this machine, accepted in the Host header of
         requests."""
         self.home = home
         self.ui = f"http://{server_process.LOOPBACK if host == EVERYWHERE else host}:{port}"
@@ -92,7 +92,8 @@ class Services:
         """Starts the server and waits until it answers. Raises MachineLacks when the port is taken or the
         server does not answer."""
         host, port = self._address
-        # inherited by the server, so no other process can answer at this port and receive the auth string
+        # the server inherits the socket, so no other process can answer on this port and receive the auth
+        # string
         with listen(host, port) as listener:
             orphan_watcher.start()
             own = {"PREFECT__SERVER_FINAL": "1", "PREFECT_UI_API_URL": "/api"} | server_process.protected(
@@ -147,7 +148,7 @@ class Services:
 
     def _start_endpoint(self, name: str, command: list[str], port: int) -> str:
         host = self._address[0]
-        # inherited, like the server's: a browser sends its token to no other process
+        # inherited, like the server's socket, so that a browser sends its token to no other process
         with listen(host, port) as listener:
             port = listener.getsockname()[1]
             place = ["--home", str(self.home), "--host", host, "--port", str(port)]
@@ -171,7 +172,8 @@ class Services:
         return self._start_endpoint(f"{PAGE} {artifacts}", command, port) + "/"
 
     def record(self, deployments: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Saves the parameters of deployments by id; tasks/served.py compares those of runs with them."""
+        """Saves the parameters of deployments by id; tasks/served.py compares the runs' parameters with
+        them."""
         known = read_json(self.home / SERVED) | {
             str(identity): dict(own) for identity, own in deployments.items()
         }
@@ -188,20 +190,20 @@ class Services:
                 )
 
     def bound_log(self) -> None:
-        """Empties a log larger than LOG_BYTES and keeps one copy. Server and worker append, so they can
-        keep it open."""
+        """Empties a log larger than LOG_BYTES and keeps one copy. Server and worker open it for appending, so
+        they need not reopen it."""
         log = self.home / LOG
         if log.stat().st_size > LOG_BYTES:
             shutil.copyfile(log, self.home / f"{LOG}.1")
             os.truncate(log, 0)
 
     def stop(self) -> None:
-        """Ends the worker, then the flows and their stages, and finally the server, which records how they
-        ended."""
+        """Ends the worker, then the flows and their stages, and finally the server, which records how the
+        flows ended."""
         server = self._running.pop("server", None)
         for process in self._running.values():
             process.terminate()
-        # 0 sends nothing: flows end with their worker; the remaining processes get a signal
+        # 0 sends nothing, because flows end with their worker; processes that remain get a signal
         for number in (0, signal.SIGTERM, signal.SIGKILL):
             for pid in self._others(server):
                 orphan_watcher.send(pid, number)
@@ -218,7 +220,7 @@ class Services:
     def _others(self, server: subprocess.Popen[bytes] | None) -> list[int]:
         """Returns the PIDs of all living processes started from here, except the server's."""
         for process in self._running.values():
-            process.poll()  # an ended process counts as alive until its exit code is read
+            process.poll()  # a dead process counts as alive until its exit code is read
         return [
             pid
             for pid in orphan_watcher.marked(os.environ.get(orphan_watcher.MARK, "-"))
@@ -250,8 +252,8 @@ class Services:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket: the one that `serve` passed to this process, otherwise a new one. Port 0
-    takes a free one. Raises MachineLacks when none is available."""
+    """Returns a listening socket: the one that `serve` passed to this process, or else a new one. Port 0
+    picks a free port. Raises MachineLacks when the port is not available."""
     given = os.environ.pop(LISTENER, "")
     if given:
         os.set_inheritable(int(given), False)

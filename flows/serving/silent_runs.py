@@ -1,4 +1,4 @@
-"""Marks runs whose heartbeats stop as crashed, by an automation of the Prefect server."""
+"""Marks runs whose heartbeats stop as crashed, with an automation on the Prefect server."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SILENT_SECONDS = 540  # three heartbeats at Prefect's default of 180 s
 PAGE = 200  # runs in one answer
 WAITS = "alignflow.flow-run.waits"
 
-# A run whose heartbeats stop was killed with -9, and no worker watched it. A suspended run, which waits for a
-# person, has no process and sends none; a heartbeat that arrives after its suspension is answered by
-# `tell_suspended`.
+# A run whose heartbeats stop was killed with SIGKILL while no worker watched it. A suspended run, which waits
+# for a person, has no process and sends no heartbeats; if one arrives after its suspension, `tell_suspended`
+# keeps the automation from firing.
 SILENT = AutomationCore(
     name="alignflow: crashed runs",
     description=f"A flow run without a heartbeat for {SILENT_SECONDS} s is marked as crashed.",
@@ -52,8 +52,8 @@ def watch_silent_runs(client: SyncPrefectClient) -> None:
 
 
 def tell_suspended(client: SyncPrefectClient) -> int:
-    """Sends the event WAITS for each suspended run that the automation may take for silent: one that was
-    suspended less than twice `SILENT_SECONDS` ago. Returns their number."""
+    """Sends the event WAITS for each run that was suspended less than twice `SILENT_SECONDS` ago, because the
+    automation might consider it silent. Returns the number of these runs."""
     recent = datetime.now(UTC) - 2 * timedelta(seconds=SILENT_SECONDS)
     wanted = {"state": {"type": {"any_": [StateType.PAUSED]}}}
     found: list[FlowRun] = []

@@ -1,5 +1,5 @@
-"""Supervises what `alignflow serve` has started: its processes, runs whose process is gone, and inboxes
-with enough rows for a round."""
+"""Supervises the processes that `alignflow serve` has started, runs whose process is gone, and inboxes with
+enough rows for a round."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Failures:
 
 
 def reason_of(run: FlowRun) -> str:
-    """Returns the first line of a failed run's message, without Prefect's introduction."""
+    """Returns the first line of a failed run's message, without Prefect's prefix."""
     said = (run.state.message if run.state else None) or ""
     error = said.partition("encountered an exception: ")[2] or said
     sentence = re.sub(r"^\w+: ", "", error.strip())  # the exception's class
@@ -61,7 +61,8 @@ def reason_of(run: FlowRun) -> str:
 def supervise(
     console: Console, client: SyncPrefectClient, services: Services, triggers: Sequence[FeedbackTrigger]
 ) -> Never:
-    """Supervises all this until Ctrl-C. Raises MachineLacks when one of the processes ends."""
+    """Supervises processes, runs and inboxes until Ctrl-C. Raises MachineLacks when one of the processes
+    ends."""
     faults: set[str] = set()
 
     @contextmanager

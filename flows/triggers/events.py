@@ -1,8 +1,8 @@
 """Notifies a Prefect server of new feedback with the event `alignflow.feedback.new`, which can start a
 deployment.
 
-Best effort: an event that cannot be sent causes one warning and never stops an import. The server is the
-one in PREFECT_API_URL.
+Best effort: an event that cannot be sent causes one warning and never stops an import. PREFECT_API_URL names
+the server.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 def names_a_server() -> bool:
-    """Returns whether to notify a server: the environment names one, and it is not the server of `alignflow
+    """Returns whether to notify a server: whether the environment names one other than that of `alignflow
     serve`, which checks inboxes itself."""
     return bool(os.environ.get("PREFECT_API_URL")) and SERVED_ENV not in os.environ
 
 
 def tell(inboxes: Sequence[Path]) -> bool:
-    """Sends the event for each inbox, with the resource `alignflow.inbox.NAME`. Returns whether the server
+    """Sends the event for each inbox, with `alignflow.inbox.NAME` as the resource. Returns whether the server
     accepted it."""
     events = [
         Event(
@@ -57,7 +57,8 @@ def tell(inboxes: Sequence[Path]) -> bool:
 
 
 class Teller:
-    """Notifies the server when a loop has rows for a round. Sends an event again if it was not accepted."""
+    """Notifies the server when a loop has enough rows for a round. Sends an event again if it was not
+    accepted."""
 
     def __init__(self, watches: Sequence[InboxWatch]):
         self._watches = watches

@@ -1,7 +1,7 @@
-"""Decides when the feedback in an inbox suffices for the next round of a loop. Without Prefect.
+"""Decides when an inbox has enough feedback for the next round of a loop. Works without Prefect.
 
-It reads `loop.json` and counts rows, so nothing is lost if the process ends: rows that arrived while
-nothing was watching are found at the start.
+It reads `loop.json` and counts rows, so nothing is lost if the process ends: rows that arrived in the
+meantime are found at the next start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhf_core.system.files import is_locked
 
 LOOK_SECONDS = 5.0  # between two checks of an inbox
 SHORTEST_PAUSE = 60.0
-LONGEST_PAUSE = 3600.0  # seconds between starts that finish no round
+LONGEST_PAUSE = 3600.0  # seconds between two starts, if the first finished no round
 
 
 class InboxWatch:
@@ -36,15 +36,16 @@ class InboxWatch:
             )
         self._config = config
         self._wanted = config.new_rows_needed
-        self._tried: dict[str, int] | None = None  # the newest rows at the last start
+        self._tried: dict[str, int] | None = None  # the newest rows when a run was last started
         self._rounds = -1
         self._pause = 0.0
         self._earliest = 0.0
 
     def due(self) -> bool:
-        """Returns whether to start a run: at least `min_new_rows` rows have arrived that no round has, or a
-        round is unfinished and this object has started none. Rows that were there at the last start do not
-        count until a round is finished. Returns False while a run works on the loop, and during pauses.
+        """Returns whether to start a run: either at least `min_new_rows` rows have arrived that no round has
+        taken, or a round is unfinished and this object has started no run for it. Rows that were there at the
+        last start do not count until a round is finished. Returns False while a run works on the loop, and
+        during pauses.
 
         Raises ValueError when `loop.json` or an inbox cannot be read.
         """
@@ -54,7 +55,7 @@ class InboxWatch:
         record = read(folder, self.loop)
         if self._tried is None and record.begun:
             return True
-        unanswered = len(record.rounds) == self._rounds  # since the last start no round was finished
+        unanswered = len(record.rounds) == self._rounds  # no round was finished since the last start
         parts = [
             (self._tried or {}) if unanswered else {},
             *(done.taken for done in record.rounds[-1:]),
@@ -64,8 +65,8 @@ class InboxWatch:
         return new_rows(self._config, seen) >= self._wanted
 
     def started(self) -> None:
-        """Records that a run was started. Starts that finish no round are a minute apart, then two, and so
-        on up to an hour."""
+        """Records that a run was started. The pause after a start that finishes no round doubles from a
+        minute up to an hour."""
         self._tried = ends_of(self._config)
         rounds = len(read(folder_of(self.recipe), self.loop).rounds)
         self._pause = (
@@ -79,5 +80,5 @@ class InboxWatch:
 
 
 def takes_feedback(recipe: Recipe) -> bool:
-    """Returns whether the recipe has a loop on feedback."""
+    """Returns whether the recipe has a loop that trains on feedback."""
     return any(config.new_rows_needed for config in recipe.stages.values())

@@ -1,4 +1,4 @@
-"""Starts a run of a deployment unless one exists already: a thousand requests lead to one run."""
+"""Starts a run of a deployment unless one exists already, so a thousand requests lead to one run."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class TriggerOutcome(NamedTuple):
 
 
 def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = None) -> TriggerOutcome:
-    """Starts a run of the deployment FLOW/NAME with the deployment's own parameters, unless it, or another
-    deployment of this flow and recipe, has a run that works, waits, or is due.
+    """Starts a run of the deployment FLOW/NAME with the deployment's own parameters, unless this or another
+    deployment of the same flow and recipe has a run that is in progress, waiting or due.
 
-    The run's `tag` names what started it; at most `an_hour` runs with the tag are started per hour. Allows
-    one caller per deployment at a time. Raises ObjectNotFound when there is no such deployment.
+    `tag` marks the origin of the run; at most `an_hour` runs with the same tag are started per hour. Call it
+    for a deployment from one caller at a time. Raises ObjectNotFound when there is no such deployment.
     """
     own, alike = _deployments(client, name)
     now = datetime.now(UTC)
@@ -47,7 +47,7 @@ def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = No
         recent = {"tags": {"all_": [tag]}, "expected_start_time": {"after_": now - timedelta(hours=1)}}
         if len(_runs(client, [own.id], recent, an_hour)) >= an_hour:
             return TriggerOutcome(None, False)
-    once = str(uuid4())  # because the client repeats a request that the server was too busy to answer
+    once = str(uuid4())  # the client repeats requests that the server was too busy to answer
     state: State[Any] = Scheduled(scheduled_time=now)
     return TriggerOutcome(
         client.create_flow_run_from_deployment(own.id, state=state, tags=[tag], idempotency_key=once), True
@@ -55,7 +55,7 @@ def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = No
 
 
 def _deployments(client: SyncPrefectClient, name: str) -> tuple[DeploymentResponse, list[UUID]]:
-    """Returns a deployment, and the ids of all deployments of its flow and recipe."""
+    """Returns a deployment and the ids of all deployments of its flow and recipe."""
     flow, _, title = name.partition("/")
     wanted = FlowFilter.model_validate({"name": {"any_": [flow]}})
     ours = client.read_deployments(
@@ -90,8 +90,8 @@ class FeedbackTrigger:
         self._run: UUID | None = None
 
     def look(self) -> FlowRun | None:
-        """Returns the run that it started, if any. Raises ValueError like `InboxWatch.due`, and the errors of
-        Prefect and httpx."""
+        """Starts a run if one is due, and returns it. Raises ValueError as `InboxWatch.due` does, and errors
+        of Prefect and httpx."""
         if self._run is not None:
             last = self._last_run(self._run)
             if last is not None and last.state is not None and not last.state.is_final():

@@ -1,10 +1,10 @@
 """Starts runs on request: POST /trigger/FLOW/NAME for the deployment FLOW/NAME, with a bearer token
 (rlhf_core/system/pages/page_server.py).
 
-202: a run was started; 200: a run exists already and is named; 429: too many were started in the last hour,
-or too many requests are waiting; 503: Prefect's server did not answer. A request's body and query are
-ignored: a run has its deployment's own parameters. The Hub's webhooks send their secret in
-`X-Webhook-Secret`, which counts as the token.
+202: a run was started; 200: a run exists already, and the answer names it; 429: too many runs were started in
+the last hour, or too many requests are waiting; 503: Prefect's server did not answer. A request's body and
+query are ignored, because a run has its deployment's own parameters. The Hub's webhooks send their secret in
+`X-Webhook-Secret`, which is accepted as the token.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def told(asked: TriggerOutcome) -> dict[str, Any]:
 
 
 class HubSecret:
-    """An ASGI application that uses the secret of a Hub webhook as the bearer token of a request that has
+    """An ASGI wrapper that turns the secret of a Hub webhook into the bearer token of a request that has
     none."""
 
     def __init__(self, app: ASGIApp):

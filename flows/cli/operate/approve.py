@@ -19,15 +19,15 @@ def approve(
     by: str | None = None,
     late: bool = False,
 ) -> int:
-    """Approve (or refuse) the stages of a recipe that wait for a person; a suspended run of a server goes on.
+    """Approve (or refuse) the stages of a recipe that wait for a person; a run suspended on a server resumes.
 
     Args:
-        folder: the recipe's folder, ARTIFACTS/NAME, which has its report.
-        stage: this one alone, as it is named in the report.
-        refuse: what depends on it is not started; a loop goes on from the model before.
-        reason: kept with the decision.
-        by: who decides; default: the user of this machine.
-        late: decide although the time of the gate is over.
+        folder: the recipe's folder, ARTIFACTS/NAME, which holds its report.
+        stage: decide only on this stage, named as in the report.
+        refuse: refuse instead; dependent stages do not start, and a loop continues from the previous model.
+        reason: stored with the decision.
+        by: who decides; default: your user name on this machine.
+        late: decide although the gate's deadline has passed.
     """
     require_folder(folder)
     asked = asked_in(folder.absolute())
@@ -53,7 +53,7 @@ def approve(
 
 
 def _going_on(made: Approval, run_dir: Path) -> str:
-    """Resumes the run that is suspended for this stage if a server knows it. Returns a sentence on what
+    """Resumes the run that was suspended for this stage, if a server knows it. Returns a sentence about what
     happens next."""
     if made.run is None or "PREFECT_API_URL" not in os.environ:
         return (

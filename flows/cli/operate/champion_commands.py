@@ -1,4 +1,4 @@
-"""Commands about the champion of a recipe: the published model in use."""
+"""Commands for the champion of a recipe, the published model in use."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ RecipeOrRun = Annotated[str, Parameter(name="folder")]
 
 
 def champion(which: RecipeOrRun, *, artifacts: Artifacts = Path("artifacts")) -> int:
-    """Show which published model of a recipe is in use, since when, why, and those before.
+    """Show which published model of a recipe is in use, since when and why, and its predecessors.
 
     Args:
-        which: the recipe's folder ARTIFACTS/NAME, its name, or the name or id of one of its runs.
+        which: the recipe's folder ARTIFACTS/NAME, the recipe's name, or the name or id of one of its runs.
     """
     from rlhf_core.stages.publication import champion_record as record  # imports the Hub's client
 
@@ -72,10 +72,10 @@ def promote(
     """Make the model of a finished publication the champion.
 
     Args:
-        which: the recipe's folder ARTIFACTS/NAME, its name, or the name or id of one of its runs.
-        publication: name of the publication's run directory, or of the stage, whose newest result is taken.
-        reason: kept with the champion.
-        by: who decides; default: the user of this machine.
+        which: the recipe's folder ARTIFACTS/NAME, the recipe's name, or the name or id of one of its runs.
+        publication: name of the publication's run directory, or of the stage, which means its newest result.
+        reason: stored with the champion.
+        by: who decides; default: your user name on this machine.
     """
     from rlhf_core.stages.publication import champion_record as record  # imports the Hub's client
 
@@ -98,12 +98,12 @@ def rollback(
     by: str | None = None,
     artifacts: Artifacts = Path("artifacts"),
 ) -> int:
-    """Go back to the champion before the present one.
+    """Go back to the previous champion.
 
     Args:
-        which: the recipe's folder ARTIFACTS/NAME, its name, or the name or id of one of its runs.
-        reason: kept with both champions.
-        by: who decides; default: the user of this machine.
+        which: the recipe's folder ARTIFACTS/NAME, the recipe's name, or the name or id of one of its runs.
+        reason: stored with both champions.
+        by: who decides; default: your user name on this machine.
     """
     from rlhf_core.stages.publication import champion_record as record  # imports the Hub's client
 
@@ -117,8 +117,7 @@ def rollback(
 
 
 def _results(folder: Path, stage: str) -> Iterator[Path]:
-    """Yields the results of a stage of this recipe. The artifacts folder may have a stage with the same
-    name from another recipe."""
+    """Yields the results of a stage of this recipe, and not of other recipes' stages with the same name."""
     runs = [read_json(file) for file in [folder / RUN, *(folder / RUNS).glob("*.json")]]
     ours = {
         Path(entry.get("run_dir", "")).name

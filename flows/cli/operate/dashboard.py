@@ -24,13 +24,14 @@ def dashboard(
     allow_host: str = "",
     home: Path = Path(".alignflow"),
 ) -> int:
-    """Show the runs in an artifacts folder as live pages in a browser. Only reads it; ends with Ctrl-C.
+    """Show the runs in an artifacts folder as live pages in a browser. Read-only; stop it with Ctrl-C.
 
     Args:
-        host: 0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS.
-        port: 0 takes a free one and prints it.
-        allow_host: more names of this machine in the addresses of requests, such as a proxy's, with commas.
-        home: folder of the token that requests need, in the file dashboard-token.
+        host: 0.0.0.0 accepts other machines too; the token crosses the network unencrypted, without TLS.
+        port: 0 picks a free one and prints it.
+        allow_host: more host names that requests may use for this machine, such as a proxy's, separated by
+            commas.
+        home: folder of the file dashboard-token, which holds the token that requests need.
     """
     if not artifacts.is_dir():
         raise ValueError(
@@ -60,6 +61,6 @@ def dashboard(
 
 
 def show_address(console: Console, artifacts: Path, address: str, token: str, file: Path) -> None:
-    """Prints the address with its token on a terminal. Elsewhere, such as in a service manager's log,
-    prints only the file that holds the token."""
+    """Prints the address with its token if the output is a terminal; otherwise (a service manager's log, for
+    example) prints only the path of the file that holds the token."""
     say(f"{artifacts} is shown at {address}?token={token_shown(console, token, file)}", console)

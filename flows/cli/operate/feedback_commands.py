@@ -35,14 +35,14 @@ def import_(
     source: str | None = None,
     annotator: str | None = None,
 ) -> int:
-    """Add the rows of JSONL files or URLs to an inbox; rows that are there are left out.
+    """Add the rows of JSONL files or URLs to an inbox; rows that it already has are skipped.
 
     Args:
-        files: JSONL files or URLs that fsspec reads (s3://, https://); .gz is unpacked.
+        files: JSONL files, or URLs that fsspec reads (s3://, https://); .gz is decompressed.
         inbox: folder whose name ends with .inbox; default: the recipe's.
-        recipe: rows that meet questions of this recipe's evaluations are refused.
-        source: where the rows come from, of those that do not say it; default: the file's name.
-        annotator: who gave the rows, of those that do not say it.
+        recipe: refuse rows that match questions of this recipe's evaluations.
+        source: origin of the rows that do not name one; default: the file's name.
+        annotator: author of the rows that do not name one.
     """
     if not files:
         raise ValueError("give the files to import: alignflow feedback import FILE... --inbox NAME.inbox")
@@ -96,8 +96,7 @@ def tell(file: str, done: Receipt) -> None:
 
 @feedback_app.command
 def status(*inboxes: Path, recipe: str | None = None) -> int:
-    """Show how many rows inboxes have, by kind, and how many answers have opinions that contradict each
-    other."""
+    """Show how many rows inboxes have, by kind, and how many answers have contradictory opinions."""
     boxes = [Inbox(folder) for folder in inboxes] or (
         [Inbox(folder) for folder in inboxes_of(load_recipe(recipe, []))] if recipe else []
     )
@@ -134,13 +133,13 @@ def forget(
     recipe: str | None = None,
     artifacts: Path = Path("artifacts"),
 ) -> int:
-    """Delete the rows of one person, with their copies, and list the models that were trained on them.
+    """Delete one person's rows and their copies, and list the models that were trained on them.
 
     Args:
-        annotator: the person, as the rows name them.
+        annotator: the person's name in the rows.
         inbox: folder whose name ends with .inbox; default: the recipe's.
-        recipe: its artifacts folder and its store are searched for copies.
-        artifacts: folder of run directories, without a recipe.
+        recipe: recipe whose artifacts folder and store are searched for copies.
+        artifacts: artifacts folder to search if no recipe is given.
     """
     from rlhf_core.feedback.forget import forget as forget_person
 
@@ -172,15 +171,16 @@ def serve(
     port: Whole = 4300,
     allow_host: str = "",
 ) -> int:
-    """Take feedback over HTTP: POST /feedback/NAME with a bearer token, until Ctrl-C.
+    """Accept feedback over HTTP (POST /feedback/NAME with a bearer token) until Ctrl-C.
 
     Args:
-        recipes: recipes whose inboxes take rows, and whose questions these must not meet.
-        inbox: further inboxes.
+        recipes: recipes whose inboxes accept rows; rows that match their evaluation questions are refused.
+        inbox: more inboxes.
         home: folder of the token, `feedback-token`, which only you can read.
-        host: 0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS.
-        port: 0 takes a free one.
-        allow_host: more names of this machine in the addresses of requests, such as a proxy's, with commas.
+        host: 0.0.0.0 accepts other machines too; the token crosses the network unencrypted, without TLS.
+        port: 0 picks a free one.
+        allow_host: more host names that requests may use for this machine, such as a proxy's, separated by
+            commas.
     """
     import uvicorn
 

@@ -16,7 +16,7 @@ from flows.serving.page_options import host_names, server_config, token_shown
 from rlhf_core.system.pages.secret_file import kept_secret
 from rlhf_core.system.redaction import plain
 
-if TYPE_CHECKING:  # scipy is imported by these, and most commands do not need it
+if TYPE_CHECKING:  # these import scipy, which most commands do not need
     from evaluation.labelling.agreement import Agreement
     from evaluation.labelling.assignment import Rules
     from evaluation.labelling.items import DrawnPairs
@@ -40,25 +40,26 @@ def label(
     home: Path = Path(".alignflow"),
 ) -> int:
     """Let people compare pairs of answers on a local page, blind and by keyboard, or show how far they agree.
-    Ends with Ctrl-C.
+    Stop it with Ctrl-C.
 
     Args:
         source: an evaluation (its directory, its name, or the name of a recipe), or a .jsonl of preferences
             or of answer_a and answer_b.
         out: file that labels are appended to.
-        agreement: a file of labels, as a calibration reads; show how far its annotators agree, and serve
-            nothing.
-        sample: pairs to label, drawn by the seed.
-        seed: seed of the pairs, the side of each answer, and the pairs that come twice.
-        per_item: annotators for each pair.
-        repeat: share of an annotator's pairs that come a second time, with the sides swapped.
-        models: two models of the evaluation, with a comma; without it, all pairs that its judges compared.
-        artifacts: folder in which names of evaluations and recipes are looked up.
-        host: 0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS.
-        port: 0 takes a free one and prints it.
-        allow_host: more names of this machine that annotators use, with commas.
-        home: folder of the token that the page asks for, in the file label-token, and of the secret that
-            hides sides, label-secret.
+        agreement: a file of labels, as a calibration reads it; only show how far its annotators agree,
+            without serving a page.
+        sample: number of pairs to label, drawn with the seed.
+        seed: seed for the choice of pairs, the side of each answer, and the pairs that are shown twice.
+        per_item: number of annotators for each pair.
+        repeat: share of an annotator's pairs that are shown a second time, with the sides swapped.
+        models: two models of the evaluation, separated by a comma; default: all pairs that its judges
+            compared.
+        artifacts: folder where names of evaluations and recipes are looked up.
+        host: 0.0.0.0 accepts other machines too; the token crosses the network unencrypted, without TLS.
+        port: 0 picks a free one and prints it.
+        allow_host: more host names that annotators may use for this machine, separated by commas.
+        home: folder of the files label-token, which holds the token that the page requires, and label-secret,
+            the secret that hides which side is whose.
     """
     if agreement is not None:
         from evaluation.labelling.agreement import agreement as measured
@@ -89,7 +90,7 @@ def label(
 
 
 def refuse(wrong: Mapping[str, bool]) -> None:
-    """Raises ValueError with the sentences that are true."""
+    """Raises ValueError with each sentence whose condition is true."""
     faults = [sentence for sentence, is_so in wrong.items() if is_so]
     if faults:
         raise ValueError("\n".join(faults))
@@ -98,7 +99,7 @@ def refuse(wrong: Mapping[str, bool]) -> None:
 def serve_pairs(
     drawn: DrawnPairs, out: Path, rules: Rules, home: Path, host: str, port: int, names: Sequence[str]
 ) -> None:
-    """Serves the page on which pairs are compared, until Ctrl-C. `names`: names of this machine."""
+    """Serves the page for comparing pairs until Ctrl-C. `names`: host names of this machine."""
     import uvicorn
 
     from evaluation.labelling.assignment import Assignment
@@ -124,7 +125,7 @@ def serve_pairs(
 
 
 def show_addresses(console: Console, address: str, token: str, file: Path) -> None:
-    """Prints the addresses of the page, with the token only on a terminal."""
+    """Prints the addresses of the page, with the token only if the output is a terminal."""
     shown = token_shown(console, token, file)
     console.print(f"all annotators: {address}/?token={shown}", markup=False, highlight=False, soft_wrap=True)
     console.print(

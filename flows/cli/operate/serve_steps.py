@@ -1,4 +1,5 @@
-"""Steps of `alignflow serve` once its server is up: deployments, endpoints, live pages. Imports Prefect."""
+"""Steps that `alignflow serve` takes once its server is up: deployments, endpoints, live pages. Imports
+Prefect."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from rlhf_core.system.pages.secret_file import kept_secret
 
 
 def watches_of(recipes: Sequence[ServedRecipe]) -> dict[str, InboxWatch]:
-    """Returns a watch for each recipe with a loop on feedback, by the recipe's name. Raises ValueError when
-    there is none."""
+    """Returns, by recipe name, an inbox watch for each recipe whose loop trains on feedback. Raises
+    ValueError when there is none."""
     watches = {one.recipe.name: InboxWatch(one.recipe) for one in recipes if takes_feedback(one.recipe)}
     if not watches:
         raise ValueError(
@@ -58,7 +59,7 @@ def deploy_all(
 
 
 def start_feedback(console: Console, services: Services, recipes: Sequence[ServedRecipe], port: int) -> None:
-    """Starts the endpoint that takes feedback, if a recipe has an inbox."""
+    """Starts the endpoint that accepts feedback, if a recipe has an inbox."""
     inboxes = list(dict.fromkeys(folder for one in recipes for folder in inboxes_of(one.recipe)))
     if inboxes:
         address = services.start_feedback([one.path for one in recipes], inboxes, port)
@@ -78,7 +79,7 @@ def start_triggers(
 def start_dashboards(
     console: Console, services: Services, recipes: Sequence[ServedRecipe], port: int
 ) -> None:
-    """Starts a live page for each artifacts folder, the first one at `port` and the others at free ones."""
+    """Starts a live page for each artifacts folder, the first on `port` and the others on free ports."""
     token = kept_secret(services.home / TOKEN)
     folders = dict.fromkeys(Path(one.recipe.artifacts).absolute() for one in recipes)
     for nth, artifacts in enumerate(folders):
@@ -87,5 +88,5 @@ def start_dashboards(
 
 
 def triggers_of(client: SyncPrefectClient, watches: Mapping[str, InboxWatch]) -> list[FeedbackTrigger]:
-    """Returns what starts the loops' runs on new feedback."""
+    """Returns the triggers that start the loops' runs on new feedback."""
     return [FeedbackTrigger(client, f"loop/{feedback_name(name)}", watch) for name, watch in watches.items()]

@@ -1,4 +1,4 @@
-"""Commands on a regression suite (`alignflow suite`): questions that a model lost or a person reported."""
+"""Commands for a regression suite (`alignflow suite`): questions that a model lost or a person reported."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def add(
     reason: str = "",
     suite: Suite = Path("suite.jsonl"),
 ) -> int:
-    """Add questions that a model lost in an evaluation, or that people reported; those that the suite has are
-    left out.
+    """Add questions that a model lost in an evaluation, or that people reported; questions already in the
+    suite are skipped.
 
     Args:
         source: the directory ARTIFACTS/stages/NAME-DIGEST of a finished evaluation, or a file of questions
             with prompt and reason (.jsonl).
-        model: for an evaluation: the model whose lost questions are added, those that it lost in both games.
+        model: for an evaluation: the model whose questions are added, those that it lost in both games.
         lost_to: the model that it lost to; default: the evaluation's baseline.
         judge: the judge that decides; default: the evaluation's first.
-        reason: of questions in a file that give none.
+        reason: reason for the questions of a file that give none.
     """
     if source.is_dir():
         from evaluation.regression.lost import lost_questions
@@ -61,7 +61,7 @@ def add(
 
 @suite_app.command(name="list")
 def list_questions(suite: Suite = Path("suite.jsonl")) -> int:
-    """List the questions of a suite with their ids and reasons, the oldest first."""
+    """List the questions of a suite with their ids and reasons, oldest first."""
     table = table_of("question", "added", "reason", "source", "prompt")
     for question in read_suite(suite):
         prompt = " ".join(question.text.split())

@@ -24,16 +24,16 @@ def serve_triggers(
     allow_host: str = "",
     starts_an_hour: Whole = 12,
 ) -> int:
-    """Start runs of deployments on requests: POST /trigger/FLOW/NAME with a bearer token, until Ctrl-C.
+    """Start runs of deployments on request (POST /trigger/FLOW/NAME with a bearer token) until Ctrl-C.
 
     Args:
-        deployments: names of deployments, such as alignment/on-webhook, on the server of PREFECT_API_URL.
+        deployments: names of deployments, such as alignment/on-webhook, on the server at PREFECT_API_URL.
         home: folder of the token, `trigger-token`, which only you can read.
-        host: 0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS.
-        port: 0 takes a free one.
-        allow_host: further names of this machine in the addresses of requests, such as a proxy's, separated
-            by commas.
-        starts_an_hour: the most runs of a deployment that requests start in an hour.
+        host: 0.0.0.0 accepts other machines too; the token crosses the network unencrypted, without TLS.
+        port: 0 picks a free one.
+        allow_host: more host names that requests may use for this machine, such as a proxy's, separated by
+            commas.
+        starts_an_hour: most runs of one deployment that requests may start in an hour.
     """
     check_names(deployments, allow_host, starts_an_hour)
     import os

@@ -1,1 +1,1 @@
-"""Commands on the runs and stages in an artifacts folder."""
+"""Commands for the runs and stages in an artifacts folder."""

@@ -1,4 +1,4 @@
-"""Commands on results (`alignflow report`, `runs`, `stages`, `diff`, `lineage`, `gc`, `leaderboard`), and
+"""Commands for results (`alignflow report`, `runs`, `stages`, `diff`, `lineage`, `gc`, `leaderboard`), and
 `serve-reward`."""
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ runs_app = App(name="runs", help="The runs in an artifacts folder.")
 
 
 def report(which: Annotated[str, Parameter(name="run")], *, artifacts: Artifacts = Path("artifacts")) -> int:
-    """Write the page of a run again, and the page over all runs.
+    """Rewrite the page of a run, and the page of all runs.
 
     Args:
-        which: a run's name or id, a recipe, the folder ARTIFACTS/NAME of one, or ARTIFACTS for the page over
-            all runs alone.
+        which: a run's name or id, a recipe, a recipe's folder ARTIFACTS/NAME, or ARTIFACTS for only the page
+            of all runs.
     """
     from evaluation.report.index import write_index
     from tasks.run_report import found, rewrite, rewrite_run, write
@@ -81,10 +81,10 @@ def report(which: Annotated[str, Parameter(name="run")], *, artifacts: Artifacts
 
 @runs_app.default
 def runs(artifacts: Artifacts = Path("artifacts"), *, json: bool = False) -> int:
-    """List the runs in an artifacts folder, the newest first.
+    """List the runs in an artifacts folder, newest first.
 
     Args:
-        json: print a JSON list in place of a table.
+        json: print a JSON list instead of a table.
     """
     show_runs(console, records(artifacts), artifacts_history.stages(artifacts), json)
     return OK
@@ -92,20 +92,20 @@ def runs(artifacts: Artifacts = Path("artifacts"), *, json: bool = False) -> int
 
 @runs_app.command(name="pin")
 def pin_run(run: RunName, artifacts: Artifacts = Path("artifacts")) -> int:
-    """Keep the stages of a run, whatever `alignflow gc` is told."""
+    """Pin a run: `alignflow gc` keeps its stages, whatever its options."""
     say(f"pinned: {pin(artifacts, run, True).label}")
     return OK
 
 
 @runs_app.command(name="unpin")
 def unpin_run(run: RunName, artifacts: Artifacts = Path("artifacts")) -> int:
-    """Take back `alignflow runs pin`."""
+    """Undo `alignflow runs pin`."""
     say(f"not pinned: {pin(artifacts, run, False).label}")
     return OK
 
 
 def stages(artifacts: Artifacts = Path("artifacts")) -> int:
-    """List the stages in an artifacts folder, the oldest first."""
+    """List the stages in an artifacts folder, oldest first."""
     show_stages(console, artifacts_history.stages(artifacts))
     show_stores(console, artifacts_history.stores(artifacts))
     return OK
@@ -125,12 +125,12 @@ def diff(before: str, after: str, *, artifacts: Artifacts = Path("artifacts")) -
 
 
 def lineage(checkpoint: str, *, out: Path | None = None, artifacts: Artifacts = Path("artifacts")) -> int:
-    """Show what a checkpoint was made from: its parents, their data and the versions they were made with.
+    """Show what a checkpoint was made from: its parents, their data, and the package versions they ran with.
 
     Args:
         checkpoint: a checkpoint, a stage's directory, a Hub id, or a run's name or id, which means its last
             checkpoint.
-        out: also draw it, to this SVG file.
+        out: also draw the lineage, into this SVG file.
     """
     checkpoint = named_runs.checkpoint_of(artifacts, checkpoint)
     found = artifacts_history.lineage_of(checkpoint)
@@ -162,17 +162,17 @@ def gc(
     older_than: str | None = None,
     delete: bool = False,
 ) -> int:
-    """Show which run keeps which stage, and what no run keeps: other stages, and resume states of stages that
-    are done.
+    """Show which run keeps which stage, and what can be removed: stages that no run keeps, and resume states
+    of finished stages.
 
-    Without --keep-runs and --older-than every recorded run keeps its stages. Pinned runs and those in
+    Without --keep-runs and --older-than, every recorded run keeps its stages. Pinned runs and runs in
     progress always do.
 
     Args:
-        keep_runs: the newest N runs of each recipe keep their stages; older ones do not, unless --older-than
-            says so.
-        older_than: runs that began earlier than this ago do not keep their stages, such as 12h, 30d or 8w.
-        delete: remove what no run keeps; directories that a process works in stay.
+        keep_runs: the newest N runs of each recipe keep their stages; older runs do not, unless --older-than
+            keeps them.
+        older_than: runs that began longer ago than this (such as 12h, 30d or 8w) do not keep their stages.
+        delete: remove what no run keeps, except directories in which a process is working.
     """
     age = re.fullmatch(r"(\d{1,5})([hdw])", older_than or "0h", re.ASCII)
     if not age or (keep_runs or 0) < 0:
@@ -206,20 +206,20 @@ def serve_reward(
     micro_batch_size: Whole = 8,
 ) -> int:
     """Serve a reward model over HTTP, for `reward: {url: "http://HOST:PORT", api_key_env:
-    ALIGNFLOW_REWARD_KEY}`. Ends with Ctrl-C.
+    ALIGNFLOW_REWARD_KEY}`. Stop it with Ctrl-C.
 
     Args:
         checkpoint: folder or Hub id of a reward model.
-        port: 0 takes a free one and prints it.
-        host: 0.0.0.0 listens to other machines too.
-        allow_host: more names of this machine that clients use, with commas.
-        home: folder of the key that requests need, in the file reward-key, unless ALIGNFLOW_REWARD_KEY is
-            set.
-        without_key: answer all users of this machine.
-        template: 'chat': the tokenizer's chat template; else a plain one with one {} for the prompt.
-        template_args: arguments of the chat template as JSON, those that it was trained with:
+        port: 0 picks a free one and prints it.
+        host: 0.0.0.0 accepts other machines too.
+        allow_host: more host names that clients may use for this machine, separated by commas.
+        home: folder of the file reward-key, which holds the key that requests need unless
+            ALIGNFLOW_REWARD_KEY is set.
+        without_key: answer all users of this machine, without a key.
+        template: 'chat' for the tokenizer's chat template, or a plain template with one {} for the prompt.
+        template_args: arguments of the chat template as JSON, the same as in training, such as
             '{"enable_thinking": false}'.
-        micro_batch_size: documents of one forward pass.
+        micro_batch_size: documents per forward pass.
     """
     arguments = _template_arguments(template_args)
     for mistake in template_mistakes(template, arguments):
@@ -256,7 +256,7 @@ def serve_reward(
 
 
 def _template_arguments(text: str) -> dict[str, Any]:
-    """Returns the arguments of a chat template by name from JSON."""
+    """Parses the JSON arguments of a chat template."""
     try:
         arguments = json.loads(text)
     except ValueError:
@@ -279,19 +279,19 @@ def leaderboard(
     max_failed: float = 0.02,
     json: Path | None = None,
 ) -> int:
-    """Score a folder of judgments, ours or published ones of Arena-Hard. Needs no model.
+    """Score a folder of judgments, our own or published ones of Arena-Hard. Needs no model.
 
     Args:
         folder: a benchmark with model_judgment/ and model_answer/, an evaluation's run directory or report,
             or any folder of judgments.
-        answers: folder of the answers, for style control; default: found from the folder of judgments.
+        answers: folder of the answers, for style control; default: located from the folder of judgments.
         control: styles to control for.
-        category: only these categories.
-        tokenizer: counts the tokens of answers whose file has no length: gpt-4o (tiktoken, a download) or a
+        category: score only these categories.
+        tokenizer: counts the tokens of answers whose file has no length: gpt-4o (tiktoken, downloaded), or a
             model's folder or Hub id.
-        rounds: bootstrap resamples of the questions, for the intervals of style control.
+        rounds: number of bootstrap resamples of the questions, for the intervals of style control.
         seed: seed of the bootstraps.
-        max_failed: share of games without a verdict above which there is no score.
+        max_failed: share of games without a verdict above which no score is given.
         json: file to write the boards to.
     """
     from evaluation.scores.arena_files import folders, read_judgments, read_styles, token_counter

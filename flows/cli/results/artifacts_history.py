@@ -1,4 +1,4 @@
-"""Reads an artifacts folder: its stages, the differences between two runs, and what no recipe refers to.
+"""Reads an artifacts folder: its stages, the differences between two runs, and the files that no run needs.
 Torch-free.
 
 Records are read as plain JSON, not with the config classes, so that records of other versions can be read.
@@ -30,8 +30,8 @@ RECIPE = "recipe.yaml"
 
 
 class ListedStage(NamedTuple):
-    """A run directory. `metric`: the main one, such as `eval/loss 1.23`; `seconds` None: not done; `when`:
-    time of its last record."""
+    """A run directory. `metric`: its main metric, such as `eval/loss 1.23`; `seconds`: None if it is not
+    done; `when`: time of its last record."""
 
     path: Path
     name: str
@@ -45,7 +45,7 @@ class ListedStage(NamedTuple):
 
 class SurveyedItem(NamedTuple):
     """Something that `gc` removes or keeps: a run directory, its resume states, or the page of a run. `size`
-    is in bytes; `why`: who keeps it or stopped keeping it."""
+    is in bytes; `why`: which runs keep it or stopped keeping it."""
 
     path: Path
     size: int
@@ -64,9 +64,8 @@ def stages(artifacts: Path) -> list[ListedStage]:
 
 
 def differences(before: Path, after: Path) -> list[RunDifference]:
-    """Returns the differences between two run directories (or checkpoints), or between two runs, given by
-    their records or by recipe folders, which stand for the last run. Raises ValueError when they are
-    neither."""
+    """Returns the differences between two run directories (or checkpoints) or two runs. A run is given by its
+    record, or by a recipe's folder, which means the last run. Raises ValueError for other paths."""
     recipes = [(place / RUN).is_file() or is_record(place) for place in (before, after)]
     if all(recipes):
         return list(_recipe_differences(before, after))
@@ -110,7 +109,7 @@ def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[SurveyedItem]
     """Returns what is kept and what can be removed: stages that no kept run refers to, directly or through
     parents, and resume states of finished stages.
 
-    Keeps stages that a process works on or a loop needs, and their ancestors. Raises ValueError when a
+    Stages that a process works on or a loop needs are kept, with their ancestors. Raises ValueError when a
     record cannot be read.
     """
     keepers, former = _claims(artifacts, keeping)
@@ -148,8 +147,8 @@ def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[SurveyedItem]
 
 
 def remove(item: SurveyedItem, keeping: Keeping = kept) -> bool:
-    """Removes a folder unless a process works there or a run keeps it by now, or the page of a run that is
-    not kept. Returns whether it was removed."""
+    """Removes a folder, unless a process works in it or a run now keeps it, or removes the page of a run that
+    is not kept. Returns whether it was removed."""
     if item.path.suffix == PAGE:
         return _remove_page(item.path, keeping)
     folder = item.path.parent if item.path.name == STATE else item.path
@@ -273,8 +272,8 @@ def _win_rate_texts(run_dir: Path) -> dict[str, str]:
 def _claims(
     artifacts: Path, keeping: Keeping, locks: bool = True
 ) -> tuple[dict[Path, list[str]], dict[Path, list[str]]]:
-    """Returns by run directory who keeps it, and which runs stopped keeping it. `locks`: counts processes
-    that work in it as keepers."""
+    """Returns, for each run directory, what keeps it, and which runs stopped keeping it. `locks`: whether a
+    process that works in a directory keeps it."""
     runs = [run.require_whole() for run in records(artifacts)]
     parents = cache(_parents)
     keep = keeping(runs)
@@ -317,7 +316,7 @@ def _few(labels: list[str]) -> str:
 
 
 def _closure(folders: list[Path], parents: Callable[[Path], list[Path]]) -> set[Path]:
-    """Returns the run directories together with those of all their ancestors."""
+    """Returns the run directories and those of all their ancestors."""
     kept: set[Path] = set()
     while folders:
         folder = folders.pop()

@@ -1,4 +1,5 @@
-"""What commands on results print: runs, stages, differences, lineage, garbage and leaderboards as tables."""
+"""Prints runs, stages, differences, lineage, garbage and leaderboards as tables, for the commands on
+results."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from rlhf_core.runs.differences import RunDifference
 from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
 from rlhf_core.runs.run_records import RunRecord
 
-if TYPE_CHECKING:  # scipy is imported by these, and most commands do not need it
+if TYPE_CHECKING:  # these import scipy, which most commands do not need
     from evaluation.scores.arena_hard import IntervalEstimate
     from evaluation.scores.leaderboard import Board
 
 
 def show_board(console: Console, board: Board) -> None:
-    """Prints a leaderboard in percent, best model first, and the effects of style."""
+    """Prints a leaderboard in percent, best model first, and the style effects."""
     title = f"{board.category}, against {board.baseline}, judge {board.judge} (95 % intervals over questions)"
     numbers = (
         "score",
@@ -133,7 +134,7 @@ def show_stages(console: Console, found: Sequence[ListedStage]) -> None:
 
 
 def show_stores(console: Console, stores: Sequence[str]) -> None:
-    """Prints that the stores' copies were neither listed nor removed."""
+    """Prints a note that the copies in stores were neither listed nor removed."""
     for store in stores:
         say(f"{store}: a store, which was not read", console)
 

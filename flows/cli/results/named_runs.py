@@ -13,11 +13,11 @@ RUN_ID_BEGINS = re.compile(r"\d{4,8}(-[0-9a-f-]*)?$")  # no Hub id of a model st
 
 
 def place_of(artifacts: Path, given: str) -> Path:
-    """Returns the path that an argument refers to: an existing path, otherwise a recipe's folder by the
-    recipe's name, otherwise the record of a run by its id or name.
+    """Returns the path that an argument refers to: an existing path, else the folder of the recipe with this
+    name, else the record of the run with this id or name.
 
-    Returns other arguments with a slash as paths, and any argument if there is no artifacts folder. Raises
-    ValueError like `find_run`.
+    An argument that contains a slash is always a path, and so is any argument if there is no artifacts
+    folder. Raises ValueError as `find_run` does.
     """
     if Path(given).exists() or not artifacts.is_dir():
         return Path(given)
@@ -29,7 +29,7 @@ def place_of(artifacts: Path, given: str) -> Path:
 
 
 def recipe_folder(place: Path) -> Path:
-    """Returns the recipe's folder for a run's record, and other paths unchanged."""
+    """Returns the recipe's folder if `place` is a run's record, else `place` itself."""
     if not is_record(place):
         return place
     return place.parent if place.name == RUN else place.parents[1]
@@ -39,7 +39,7 @@ def checkpoint_of(artifacts: Path, given: str) -> str:
     """Returns the directory of the last checkpoint of the run that an argument names, or the argument
     itself if it is a path or may be a Hub id.
 
-    Raises ValueError like `find_run` and `made_by`.
+    Raises ValueError as `find_run` and `made_by` do.
     """
     named = any(given in (run.id, run.name) for run in records(artifacts))
     if Path(given).exists() or (not named and not RUN_ID_BEGINS.match(given)):

@@ -1,1 +1,1 @@
-"""The output of `run`, `stage` and `demo` on a terminal, during the run and at its end."""
+"""Terminal output of `run`, `stage` and `demo`, during a run and at its end."""

@@ -1,6 +1,6 @@
 """Prints the end of a run: the verdict, a table of its stages, and the page's path.
 
-Gates that stopped something are not listed: the error that ends the command names each gate and its
+Gates that stopped a stage are not listed, because the error that ends the command names each one and its
 meaning.
 """
 
@@ -88,8 +88,8 @@ def stages_table(nodes: Sequence[Node], statuses: Mapping[str, str]) -> Table:
 
 
 def main_metrics(node: Node, found: Mapping[str, float]) -> list[str]:
-    """Returns the names of the metrics to show, if the stage has them: each model's win rate for an
-    evaluation; otherwise the main ones of the kind and those that have gates."""
+    """Returns the names of the stage's metrics to show: each model's win rate for an evaluation, and for
+    other kinds the main metrics and those with gates."""
     if isinstance(node.config, Evaluation):
         return [name for name in (f"win_rate/{model}" for model in node.config.models) if name in found]
     main = KINDS[node.kind].main_metrics(node.config.model_dump(mode="json"))
@@ -100,8 +100,8 @@ def main_metrics(node: Node, found: Mapping[str, float]) -> list[str]:
 
 
 def gates_in_words(verdicts: Sequence[Verdict]) -> str:
-    """Returns how many of a stage's gates failed or wait, such as `1 failed`, otherwise how many passed, as
-    markup; "" without gates."""
+    """Returns, as markup, how many of a stage's gates failed or wait, such as `1 failed`, or else how many
+    passed; "" without gates."""
     colours = {"failed": "red", "waits": "yellow"}
     counts = {word: sum(verdict.word == word for verdict in verdicts) for word in colours}
     told = ", ".join(f"[{colours[word]}]{count} {word}[/]" for word, count in counts.items() if count)

@@ -1,6 +1,7 @@
-"""Draws one moment of a run for a terminal: a line for each stage, each exactly one row high at any width.
+"""Draws one moment of a run for a terminal, with a line for each stage that is exactly one row high at any
+width.
 
-Reads nothing and has no clock: watch.py determines what to draw, live.py when.
+Reads no files and has no clock: watch.py determines what to draw, and live.py when.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ ALWAYS = ("running", "failed")  # states of stages that are always shown
 
 
 class StageLine(NamedTuple):
-    """A stage. `state`: a key of MARKS. `seconds`: time it has run or took; `steps`: (done, all); `left`:
-    seconds until all are done at the pace so far; `text`: its activity or last message, what it waits for,
-    or its result."""
+    """The line of a stage. `state`: a key of MARKS; `seconds`: its run time, so far or in total; `steps`:
+    (done, all); `left`: estimated seconds until all steps are done; `text`: its activity or last message, the
+    reason why it waits, or its result."""
 
     name: str
     state: str
@@ -34,8 +35,7 @@ class StageLine(NamedTuple):
 
 @dataclass(frozen=True)
 class RunMoment:
-    """A run at one moment. `doing`: what the run itself does beside its stages; "" if it only waits for
-    them."""
+    """A run at one moment. `doing`: the run's own activity; "" if it only waits for its stages."""
 
     title: str
     seconds: float
@@ -60,8 +60,8 @@ def frame(moment: RunMoment, width: int, height: int, ascii_only: bool = False) 
 
 
 def chosen(lines: Sequence[StageLine], most: int) -> tuple[list[StageLine], list[StageLine]]:
-    """Returns the stages to draw, in their order, and the rest. If not all fit, draws those that run or
-    failed, and as many of the next waiting ones as fit."""
+    """Returns the stages to draw, in their order, and the rest. If not all fit, draws the running and failed
+    ones, and as many of the next waiting ones as fit."""
     if len(lines) <= most:
         return list(lines), []
     # a stable sort keeps the order among equals
@@ -89,7 +89,7 @@ def duration(seconds: float) -> str:
 def _row(line: StageLine, names: int, width: int, ascii_only: bool) -> Text:
     mark = (PLAIN_MARKS if ascii_only else MARKS)[line.state]
     cut = ".." if ascii_only else "…"
-    # the end of a name tells rounds apart
+    # keep the end of a name, which tells rounds apart
     name = line.name if len(line.name) <= names else cut + line.name[len(line.name) - names + len(cut) :]
     row = Text.assemble((f"{mark} {name:{names}}", COLOURS[line.state]), "  ")
     if line.steps is not None and line.state == "running":
@@ -117,5 +117,5 @@ def _add_steps(row: Text, line: StageLine, width: int, ascii_only: bool) -> None
 
 
 def rate(seconds: float) -> str:
-    """Returns the pace of steps that take `seconds` each, such as `12.5/s` or `3.1 s each`."""
+    """Returns the pace for steps of `seconds` each as text, such as `12.5/s` or `3.1 s each`."""
     return f"{1 / seconds:.1f}/s" if 0 < seconds < 1 else f"{seconds:.1f} s each"

@@ -1,8 +1,8 @@
 """Shows a run on the terminal while it is in progress, and redirects its output to a log.
 
-Everything that this process, its threads, libraries and children write to standard output or error on a
-terminal goes to the log meanwhile, because the file descriptors are redirected. However the block ends, the
-lines are removed, the cursor is shown and the descriptors are restored.
+Meanwhile the file descriptors are redirected, so anything that this process, its threads, libraries and
+children would write to the terminal goes to the log. However the block ends, the live lines are removed, the
+cursor is shown and the descriptors are restored.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Say = Callable[[str], None]
 
 
 def is_watched(plain: bool) -> bool:
-    """Returns whether to show live lines: the output is a terminal that can move its cursor, plain lines
-    were not requested, and this is not a CI job, whose logs keep every line."""
+    """Returns whether to show live lines: only on a terminal that can move its cursor, if plain lines were
+    not requested, and not in a CI job, whose logs keep every line."""
     in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     return not plain and not in_ci and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 @contextmanager
 def working(told: str, plain: bool) -> Iterator[None]:
-    """Shows on a terminal, with a spinner, what the block is doing. Elsewhere shows nothing."""
+    """Shows `told` with a spinner during the block if the output is a terminal."""
     if not is_watched(plain):
         yield
         return
@@ -50,8 +50,8 @@ def working(told: str, plain: bool) -> Iterator[None]:
 
 @contextmanager
 def live_view(planned: Plan, nodes: tuple[Node, ...], identity: str, plain: bool) -> Iterator[Say]:
-    """Shows the run with this id during the block if `is_watched`. Yields a function that sets the text for
-    what the run does beside its stages."""
+    """Shows the run with this id during the block if `is_watched`. Yields a function that sets the text about
+    the run's own activity."""
     if not is_watched(plain):
         yield lambda doing: None
         return
@@ -114,7 +114,7 @@ class Picture:
         )
 
     def say(self, doing: str) -> None:
-        """Sets the text for what the run does beside its stages."""
+        """Sets the text about the run's own activity."""
         self._doing = doing
 
     @contextmanager
@@ -133,7 +133,7 @@ class Picture:
     def _draw_on(self) -> None:
         told = over = False
         while not over:
-            over = self._over.wait(SECONDS)  # draws once more after that, so that the end is visible
+            over = self._over.wait(SECONDS)  # draws once more after the end, so that it is visible
             try:
                 self._draw()
             except Exception:  # a drawing error must not fail the run
@@ -156,13 +156,13 @@ class Picture:
 
 
 def _without_plans(line: StageLine) -> StageLine:
-    """Returns a stage's line for a run that is ending: a waiting stage will not start."""
+    """Returns a stage's line for a run that is ending, in which a waiting stage will not start."""
     return line._replace(text="") if line.state == "waiting" else line
 
 
 @contextmanager
 def _interrupts_told(say: Say) -> Iterator[None]:
-    """Reports at Ctrl-C that stages are being ended, which may take seconds. Then calls the previous
+    """At Ctrl-C, reports that stages are being ended, which may take seconds, and calls the previous
     handler."""
     before = signal.getsignal(signal.SIGINT)
     if not callable(before):

@@ -1,5 +1,4 @@
-"""Describes what a run's stages are doing, from the files that they write, with the readers of the
-dashboard."""
+"""Describes the progress of a run's stages from the files that they write, using the dashboard's readers."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from rlhf_core.runs.run_dir import LOG
 from rlhf_core.runs.run_records import RUNS, RunRecord, read
 
 STEP = re.compile(r"step \d+/\d+\s+")
-LAST_LINES = 20  # of a log; the last one that is not noise is shown
+LAST_LINES = 20  # read from a log; the last one that is not noise is shown
 SHOWN_TEXT = 200  # characters
 # from the dashboard; any other state counts as waiting
 STATES = {"done": "done", "running": "running", "failed": "failed", "killed": "failed"}
@@ -25,7 +24,7 @@ STATES = {"done": "done", "running": "running", "failed": "failed", "killed": "f
 
 @dataclass(frozen=True)
 class FirstSeen:
-    """When a stage's progress was first seen, and its value."""
+    """The time when a stage's progress was first seen, and its value then."""
 
     since: float
     done: int
@@ -33,7 +32,7 @@ class FirstSeen:
 
 
 class RunWatch:
-    """Watches the stages of one run. `nodes`: those that it runs; `identity`: the id of its record."""
+    """Watches the stages of one run. `nodes`: the stages that it runs; `identity`: the id of its record."""
 
     def __init__(self, planned: Plan, nodes: Sequence[Node], identity: str):
         self._planned = planned
@@ -88,8 +87,8 @@ class RunWatch:
         return StageLine(stage.name, "running", seconds, steps, left, self._says(stage))
 
     def _left(self, name: str, steps: tuple[int, int] | None) -> float | None:
-        """Returns the estimated seconds for the remaining steps, from the pace seen so far; None until a
-        pace is known."""
+        """Returns the estimated seconds for the remaining steps at the pace seen so far; None until a pace is
+        known."""
         if steps is None:
             return None
         done, whole = steps
@@ -111,7 +110,7 @@ class RunWatch:
 
 
 def _held_by(stage: Stage, stages: dict[str, Stage]) -> str:
-    """Returns which gate of a parent stage keeps a stage from starting; "" if there is none."""
+    """Returns the parent stage's gate that keeps a stage from starting; "" if there is none."""
     for name in stage.parents:
         gates = stages[name].gates if name in stages else ()
         holding = [gate for gate in gates if not gate.endswith("(warn)")]
