@@ -91,7 +91,7 @@ def stage(
         plain: print the log instead of live lines, as when the output is not a terminal.
         train_only: for debugging ppo: train, without engines, on the rollouts kept in this run directory or
             folder.
-        rollouts_only: for debugging ppo: sample, score and keep rollouts, but do not train.
+        rollouts_only: for debugging ppo: keep rollouts, do not train.
     """
     if train_only is not None:
         overrides = (*overrides, f"{name}.train_only={json.dumps(str(_kept_in(train_only)))}")

@@ -1,5 +1,5 @@
-"""Checks that the stages of a recipe fit together: one sentence for each name, gate and branch that does not.
-Torch-free, offline."""
+"""Checks that the stages of a recipe fit together, and reports one sentence for each name, gate or branch
+that does not. Torch-free, offline."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from rlhf_core.recipe.sentences import unknown
 
 
 def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
-    """Returns one sentence for each inconsistency between a recipe's stages or in their gates, with the field
-    and the correction."""
+    """Returns one sentence, with the field and the correction, for each inconsistency between a recipe's
+    stages or in their gates."""
     stages = expanded.stages
     rounds = expanded.rounds
     variants = expanded.variants
@@ -147,11 +147,11 @@ def _misselected(name: str, config: Select, stages: Mapping[str, StageConfig]) -
 
 
 def _unjudged(name: str, config: Drift, expanded: Expanded) -> Iterator[str]:
-    """Yields a sentence for each model of a drift stage that does not answer in its evaluation, and for a KL
-    that it cannot measure."""
+    """Yields a sentence for each model of a drift stage that does not answer in the stage's evaluation, and
+    for a KL that the stage cannot measure."""
     evaluation = expanded.stages.get(config.evaluation)
     if not isinstance(evaluation, Evaluation):
-        return  # reported as a wrong name
+        return  # already reported as a wrong name
     answering = {
         expanded.aliases.get(model, model)
         for model in (evaluation.baseline, *evaluation.models)
@@ -174,8 +174,8 @@ def _unjudged(name: str, config: Drift, expanded: Expanded) -> Iterator[str]:
 def _misgated(
     name: str, config: StageConfig, stages: Mapping[str, StageConfig], variants: Sequence[str]
 ) -> Iterator[str]:
-    """Yields a sentence for each gate on a metric its stage will not have; a loop's gates may name metrics of
-    both stages of a round."""
+    """Yields a sentence for each gate on a metric that its stage will not have. A loop's gates may name
+    metrics of both stages of a round."""
     if not config.gates:
         return
     own = variants[0] if variants else name
@@ -184,7 +184,7 @@ def _misgated(
         c for stage, c in stages.items() if stage == own or (is_loop and stage.startswith(f"{name}.round"))
     ]
     if not gated:
-        return  # it publishes a refused round, so it is left out
+        return  # left out, because it publishes a refused round
     known = [metric for planned in gated for metric in metrics_of(planned)]
     for i, gate in enumerate(config.gates if is_loop else stages[own].gates):
         if gate.approve is None and not any(fnmatchcase(gate.metric, metric) for metric in known):

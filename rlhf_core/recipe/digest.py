@@ -1,9 +1,9 @@
 """Computes a stage's digest from everything that decides its result. Torch-free, offline.
 
-That is its configuration without the fields marked `NotInDigest`, or `InDigestIfSet` at their defaults, the
-digests of its parents and of its local data and model folders, the seed, and its kind's version. Hub ids
-count by name, so changes to a repository go unnoticed; `owner/name@REVISION` counts by its commit
-(revisions.py).
+The digest covers the stage's configuration (without fields marked `NotInDigest`, and without fields marked
+`InDigestIfSet` that have their defaults), the digests of its parents and of its local data and model folders,
+the seed, and the version of its kind. A Hub id is included by name, so changes to the repository go
+unnoticed; `owner/name@REVISION` is included by commit (revisions.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlhf_core.system.files import ABSENT, Digests, digest
 
 
 class Reading(Digests):
-    """Digests that also records the digest of each existing file and folder in `contents`, by absolute
+    """A `Digests` that also records the digest of each existing file and folder in `contents`, by absolute
     path."""
 
     def __init__(self, digests: Digests):
@@ -54,10 +54,10 @@ def stage_digest(
     models: Mapping[str, str],
     digests: Digests,
 ) -> str:
-    """Returns the digest of a stage, 16 hex digits.
+    """Returns the digest of a stage as 16 hex digits.
 
-    `stages` maps the names of stages in its config to these stages' digests; `models` maps all other names to
-    a folder or Hub id.
+    `stages` maps each stage named in its config to that stage's digest; `models` maps all other names to a
+    folder or Hub id.
     """
     contents = {named: _content(place, digests) for named, place in models.items()}
     local = {
@@ -79,8 +79,8 @@ def stage_digest(
 
 
 def deciding(value: Any, digests: Digests) -> Any:
-    """Returns a config without its fields marked `NotInDigest`, and with the digests of local files beside or
-    in place of their paths."""
+    """Returns a config without the fields marked `NotInDigest`, and with the digests of local files beside
+    their paths or instead of them."""
     if isinstance(value, BaseModel):
         fields = [name for name, field in type(value).model_fields.items() if _decides(value, name, field)]
         content = {name: deciding(getattr(value, name), digests) for name in fields}
@@ -133,14 +133,15 @@ def _decides(config: BaseModel, name: str, field: FieldInfo) -> bool:
 
 
 def _agent_content(environment: Environment, digests: Digests) -> dict[str, Any]:
-    """Returns an agent's functions by name, with their files' digests."""
+    """Returns an agent's functions by name, with the digests of their files."""
     found = environment.functions
     return {field: [name, digests.of(file)] for field, (file, name) in found.items()}
 
 
 def _package(environment: str, python: str | None) -> dict[str, str]:
-    """Returns what decides an environment of verifiers: its code, and the release. Empty where it is not
-    installed, which the check before the run reports. Raises ValueError when it cannot be told."""
+    """Returns the digested content of a verifiers environment: its code and the release. Returns {} if it is
+    not installed, which the check before the run reports. Raises ValueError when the release cannot be
+    determined."""
     try:
         return dict(found_release(environment, python))
     except NoSuchInstallation:
@@ -149,7 +150,7 @@ def _package(environment: str, python: str | None) -> dict[str, str]:
 
 @cache
 def found_release(environment: str, python: str | None) -> Mapping[str, str]:
-    """Returns the release that this process has found first, so that all its digests have the same one."""
+    """Returns the release that this process found first, so that all of its digests use the same one."""
     return verifiers_release(environment, python)
 
 
@@ -161,5 +162,5 @@ def _task_content(task: str, digests: Digests) -> list[str]:
     try:
         return [task_name(task), *(digests.of(file) for file in read_task(task).files)]
     except ValueError:
-        # the check before the run and the stage report what is wrong with it
+        # the check before the run and the stage itself report the fault
         return [task_name(task), ABSENT]

@@ -1,11 +1,11 @@
 """Expands a recipe's loops, publications and evaluations into single stages. Torch-free, offline.
 
-An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.preferences, ...; X.round1 is
-the name of that round's model and X of the last round's. An evaluation that names X judges the model of every
-round; its gates that name X check the last round. An `iterative` stage does the same with the training stage
-of its post-processor: X.round1.kto, X.round1.sft. A publication P of X with `round_branch` also becomes
-P.round1, P.round2, ...; each depends only on its round. P.iteration10 is the name of the actor of a `ppo`
-stage P after iteration 10, and S.ema that of the moving average of a stage S.
+An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.preferences, ...; X.round1
+names the model of that round, and X the model of the last one. An evaluation that names X judges the model of
+every round; its gates that name X check the last round. An `iterative` stage expands in the same way, with
+the training stage of its post-processor: X.round1.kto, X.round1.sft. A publication P of X with `round_branch`
+also becomes P.round1, P.round2, ..., each of which depends only on its round. For a `ppo` stage P,
+P.iteration10 names the actor after iteration 10; S.ema names the moving average of a stage S.
 
 A stage S with `sweep: {beta: [0.1, 0.3]}` becomes S.beta=0.1 and S.beta=0.3. In an evaluation or a select
 stage, S means all of them; no other stage may name S.
@@ -39,8 +39,9 @@ from rlhf_core.recipe.sentences import unknown
 
 
 class Expanded(NamedTuple):
-    """The stages by name. `aliases` maps names of loops, rounds and iterations to the stage that makes their
-    model; `rounds` maps a loop to its rounds' names, `variants` a swept stage to its variants' names."""
+    """The stages by name. `aliases` maps the names of loops, rounds and iterations to the stage that makes
+    their model; `rounds` maps each loop to the names of its rounds, and `variants` each swept stage to the
+    names of its variants."""
 
     stages: dict[str, StageConfig]
     aliases: dict[str, str]
@@ -49,8 +50,8 @@ class Expanded(NamedTuple):
 
 
 def expand(recipe: Recipe, refused: Collection[str] = ()) -> Expanded:
-    """Returns the single stages of a recipe. `refused`: rounds (LOOP.roundK) to leave out; later rounds start
-    from the one before.
+    """Returns the single stages of a recipe. `refused`: rounds (LOOP.roundK) to leave out; the next round
+    starts from the last one that is left.
 
     Raises ValueError if an evaluation's `parents` name a model that it does not judge.
     """
@@ -136,8 +137,8 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
 
 
 def _rounds_used(loop: str, count: int, refused: Collection[str]) -> list[tuple[int, str]]:
-    """Returns the number (from 0) and name of each of a loop's first `count` rounds that is not refused. If
-    all are refused, returns the next round that is not, because the loop's dependents need a model."""
+    """Returns the numbers (from 0) and names of those of a loop's first `count` rounds that are not refused.
+    If all are refused, returns the next round that is not, because the loop's dependents need a model."""
     used = [(k, title) for k in range(count) if (title := f"{loop}.round{k + 1}") not in refused]
     return used or [
         next((k, title) for k in itertools.count(count) if (title := f"{loop}.round{k + 1}") not in refused)
@@ -145,14 +146,14 @@ def _rounds_used(loop: str, count: int, refused: Collection[str]) -> list[tuple[
 
 
 def _before(title: str, used: Sequence[str], policy: str) -> str:
-    """Returns the model that a refused round started from: the model of the last used round before it, else
-    the loop's first policy."""
+    """Returns the model that a refused round started from: that of the last used round before it, else the
+    loop's first policy."""
     number = int(title.rpartition("round")[2])
     return next((other for other in reversed(used) if int(other.rpartition("round")[2]) < number), policy)
 
 
 def _publications_of_round(recipe: Recipe, loop: str, number: int) -> dict[str, StageConfig]:
-    """Returns the publications of one round of a loop, each on that round's branch."""
+    """Returns the publications of one round of a loop, each to that round's branch."""
     found: dict[str, StageConfig] = {}
     for name, config in recipe.stages.items():
         if isinstance(config, Publication) and config.round_branch and config.model == loop:
@@ -184,8 +185,8 @@ def _training(loop: SampledLoop, policy: str, answers: str) -> DPO | KTO | SFT:
 
 
 def _judging(name: str, config: Evaluation, expanded: Expanded) -> Evaluation:
-    """Returns the evaluation with each loop replaced by its rounds, and with the model that each judged model
-    was trained from."""
+    """Returns the evaluation with each loop replaced by its rounds, and with the parent of each judged
+    model."""
     stages, aliases, rounds, swept = expanded
     latest = {loop: titles[-(config.last_rounds or len(titles)) :] for loop, titles in rounds.items()}
     judged = [model for named in config.models for model in (latest | swept).get(named, (named,))]
@@ -206,7 +207,7 @@ def _judging(name: str, config: Evaluation, expanded: Expanded) -> Evaluation:
 
 
 def _of_last_round(gate: Gate, rounds: Mapping[str, tuple[str, ...]]) -> Gate:
-    """Points a gate on a loop's model, `win_rate/LOOP`, at the last round, so that it also applies after
+    """Points a gate on a loop's model, `win_rate/LOOP`, at the last round, so that it still applies when
     rounds are added."""
     first, _, model = gate.metric.partition("/")
     return gate.model_copy(update={"metric": f"{first}/{rounds[model][-1]}"}) if model in rounds else gate
@@ -227,20 +228,20 @@ def _against_baseline(gate: Gate, from_baseline: Collection[str]) -> Gate:
 def _parents(
     models: tuple[str, ...], baseline: str, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]
 ) -> dict[str, str]:
-    """Maps each judged model to the stage or baseline that it was trained from, named as it is judged; other
-    models have no entry."""
+    """Maps each judged model to the stage or baseline that it was trained from, by the name under which that
+    is judged. Models without a judged parent have no entry."""
     named = [(aliases.get(model, model), model) for model in (*models, baseline)]
-    # without the further models of a stage, STAGE.iteration10 and STAGE.ema
+    # without a stage's additional models, STAGE.iteration10 and STAGE.ema
     judged = {stage: model for stage, model in named if not model.startswith(f"{stage}.")}
     found = {}
     for model in models:
         config = stages.get(aliases.get(model, model))
-        if isinstance(config, Select):  # all of its models have the same kind of parent
+        if isinstance(config, Select):  # all of its candidates have the same kind of parent
             config = stages.get(config.simplest or "")
         if model != baseline and config is not None and KINDS[config.stage].makes == "policy":
             named = getattr(config, KINDS[config.stage].start)
             parent = aliases.get(named, named)
-            if named.startswith(f"{parent}."):  # a further model of the stage
+            if named.startswith(f"{parent}."):  # an additional model of the stage
                 found[model] = named
             elif parent in stages or parent == baseline:
                 found[model] = judged.get(parent, parent)

@@ -1,9 +1,9 @@
-"""Checks the gates of a finished stage, and explains what a failed gate usually means. Pure functions of a
-result. Torch-free.
+"""Checks the gates of a finished stage and explains what a failed gate usually means, from the stage's result
+alone. Torch-free.
 
 `OpenStages` in flows/alignment.py stops the run, or the dependent stages, when a gate fails. Verdicts are not
-stored: the same recipe and results give the same verdicts in every process, and a changed bound applies at
-once.
+stored, because the same recipe and results give the same verdicts in every process; a changed bound therefore
+applies at once.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ApprovalAwaited(RuntimeError):
 def check(
     name: str, config: StageConfig, result: StageResult, approval: Approval | None = None
 ) -> tuple[Verdict, ...]:
-    """Returns a verdict for each gate of a stage. A metric that is missing, nan or infinite does not pass.
-    Until a person is asked about the stage, an approval waits."""
+    """Returns a verdict for each gate of a stage. A metric that is missing, NaN or infinite does not pass. A
+    gate that requires an approval waits until a person has decided."""
     others_fail = any(
         not gate.passes(result.metrics.get(gate.metric))
         for gate in config.gates
@@ -78,7 +78,7 @@ def check(
 
 
 def gates_of(node: Node) -> tuple[Verdict, ...]:
-    """Returns the verdicts on a planned stage: an empty tuple when it is not done or has no gates."""
+    """Returns the verdicts on a planned stage; an empty tuple when it is not done or has no gates."""
     result = RunDir(node.run_dir).result() if node.config.gates else None
     return check(node.name, node.config, result, Approval.read(node.run_dir / APPROVAL)) if result else ()
 
@@ -107,8 +107,8 @@ def holding(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def reset_reference_notes(planned: Plan) -> list[str]:
-    """Returns a sentence for each gate on a KL to a reference that is reset: it bounds no drift from the
-    start."""
+    """Returns a sentence for each gate on the KL to a reference that is reset, because such a gate does not
+    bound the drift from the initial model."""
     return [
         f"stages.{node.name}.gates: {gate.metric} is measured from the reference, which"
         f" reset_reference_every={node.config.reset_reference_every} replaces by the actor: it bounds the"
@@ -121,6 +121,6 @@ def reset_reference_notes(planned: Plan) -> list[str]:
 
 
 def meaning_of(kind: str, metric: str) -> str:
-    """Returns what a failed gate on this metric usually means, in a sentence or two; '' when no general
+    """Returns a sentence or two about what a failed gate on this metric usually means; '' when no general
     reason is known."""
     return meaning_of_failure(KINDS[kind].metrics, metric)

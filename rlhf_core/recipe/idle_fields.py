@@ -1,7 +1,7 @@
-"""Reports fields that a recipe sets but that have no effect given its other fields. Torch-free, offline.
+"""Reports fields that have no effect given a recipe's other fields. Torch-free, offline.
 
-Some combinations are refused when the config is read. The ones here are allowed, because a recipe may be run
-with overrides that give the field an effect. A value equal to the field's default is not reported.
+Some combinations are refused when the config is read. The ones reported here are allowed, because overrides
+may give the field an effect. A value equal to the field's default is not reported.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from rlhf_core.hub.ids import is_remote
 
 
 class Rule(NamedTuple):
-    """Fields of a config class that have an effect only if `acts` is true of it. `where` completes the
-    sentence "they act only ..."."""
+    """Fields of a config class that have an effect only if `acts` returns true for the config. `where`
+    completes the sentence "they act only ..."."""
 
     config: type[BaseModel]
     fields: str
@@ -52,7 +52,7 @@ def _steps(config: PPO) -> int:
 
 
 def _default_reference_ranks(config: PPO) -> bool:
-    """Returns whether the reference or a teacher has the ranks that the stage gives the reference."""
+    """Returns whether the reference or a teacher uses the stage's `reference` ranks."""
     return "reference" in config.groups or any(each.ranks is None for each in config.teachers.values())
 
 
@@ -214,7 +214,7 @@ RULES = (
     Rule(Source, "split", lambda c: not c.is_generated and is_remote(c.path), "on a data set of the Hub"),
     Rule(Recipe, "store_checkpoints", lambda c: c.store is not None, "with store"),
 )
-COLUMNS: dict[Rows, str] = {  # columns that are read from the rows of each kind
+COLUMNS: dict[Rows, str] = {  # columns read from rows of each kind
     "sft": "messages prompt response",
     "preference": "prompt chosen rejected margin",
     "prompt": "prompt",
@@ -224,8 +224,8 @@ COLUMNS: dict[Rows, str] = {  # columns that are read from the rows of each kind
 
 
 def idle_fields(recipe: Recipe) -> list[str]:
-    """Returns a sentence for each field that the recipe sets and that has no effect; in a swept stage, no
-    effect in any variant."""
+    """Returns a sentence for each field that the recipe sets without effect; in a swept stage, without effect
+    in any variant."""
     told = list(_idle("", recipe))
     for name, config in recipe.stages.items():
         found = list(config.variants.values()) or [config]
@@ -248,7 +248,7 @@ def _idle_in_stage(where: str, config: StageConfig) -> Iterator[str]:
 
 
 def _idle_inside(where: str, value: Any) -> Iterator[str]:
-    """Yields the sentences for the records inside a config, at any depth."""
+    """Yields the sentences about records nested in a config, at any depth."""
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from _idle_inside(f"{where}.{name}", getattr(value, name))

@@ -1,9 +1,9 @@
-"""Replaces inboxes in the data sources of stages with files of the rows that these stages train on.
-Torch-free.
+"""Replaces inboxes in the data sources of stages with files of the rows that the stages train on. Torch-free.
 
-A stage takes rows up to the newest one when the recipe was first planned (pins.json; `--latest` moves on).
-Round k of a loop takes the rows after those of round k - 1. A round that has not begun is left open: its file
-is named but not written. The present prompts of a drift stage go up to the last row of the newest round.
+A stage takes all rows up to the newest one at the time when the recipe was first planned (pins.json;
+`--latest` updates it). Round k of a loop takes the rows after those of round k - 1. A round that has not
+begun is left open: its file is named but not written. The current prompts of a drift stage go up to the last
+row of the newest round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.revisions import Pins
 from rlhf_core.system.files import Digests, digest
 
-# round of a loop -> id of an inbox -> number of its newest row in that round
+# round of a loop -> id of an inbox -> number of the newest row that the round takes from it
 Taken = Mapping[str, Mapping[str, int]]
 ROUND = re.compile(r"(?P<loop>.+)\.round(?P<number>\d+)(\.|$)")
 Value = TypeVar("Value")
@@ -36,8 +36,8 @@ Value = TypeVar("Value")
 
 class Inboxes:
     """The inboxes of a recipe's stages. `settled`: the rounds whose inbox rows are known. `taken`: the newest
-    rows of rounds that have begun. With `pin`, other rounds go up to the newest row, which is stored; without
-    it, they are left open."""
+    rows of rounds that have begun. With `pin`, other rounds take all rows up to the newest, whose number is
+    stored; without it, they are left open."""
 
     def __init__(self, recipe: Recipe, pins: Pins, digests: Digests, taken: Taken, pin: bool):
         self._recipe = recipe
@@ -78,7 +78,7 @@ class Inboxes:
         return Source(path=str(path), probability=source.probability)
 
     def _range(self, name: str, inbox: Inbox) -> tuple[int, int | None]:
-        """Returns the row numbers after which and up to which a stage takes rows; None as the latter if its
+        """Returns (after, up to), the row numbers between which a stage takes rows; "up to" is None if its
         round has not begun."""
         title = ROUND.match(name)
         if title is None:
@@ -132,12 +132,12 @@ def inboxes_of(recipe: Recipe) -> list[Path]:
 
 
 def ends_of(config: StageConfig) -> dict[str, int]:
-    """Returns the number of the newest row of each inbox that a stage or loop reads, by the inbox's id."""
+    """Returns, by inbox id, the number of the newest row of each inbox that a stage or loop reads."""
     return {inbox.id: inbox.end() for inbox, _ in _named(config) if inbox.exists}
 
 
 def pin_of(inbox: Inbox, title: str) -> str:
-    """Returns the key of an inbox's pin for a round ("": outside of rounds)."""
+    """Returns the key of an inbox's pin for a round ("" outside rounds)."""
     return f"inbox:{inbox.id}@{title}"
 
 
@@ -152,8 +152,7 @@ def pinned_ends(recipe: Recipe, loop: str, title: str, pins: Pins) -> dict[str, 
 
 
 def rows_awaited(recipe: Recipe, loop: str, number: int, taken: Taken) -> str:
-    """Returns why round `number` of a loop cannot begin, if its inboxes have too few new rows; '' when it
-    can."""
+    """Returns why round `number` of a loop cannot begin if its inboxes have too few new rows, else ''."""
     config = recipe.stages[loop]
     named = _named(config)
     if not named:
@@ -176,8 +175,8 @@ def rows_awaited(recipe: Recipe, loop: str, number: int, taken: Taken) -> str:
 
 
 def _named(config: StageConfig) -> list[tuple[Inbox, Rows]]:
-    """Returns the inboxes in the data sources of a stage or loop, each with the required content of its
-    rows."""
+    """Returns the inboxes among the data sources of a stage or loop, each with the kind of rows required from
+    it."""
     texts = [(text.data.sources, text.rows) for text in config.texts if text.rows in VIEWS]
     return [
         (Inbox(Path(source.path)), rows)
@@ -189,15 +188,15 @@ def _named(config: StageConfig) -> list[tuple[Inbox, Rows]]:
 
 
 def new_rows(config: StageConfig, after: Mapping[str, int]) -> int:
-    """Returns how many rows for a loop's method its inboxes have after the row numbers in `after` (by the
-    inbox's id)."""
+    """Returns the number of rows suitable for a loop's method that its inboxes have after the row numbers in
+    `after` (by inbox id)."""
     return sum(
         inbox.count(VIEWS[rows], after.get(inbox.id, 0)) for inbox, rows in _named(config) if inbox.exists
     )
 
 
 def replaced(value: Value, files: Mapping[Source, Source]) -> Value:
-    """Returns a config with the sources in `files` replaced."""
+    """Returns a config with the keys of `files` replaced by their values."""
     new: Any = value
     if isinstance(value, Source):
         new = files.get(value, value)

@@ -1,9 +1,9 @@
-"""Loads a recipe from YAML and overrides (`ppo.actor_learning_rate=5e-7`), and reports one sentence per
-mistake.
+"""Loads a recipe from YAML and overrides (`ppo.actor_learning_rate=5e-7`), and reports each mistake in one
+sentence.
 
-Input paths in a recipe file are relative to its folder. `artifacts`, paths on the command line, and paths of
-a Recipe in Python are relative to the working directory. A mapping names absolute paths. `~` and `~user` at
-the start of a path are home folders.
+Input paths in a recipe file are relative to the file's folder. `artifacts`, paths on the command line, and
+paths of a Recipe in Python are relative to the working directory. A mapping must use absolute paths. `~` and
+`~user` at the start of a path are home folders.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ DOWNLOAD_SECONDS = 30.0
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Loads the recipe in the YAML file `path` (or at a URI: https://, or any scheme of fsspec, such as
-    s3://) and applies `overrides`.
+    """Loads the recipe in the YAML file `path` (or at a URI: https://, or any fsspec scheme, such as s3://)
+    and applies `overrides`.
 
-    Raises ValueError with one sentence (a line) for each mistake.
+    Raises ValueError with a one-line sentence for each mistake.
     """
     shown = _shown(path)
     raw = parse(_text_of(path, shown), f"recipe {shown}")
@@ -62,9 +62,9 @@ def _note(text: str) -> None:
 
 
 def given_recipe(given: object, overrides: object = (), stored: bool = False) -> Recipe:
-    """Returns the recipe given by a flow's parameters: a Recipe, a mapping, or a path or URI. `stored`: the
+    """Returns the recipe given in a flow's parameters as a Recipe, a mapping, a path or a URI. `stored`: the
     mapping may be a Recipe as Prefect stores it, with paths relative to the working directory. Raises
-    ValueError like `load_recipe`."""
+    ValueError as `load_recipe` does."""
     texts = given_overrides(overrides)
     if isinstance(given, Recipe):
         return _overridden(given.model_dump(), texts) if texts else with_home(given)[0]
@@ -140,7 +140,7 @@ def _text_of(path: str | Path, shown: str) -> str:
     except UnicodeDecodeError:
         raise ValueError(f"recipe {shown} is not a text file; give the path of a YAML file") from None
     except OSError as error:
-        # fsspec's message may be the path alone.
+        # fsspec's message may consist of only the path.
         why = error.strerror or (str(error) if str(error) not in str(path) else "there is no such file")
         raise ValueError(f"recipe {shown}: {why}; give the path of a YAML file") from None
 
@@ -166,7 +166,7 @@ def _fetch(uri: str, shown: str) -> str:
 
 
 def _download(uri: str, shown: str) -> str:
-    # fsspec's client for https needs one more package, and its errors do not give the status code.
+    # fsspec's https client needs another package, and its errors lack the status code.
     import httpx
 
     try:
@@ -187,16 +187,16 @@ def _download(uri: str, shown: str) -> str:
 
 
 def _shown(path: str | Path) -> str:
-    """Returns a path or URI for messages, without passwords and signatures."""
+    """Returns a path or URI for use in messages, without passwords and signatures."""
     text = str(path)
     return re.sub(r"://[^/@\s]+@", "://***@", text).partition("?")[0] if "://" in text else text
 
 
 def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = ()) -> Recipe:
-    """Validates the parsed YAML of a recipe. `folder`: the folder of the recipe's file; paths are relative to
-    it, except in the fields `given`.
+    """Validates the parsed YAML of a recipe. `folder`: the folder of the recipe file, to which paths are
+    relative except in the fields `given`.
 
-    Raises WrongRecipe with one sentence (a line) for each mistake.
+    Raises WrongRecipe with a one-line sentence for each mistake.
     """
 
     raw = with_new_names(raw)
@@ -233,7 +233,7 @@ def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = 
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Returns YAML that `load_recipe` reads back to an equal recipe."""
+    """Returns YAML that `load_recipe` reads back as an equal recipe."""
     return dump(recipe.model_dump(mode="json"))
 
 
@@ -267,8 +267,8 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], li
 
 
 def _set(stages: Any, keys: list[str], value: Any, parsed: Any) -> None:
-    """Sets a value in the stages as JSON. `parsed`: the same stages as configurations, whose mappings (such
-    as `engine.options`) accept new keys."""
+    """Sets a value in `stages`, which are JSON. `parsed`: the same stages as config objects, whose mappings
+    (such as `engine.options`) accept new keys."""
     here = stages
     for depth, key in enumerate(keys):
         where = ".".join(keys[:depth])
@@ -302,7 +302,7 @@ def _set(stages: Any, keys: list[str], value: Any, parsed: Any) -> None:
 
 
 def _part(parsed: Any, key: str) -> Any:
-    """Returns a part of a configuration; None where an override has put something else."""
+    """Returns a part of a configuration; None where an override has replaced it with something else."""
     if isinstance(parsed, Config):
         return getattr(parsed, key, None)
     if isinstance(parsed, Mapping):

@@ -46,8 +46,8 @@ PLACES = {  # fields that name a model or a file, in addition to those in KINDS
 
 
 class ConfigReference(NamedTuple):
-    """A name of a model or stage in a config. `place` is its field, for messages; `kinds` are the stage kinds
-    it may have."""
+    """A name of a model or stage in a config. `place`: its field, for messages; `kinds`: the stage kinds that
+    it may refer to."""
 
     place: str
     name: str
@@ -55,7 +55,8 @@ class ConfigReference(NamedTuple):
 
     @property
     def decides(self) -> bool:
-        """Whether its result affects the stage's result; a calibration is only waited for."""
+        """Whether its result affects the stage's result. A calibration does not; the stage only waits
+        for it."""
         return self.kinds != ("calibration",)
 
 
@@ -64,7 +65,7 @@ def references(config: StageConfig) -> Iterator[ConfigReference]:
     for field, wanted in KINDS[config.stage].names.items():
         kinds = named(*wanted)
         value = getattr(config, field)
-        values = value if isinstance(value, tuple) else (value,)  # None is no name
+        values = value if isinstance(value, tuple) else (value,)  # None is not a name
         for i, item in enumerate(values):
             if isinstance(item, str) and item not in (config.remote_models or ()):
                 yield ConfigReference(field, item, kinds)
@@ -80,12 +81,12 @@ def references(config: StageConfig) -> Iterator[ConfigReference]:
 def beside(
     recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the recipe as plain values, with the relative input paths resolved against `folder`, the folder
-    of the recipe's file. Also returns a sentence for each path that does not exist there but exists in the
-    working directory, or closely resembles an existing one.
+    """Returns the recipe as plain values, with relative input paths resolved against `folder`, the folder of
+    the recipe file. Also returns a sentence for each path that does not exist there but exists in the working
+    directory or closely resembles an existing path.
 
-    `given`: fields given on the command line, left as they are. Unless `absolute`, paths that mean the same
-    in the working directory stay relative.
+    `given`: fields given on the command line, which are left unchanged. Unless `absolute` is set, paths that
+    mean the same in the working directory stay relative.
     """
     whole = recipe.model_dump()
     problems = list[str]()
@@ -101,8 +102,8 @@ def beside(
 
 
 def with_home(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Returns the recipe with `~` and `~user` expanded to home folders at the start of `artifacts`, `store`
-    and input paths, and a sentence for each path that names no user of this machine."""
+    """Returns the recipe with `~` and `~user` expanded at the start of `artifacts`, `store` and input paths,
+    and a sentence for each path whose user does not exist on this machine."""
     named_places = [("artifacts", recipe.artifacts), ("store", recipe.store or ""), *_inputs(recipe)]
     homes = dict[str, str]()
     problems = list[str]()
@@ -132,8 +133,8 @@ def relative_paths(recipe: Recipe) -> list[str]:
 
 
 def _is_relative(path: str, folder: Path) -> bool:
-    """Returns whether the name of a model or file is a path relative to `folder`, not an absolute path, URI
-    or Hub id."""
+    """Returns whether the name of a model or file is a path relative to `folder` rather than an absolute
+    path, URI or Hub id."""
     elsewhere = Path(path).is_absolute() or path.startswith("~") or "://" in path
     return not (elsewhere or (is_remote(path) and not os.path.exists(folder / path)))
 
@@ -161,8 +162,8 @@ def _placed(where: str, name: str, folder: Path, problems: list[str], absolute: 
 
 
 def _nearly(place: Path) -> str | None:
-    """Returns the name of a sibling of a missing path that differs only by one letter more or less, or by the
-    order of letters."""
+    """Returns a sibling of a missing path whose name has one letter more or less, or the same letters in
+    another order."""
     try:
         others = os.listdir(place.parent)
     except OSError:
@@ -176,7 +177,8 @@ def _nearly(place: Path) -> str | None:
 
 
 def _placed_in(value: Any, names: Mapping[str, str], named_here: bool = False) -> Any:
-    """Returns a config as plain values, with `names` replaced in the fields that name models and files."""
+    """Returns a config as plain values, with the keys of `names` replaced in the fields that name models and
+    files."""
     match value:
         case BaseModel():
             fields = {
@@ -200,8 +202,8 @@ def _placed_in(value: Any, names: Mapping[str, str], named_here: bool = False) -
 
 
 def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yields the field and name of each data file, function and task file of a recipe, and of each model that
-    is not a stage."""
+    """Yields (field, name) for each data file, function and task file of a recipe, and for each model that is
+    not a stage."""
     yield "base_model", recipe.base_model
     for stage, config in recipe.stages.items():
         for reference in references(config):
@@ -234,13 +236,13 @@ def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 
 def _interpreter(python: str | None, where: str) -> Iterator[tuple[str, str]]:
-    """Yields the place of an interpreter that is a path, not a program found by its name."""
+    """Yields the field and path of an interpreter that is given as a path rather than as a program name."""
     if python is not None and os.sep in python:
         yield f"{where}.python", python
 
 
 def renamed(value: Any, names: Mapping[str, str]) -> Any:
-    """Returns plain values with `names` replaced, including in the keys of mappings."""
+    """Returns plain values with the keys of `names` replaced, also in the keys of mappings."""
     if isinstance(value, dict):
         return {names.get(key, key): renamed(item, names) for key, item in value.items()}
     if isinstance(value, list | tuple):

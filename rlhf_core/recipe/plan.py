@@ -1,7 +1,7 @@
-"""Plans a recipe as a DAG: expands stages, resolves names, and computes order and digests before anything
-runs. Torch-free.
+"""Plans a recipe as a DAG before anything runs: expands stages, resolves names, and computes the order and
+digests. Torch-free.
 
-Offline, except for Hub branches and tags that are not yet in the recipe's pins (hub/revisions.py).
+Works offline, except for Hub branches and tags that are not yet in the recipe's pins (hub/revisions.py).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rlhf_core.recipe.sentences import unknown
 from rlhf_core.runs.run_dir import EXPORTS, RunDir, StageRequest
 from rlhf_core.system.files import Digests, read_json
 
-# The expected path of an output before its stage is done, if it differs from the output's name.
+# Expected paths of outputs whose stage is not done, where they differ from the output's name.
 OUTPUT_PATHS = {"pairs": "pairs.jsonl", "answers": "answers.jsonl"}
 
 
 @dataclass(frozen=True)
 class Node:
     """One stage. `stages` maps names in its config to stages, `models` maps the other names to a folder or
-    Hub id. `contents`: the digests of the local files that went into the stage's digest."""
+    Hub id. `contents`: the digests of the local files that the stage's digest covers."""
 
     name: str
     config: StageConfig
@@ -48,7 +48,7 @@ class Node:
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """The stages whose outputs this one uses."""
+        """The stages whose outputs this stage uses."""
         return tuple(dict.fromkeys(self.stages.values()))
 
     @property
@@ -59,9 +59,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages of a recipe, parents first. `aliases` maps names of loops and rounds to the stage that makes
-    their model; `pins` maps the Hub branches and tags that it names to commits; `taken` holds the last row
-    that each round takes from an inbox."""
+    """The stages of a recipe, parents first. `aliases` maps the names of loops and rounds to the stage that
+    makes their model; `pins` maps the recipe's Hub branches and tags to commits; `taken` holds the last row
+    that each round takes from each inbox."""
 
     recipe: Recipe
     nodes: tuple[Node, ...]
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def folder(self) -> Path:
-        """The folder of the recipe's report: `<artifacts>/<recipe>`."""
+        """The folder of the recipe's report, `<artifacts>/<recipe>`."""
         return self.artifacts / self.recipe.name
 
     def __getitem__(self, name: str) -> Node:
@@ -98,7 +98,8 @@ class Plan:
         return found
 
     def ancestors(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """Returns the stages that `nodes` depend on, directly or not, without `nodes`, parents first."""
+        """Returns the stages that `nodes` depend on, directly or not, parents first and without `nodes`
+        themselves."""
         names: set[str] = set()
         left = [parent for node in nodes for parent in node.parents]
         while left:
@@ -136,13 +137,13 @@ def plan(
     taken: Taken | None = None,
     refused: Collection[str] | None = None,
 ) -> Plan:
-    """Expands, resolves, orders and digests all stages. Also saves the pins and the digests of local files.
+    """Expands, resolves, orders and digests all stages, and saves the pins and the digests of local files.
 
-    `kept` maps stages to digests that they keep although the recipe has changed (finished rounds of a loop).
-    `taken`: the last row that each round of a loop takes from an inbox. A round without an entry has not
-    begun, and its rows are left open. None: as in `loop.json`, with other rounds going up to the newest row.
-    `refused`: rounds to leave out; None: as in `loop.json`. Raises ValueError with one sentence (a line) for
-    each inconsistency.
+    `kept` maps stages to the digests that they keep even if the recipe has changed (finished rounds of a
+    loop). `taken`: the last row that each round of a loop takes from an inbox. A round without an entry has
+    not begun, and its rows are left open. If `taken` is None, `loop.json` gives these rows, and other rounds
+    go up to the newest row. `refused`: rounds to leave out; None means those in `loop.json`. Raises
+    ValueError with a one-line sentence for each inconsistency.
     """
     recorded = _recorded(recipe)
     expanded = expand(recipe, recorded.refused if refused is None else refused)
@@ -194,8 +195,7 @@ class _Recorded(NamedTuple):
 
 
 def _recorded(recipe: Recipe) -> _Recorded:
-    """Returns what `loop.json` records about the rounds of this recipe's loop: their inbox rows, and which
-    are refused."""
+    """Returns the inbox rows and the refused rounds that `loop.json` records for this recipe's loop."""
     record = read_json(Path(recipe.artifacts).absolute() / recipe.name / "loop.json")
     loop = record.get("loop")
     rounds = record.get("rounds") or []
@@ -211,8 +211,8 @@ def _recorded(recipe: Recipe) -> _Recorded:
 
 
 def _ordered(parents: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Returns the stages, parents first, otherwise in the recipe's order. Raises ValueError if stages need
-    each other."""
+    """Returns the stages, parents first and otherwise in the recipe's order. Raises ValueError for a
+    cycle."""
     ordered: list[str] = []
     path: list[str] = []
 
@@ -237,7 +237,7 @@ def _place(recipe: Recipe, name: str, pins: Pins) -> str:
 
 
 def _output(node: Node, name: str) -> Path:
-    """Returns the path of a stage's output: from its result if it is done, else the expected path."""
+    """Returns the path of a stage's output, from its result if it is done, else the expected path."""
     for export in node.config.exports:
         if name == f"{node.name}.{export}":
             return node.run_dir / EXPORTS / export

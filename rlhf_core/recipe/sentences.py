@@ -1,5 +1,5 @@
-"""Describes the mistakes that pydantic finds in a recipe: one sentence each, with the place and what to
-do."""
+"""Describes each mistake that pydantic finds in a recipe in one sentence, with its place and the
+correction."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ANYTHING = "placeholder"  # stands for a missing required value, so that later c
 
 
 def sentences(error: ValidationError, raw: object) -> list[str]:
-    """Returns one sentence for each pydantic error: where, what, what to do. `raw` is the value that was
-    validated."""
+    """Returns one sentence for each pydantic error: its place, the mistake and the correction. `raw`: the
+    value that was validated."""
     found: list[str] = []
     for item in error.errors():
         where = ".".join(str(part) for part in _place(item["loc"]))
@@ -38,7 +38,7 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
             case "too_short" if any(
                 other["loc"][: len(item["loc"])] == item["loc"] for other in error.errors() if other != item
             ):
-                continue  # its wrong items have their own sentences
+                continue  # its wrong items get their own sentences
             case _ if item["type"] == "invalid_key" or names[-1:] == ["[key]"]:
                 holder = (
                     ".".join(str(part) for part in names[: -2 if names[-1] == "[key]" else -1]) or "recipe"
@@ -82,8 +82,8 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
 
 class WrongRecipe(ValueError):
     """Raised for a wrong recipe, with one sentence per line. `rest`: the recipe without the mistakes, for
-    further checks, or None. Sentences from these checks that contain a word of `wrong` may be
-    consequences."""
+    further checks, or None. Sentences of those checks that contain a word in `wrong` may be consequences of
+    the mistakes."""
 
     def __init__(self, told: Iterable[str], rest: Recipe | None, wrong: Iterable[str] = ()):
         super().__init__("\n".join(told))
@@ -94,19 +94,19 @@ class WrongRecipe(ValueError):
         )
 
     def further(self, problems: Iterable[str]) -> list[str]:
-        """Returns the problems of `rest` that are not consequences."""
+        """Returns the problems of `rest` that are not consequences of the mistakes."""
         return [problem for problem in problems if not self._named.search(problem)]
 
 
 def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recipe], Recipe]) -> WrongRecipe:
-    """Returns the mistakes in `error`, and those that it hides: from later checks of the same records, and
-    from `check`, which places the inputs of a valid recipe and raises ValueError for inconsistencies between
-    its stages. To find these, wrong keys, wrong values and stages that stay wrong are removed, and missing
-    values are filled in."""
+    """Returns the mistakes in `error` and those that it hides, which later checks of the same records find,
+    or `check`, which resolves the input paths of a valid recipe and raises ValueError for inconsistencies
+    between its stages. To find them, removes wrong keys, wrong values and stages that stay wrong, and fills
+    in missing values."""
     told = sentences(error, raw)
     rest, wrong = _without_faults(error, raw)
     valid = None
-    reduced: dict[str, int] = {}  # how often, by stage
+    reduced: dict[str, int] = {}  # number of reductions by stage
     for _ in range(6):
         if not _part(rest, "stages"):
             break
@@ -121,7 +121,8 @@ def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recip
         except ValueError as unfit:
             further = str(unfit).splitlines()
             valid = getattr(unfit, "rest", None)
-        # a stage of inputs alone may lack what makes them fit: what its own checks say is a consequence
+        # reduced to its inputs, a stage may lack the fields that they need: its own checks only find
+        # consequences
         silent = {line for name, lines in failed.items() if reduced.get(name) == 2 for line in lines}
         further = [line for line in further if line not in silent]
         told += [each for each in WrongRecipe((), None, wrong).further(further) if each not in told]
@@ -135,7 +136,7 @@ def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recip
 
 def _without_faults(error: ValidationError, raw: object) -> tuple[Any, set[str]]:
     """Returns the recipe without wrong keys and values and with placeholders for missing values, and the
-    words that stand for all of these."""
+    words by which sentences would name any of these."""
     rest = copy.deepcopy(raw)
     wrong = {ANYTHING}
     for item in error.errors():
@@ -163,7 +164,8 @@ def _without_faults(error: ValidationError, raw: object) -> tuple[Any, set[str]]
 
 
 def _by_stage(error: ValidationError, raw: object) -> dict[str, list[str]]:
-    """Returns the sentences of an error by the stage they are about, without those about no stage."""
+    """Returns the sentences of an error by the stage that they concern; sentences about no stage are left
+    out."""
     found: dict[str, list[str]] = {}
     for item in error.errors():
         place = _place(item["loc"])
@@ -177,8 +179,8 @@ def _by_stage(error: ValidationError, raw: object) -> dict[str, list[str]]:
 
 
 def _reduce(stages: dict[str, Any], name: str, told: Sequence[str], times: int) -> set[str]:
-    """Removes fields of a stage that contradict each other: the first time those that the sentences name, the
-    second all but inputs and required fields, then the stage. Returns the names of what it removed."""
+    """Removes contradictory fields of a stage: the first time those that the sentences name, the second time
+    all but inputs and required fields, and then the stage itself. Returns the names that it removed."""
     stage = stages.get(name)
     if times > 1 or not isinstance(stage, dict):
         stages.pop(name, None)
@@ -203,8 +205,8 @@ def _is_input(annotation: Any) -> bool:
 
 
 def _start_field(names: list[int | str], raw: Any) -> str | None:
-    """Returns the correction if a key is another kind's field for the start model, such as `model` in a dpo
-    stage."""
+    """Returns the correction if a key is the start model's field in another kind of stage, such as `model` in
+    a dpo stage."""
     if (
         len(names) != 3
         or names[0] != "stages"
@@ -221,7 +223,7 @@ def _start_field(names: list[int | str], raw: Any) -> str | None:
 
 
 def field_of_recipe(key: str) -> str | None:
-    """Returns the correction for a recipe field, such as `seed`, that was given in a stage; None for other
+    """Returns the correction for a recipe field, such as `seed`, that was set in a stage; None for other
     keys."""
     if key not in Recipe.model_fields:
         return None
@@ -241,13 +243,13 @@ def unknown(name: str, valid: Iterable[str], what: str = "key") -> str:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Returns the pydantic models in an annotation, looking through unions, tuples and Annotated."""
+    """Returns the pydantic models in an annotation, including those inside unions, tuples and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in models_in(part)]
 
 
-# Fields that hold a union of records, with the union of each.
+# Fields that hold a union of records, with their unions.
 UNIONS = {"judges": Judge, "judge": FallibleJudge, "reward": RewardSource}
 TAGS = {
     field: tuple(model.model_fields["kind"].default for model in models_in(union))

@@ -1,9 +1,10 @@
-"""Reads and writes the YAML of recipes: scalars according to YAML 1.2's core schema
-(https://yaml.org/spec/1.2.2/#103-core-schema), and merge keys (`<<: *name`), which explicit keys override.
+"""Reads and writes the YAML of recipes, with the scalars of YAML 1.2's core schema
+(https://yaml.org/spec/1.2.2/#103-core-schema) and with merge keys (`<<: *name`), which explicit keys
+override.
 
 PyYAML alone reads YAML 1.1, in which 12:30 is 750, 010 is 8, `no` is false, 2024-01-01 is a date and 5e-7 is
-text. A duplicate key is an error. With aliases expanded, a text may hold at most MOST values, to bound its
-memory use.
+a string. A duplicate key is an error. A document may hold at most MOST values once aliases are expanded,
+which bounds memory use.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str):
         super().__init__(text)
-        self._checked: set[int] = set()  # ids of the mappings whose own keys were checked
+        self._checked: set[int] = set()  # ids of mappings whose own keys were checked
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -58,8 +59,7 @@ class _Loader(yaml.SafeLoader):
         return str(self.construct_scalar(node))
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Puts the mappings that `<<` names before a mapping's own keys, after checking these for
-        duplicates."""
+        """Checks a mapping's own keys for duplicates, then puts the mappings named by `<<` before them."""
         if id(node) not in self._checked:
             self._checked.add(id(node))
             self._refuse_repeated(node)
@@ -91,16 +91,17 @@ for _kind, _pattern, _first in SCALARS:
     _Loader.add_implicit_resolver(*_resolver)
     _Dumper.add_implicit_resolver(*_resolver)
 _Loader.add_constructor(TAG + "int", _Loader.construct_integer)
-_Loader.add_constructor(MERGE, _Loader.construct_text)  # when it is not a key
+_Loader.add_constructor(MERGE, _Loader.construct_text)  # where `<<` is not a key
 
 
 def dump(value: Any, **options: Any) -> str:
-    """Returns a value as YAML that `parse` reads back, with its order of keys. `options` are PyYAML's."""
+    """Returns a value as YAML that `parse` reads back, keeping the order of keys. `options` are passed to
+    PyYAML."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options))
 
 
 def parse(text: str, where: str) -> Any:
-    """Returns the value of a YAML text. Raises ValueError with one sentence that begins with `where`."""
+    """Parses YAML and returns its value. Raises ValueError with one sentence that starts with `where`."""
     try:
         loader = _Loader(text)  # refuses control characters
         node = loader.get_single_node()

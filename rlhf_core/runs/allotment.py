@@ -1,8 +1,7 @@
-"""Holds what a stage that runs beside others is given: environment variables for its process, and the signal
-to stop.
+"""Holds the environment variables and the stop signal of a stage that runs beside others.
 
-A stage beside others runs in a thread. Signals do not reach threads, so code that waits in one calls
-`check_stop` at least every second.
+Such a stage runs in a thread. Signals do not reach threads, so code that waits in one calls `check_stop` at
+least every second.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-CORES_ENV = "ALIGNFLOW_CORES"  # CPU cores of a stage that shares the machine with other stages
+CORES_ENV = "ALIGNFLOW_CORES"  # number of CPU cores for a stage that shares the machine with others
 
 
 class Stopped(BaseException):
-    """Raised in a stage's thread when its run ends. Like KeyboardInterrupt, it is not a failure of the
+    """Raised in a stage's thread when its run ends. Like KeyboardInterrupt, this is not a failure of the
     stage."""
 
 
 @dataclass(frozen=True)
 class Allotment:
-    """`variables`: environment variables of the stage's process, which override the run's; `stop`: set when
-    the run ends."""
+    """What a run gives a stage. `variables`: environment variables of the stage's process, which override the
+    run's; `stop`: set when the run ends."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -33,8 +32,8 @@ allotment: ContextVar[Allotment | None] = ContextVar("allotment", default=None)
 
 
 def variables() -> Mapping[str, str]:
-    """Returns the environment variables for a process that this thread starts for its stage; none in the main
-    thread."""
+    """Returns the environment variables for a process that this thread starts for its stage; empty in the
+    main thread."""
     found = allotment.get()
     return found.variables if found else {}
 

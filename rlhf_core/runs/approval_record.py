@@ -1,7 +1,7 @@
-"""Stores a person's decision on a finished stage: `approval.json` in its run directory. Torch-free.
+"""Stores a person's decision on a finished stage in `approval.json` in the stage's run directory. Torch-free.
 
-It is written when a run first asks, with the deadline for a decision, and again with the decision. A stage
-that is run anew has another directory, so a person is asked again.
+The file is written when a run first asks, with the deadline, and again with the decision. A stage that is run
+anew has a new directory, so the person is asked again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOCK = ".approval.lock"
 
 class Approval(Frozen):
     """A question to a person. `recipe`: folder of the recipe's report; `run`: id of the flow run that asked
-    and is suspended, if any; `notified`: the webhook received the message."""
+    and is suspended, if any; `notified`: whether the webhook received the message."""
 
     stage: str
     recipe: str
@@ -33,7 +33,7 @@ class Approval(Frozen):
     at: datetime | None = None
 
     def state(self, now: datetime | None = None) -> Literal["approved", "refused", "late", "asked"]:
-        """Returns the decision, or without one whether there is still time."""
+        """Returns the decision or, without one, whether there is still time."""
         if self.decision is not None:
             return self.decision
         return "late" if (now or datetime.now(UTC)) > self.until else "asked"
@@ -48,8 +48,8 @@ class Approval(Frozen):
 
 
 def ask(run_dir: Path, stage: str, recipe: Path, within: timedelta, run: str | None = None) -> Approval:
-    """Returns the question about a stage, and asks it if it was not asked before. `run` is stored in a
-    question that has no run."""
+    """Returns the question about a stage, asking it if it was not asked before. `run` is stored in a question
+    that has no run yet."""
     with locked(run_dir / LOCK, 60.0):
         found = Approval.read(run_dir / FILE)
         if found is not None and (run is None or found.run is not None or found.decision is not None):
@@ -72,8 +72,8 @@ def mark_notified(run_dir: Path) -> Approval:
 
 
 def decide(run_dir: Path, approved: bool, by: str, reason: str = "", late: bool = False) -> Approval:
-    """Stores a decision. Raises ValueError when nobody asked, when a different decision exists, or when it is
-    too late and `late` is false."""
+    """Stores a decision. Raises ValueError when no question was asked, when a different decision exists, or
+    when the deadline has passed and `late` is false."""
     with locked(run_dir / LOCK, 60.0):
         found = Approval.read(run_dir / FILE)
         if found is None:
@@ -95,12 +95,12 @@ def decide(run_dir: Path, approved: bool, by: str, reason: str = "", late: bool 
 
 def asked_in(recipe: Path) -> list[tuple[Path, Approval]]:
     """Returns the run directories of a recipe that have questions, oldest question first. `recipe`: the
-    folder of its report."""
+    folder of the recipe's report."""
     stages = recipe.parent / "stages"
     found = [
         (file.parent, read) for file in stages.glob(f"*/{FILE}") if (read := Approval.read(file)) is not None
     ]
-    # stages of its last run may be shared with another recipe, which asked
+    # a stage of its last run may be shared with another recipe, which asked about it
     last = {Path(stage.get("run_dir", "")).name for stage in read_json(recipe / "run.json").get("stages", [])}
     ours = [
         (folder, read)

@@ -1,5 +1,5 @@
-"""Waits, before a stage takes a GPU, for the servers that it asks and does not start. No server is asked for
-anything that costs money: any answer, an error too, shows that it can be reached."""
+"""Waits, before a stage takes a GPU, for the servers that the stage uses but does not start. Sends no request
+that costs money: any answer, even an error, shows that a server can be reached."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rlhf_core.system.proxies import LOOPBACK, proxy_of
 from rlhf_core.system.redaction import public_address
 
 ATTEMPT_SECONDS = 5.0
-WAIT_SECONDS = 600.0  # a server that is started together with the stage loads its model
+WAIT_SECONDS = 600.0  # a server started together with the stage loads its model first
 PAUSE_SECONDS = 2.0
 
 
 def require_servers(servers: Sequence[AskedServer], with_replies: Collection[str] = ()) -> None:
-    """Waits at most WAIT_SECONDS until all servers can be reached, and prints what is awaited. Raises
-    Unreachable with one sentence, at once for an address that cannot be one. A reader in `with_replies` has
-    stored replies, which may be all that it needs: for its server there is a warning in place of both."""
+    """Waits at most WAIT_SECONDS until all servers can be reached, and prints what it waits for. Raises
+    Unreachable with one sentence, at once if an address is invalid. Readers in `with_replies` have stored
+    replies, which may be all they need, so for their servers it only warns."""
     until = time.monotonic() + WAIT_SECONDS
     for server in servers:
         why = why_unreachable(server.address)
@@ -49,7 +49,7 @@ def no_answer(server: AskedServer, why: str) -> str:
 
 
 def wrong_address(address: str) -> str:
-    """Returns why an address cannot be one, such as for a port that is not a number; "" for any other."""
+    """Returns why an address is invalid, for example because its port is not a number; "" if it is valid."""
     try:
         httpx.URL(address)
     except (httpx.InvalidURL, ValueError) as error:
@@ -58,8 +58,7 @@ def wrong_address(address: str) -> str:
 
 
 def why_unreachable(address: str) -> str:
-    """Returns why no connection to a server can be made; "" if one can, however slow or wrong its answer
-    is."""
+    """Returns why a server cannot be connected to; "" if it can, however slow or wrong its answer is."""
     own = urlsplit(address).hostname in LOOPBACK
     try:
         with httpx.Client(timeout=ATTEMPT_SECONDS, trust_env=not own) as client:
@@ -73,6 +72,6 @@ def why_unreachable(address: str) -> str:
         httpx.InvalidURL,
         ValueError,
         ImportError,
-    ) as error:  # a port or a name that is none, a SOCKS proxy
+    ) as error:  # an invalid port or host name, a SOCKS proxy
         return " ".join(str(error).split())[:200]
     return ""

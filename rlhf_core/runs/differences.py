@@ -1,5 +1,5 @@
-"""Compares two run directories: configuration, inputs, versions, metrics. Reads plain JSON, so that
-directories of other versions can be read.
+"""Compares the configuration, inputs, versions and metrics of two run directories. Reads plain JSON, so that
+directories written by other versions can be read.
 
 Used by `alignflow diff` and the dashboard.
 """
@@ -32,8 +32,8 @@ class RunDifference(NamedTuple):
 def stage_differences(
     name: str, before: Path, after: Path, *, read: Callable[[Path], dict[str, Any]] = read_json
 ) -> Iterator[RunDifference]:
-    """Yields the differences between two run directories. `name`: the stage's name in the result. `read`
-    returns the object in a file, or {}."""
+    """Yields the differences between two run directories. `name`: the stage's name in the results. `read`:
+    returns the JSON object in a file, or {}."""
     old, new = (read(folder / REQUEST) for folder in (before, after))
     results = [read(folder / RESULT) for folder in (before, after)]
     parts = {
@@ -79,7 +79,8 @@ def changed(old: object, new: object) -> Iterator[tuple[str, str, str]]:
 
 
 def changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields (key, before, after) for all leaves that differ between two records; '-' for a missing one."""
+    """Yields (key, before, after) for all leaves that differ between two records, with '-' for a missing
+    leaf."""
     if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
         old = dict(enumerate(old))
         new = dict(enumerate(new))
@@ -98,7 +99,7 @@ def _text(value: object) -> str:
 
 
 def _content(place: str) -> str:
-    """Returns an input in comparable form: `<name>-<digest>` for a stage's output, else its path or Hub
-    id."""
+    """Returns an input in comparable form: `<name>-<digest>` for a stage's output, else the path or Hub id
+    itself."""
     stage = stage_of(place)
     return f"{stage[1]['name']}-{stage[1]['digest']}" if stage else place

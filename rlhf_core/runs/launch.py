@@ -1,7 +1,7 @@
-"""Runs a stage as a process on this machine: its output goes to `log.txt` and to a callback, and all its
+"""Runs a stage as a process on this machine. Its output goes to `log.txt` and to a callback, and all its
 descendants end with it.
 
-A stage is done if `result.json` exists and each file it lists has the recorded size. The exit code is
+A stage is done if `result.json` exists and each file that it lists has the recorded size; the exit code is
 ignored. No process is started on other machines; a stage that needs a Ray cluster connects to it.
 """
 
@@ -25,13 +25,13 @@ from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT
 
 TAIL_LINES = 15
 SECRET_NAME = re.compile(r"(TOKEN|APIKEY|(^|_)KEY|SECRET|PASSWORD|AUTH_STRING)(_?\d+)?$")
-CODES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~])?")  # terminal codes: colours, cursor movements
+CODES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~])?")  # terminal codes, such as colours and cursor movements
 # prefix of lines from Ray's other processes
 RAY_PREFIX = re.compile(r"^\([^()]+ pid=\d+(, ip=[^()]+)?\)( |$)")
-# Output lines of a stage's process that go only to `log.txt`: library messages that nobody can act on. Those
-# that a library's setting or logger can silence are silenced that way (`ENV_DEFAULTS` in
-# rlhf_core/__main__.py, rollout/vllm/environment.py). These are the rest, and those of releases and processes
-# that the settings do not reach.
+# Output lines of a stage's process that go only to `log.txt`: library messages that nobody can act on. Where
+# a library's setting or logger can silence messages, that is used instead (`ENV_DEFAULTS` in
+# rlhf_core/__main__.py, rollout/vllm/environment.py). Listed here are the rest, and messages of releases and
+# processes that the settings do not reach.
 NOISE = re.compile(
     "|".join(
         (
@@ -52,8 +52,8 @@ NOISE = re.compile(
 
 
 class StageFailed(RuntimeError):
-    """A stage's process ended without a result. `code`: its exit code, or 128 + n if signal n ended it;
-    `tail`: the log's last lines."""
+    """Raised when a stage's process ended without a result. `code`: its exit code, or 128 + n if signal n
+    ended it; `tail`: the last lines of its log."""
 
     def __init__(self, name: str, code: int, tail: tuple[str, ...]):
         self.name = name
@@ -63,7 +63,8 @@ class StageFailed(RuntimeError):
 
     @property
     def can_retry(self) -> bool:
-        """Whether a retry can succeed: not after wrong input, missing resources or a stop signal."""
+        """Whether a retry can succeed, which it cannot after wrong input, missing resources or a stop
+        signal."""
         return self.code not in (WRONG_INPUT, ENVIRONMENT, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
     def __str__(self) -> str:
@@ -73,7 +74,7 @@ class StageFailed(RuntimeError):
 
     @property
     def summary(self) -> str:
-        """The message without the log's lines."""
+        """The message without the lines of the log."""
         if self.code in (WRONG_INPUT, ENVIRONMENT):
             return (
                 f"stage {self.name}:"
@@ -88,8 +89,8 @@ class StageFailed(RuntimeError):
 
 
 class SeveralFailed(RuntimeError):
-    """Stages that ran side by side failed, or did not pass their gates. `errors`: the error of each, in order
-    of time."""
+    """Raised when several stages that ran side by side failed or did not pass their gates. `errors`: their
+    errors, in order of time."""
 
     def __init__(self, errors: Sequence[Exception]):
         self.errors = tuple(errors)
@@ -106,13 +107,14 @@ def launch(
     on_line: Callable[[str], None],
     grace_seconds: float = GRACE_SECONDS,
 ) -> StageResult:
-    """Runs `python -m MODULE RUN_DIR`, or the process prepared for it, and returns the result. `on_line`
-    receives each output line that is not noise (noise.py), without terminal codes; `log.txt` has all lines.
+    """Runs `python -m MODULE RUN_DIR`, or uses the process prepared for it, and returns the result. `on_line`
+    receives each output line that is not noise, without terminal codes; `log.txt` has all lines.
 
-    Writes the start time to `log.txt`, and the end time unless an exception in this call ended the process.
-    Masks the values of the keys that the stage needs and of variables named like keys. Raises StageFailed
-    when the process ends without a result, Stopped when the run of a side-by-side stage ends (allotment.py).
-    Any exception or signal that ends this call also ends the process and its descendants.
+    Writes the start time to `log.txt`, and also the end time unless an exception in this call ended the
+    process. Masks the values of keys that the stage needs and of variables with names like those of keys.
+    Raises StageFailed when the process ends without a result, Stopped when the run of a side-by-side stage
+    ends (allotment.py). Any exception or signal that ends this call also ends the process and its
+    descendants.
     """
     run = RunDir(run_dir)
     config = run.request().config
@@ -157,7 +159,7 @@ def launch(
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
     """Yields output lines until the process closes stdout or exits. For a line overwritten with \\r (progress
-    bars), yields only the final text. Raises Stopped like `check_stop`."""
+    bars), yields only the final text. Raises Stopped as `check_stop` does."""
     assert process.stdout is not None
     rest = b""
     with selectors.DefaultSelector() as selector:
@@ -186,10 +188,10 @@ def _signal_name(number: int) -> str | None:
 
 
 def plain(line: str) -> str:
-    """Returns a line without terminal codes, such as colours."""
+    """Returns a line without terminal codes."""
     return CODES.sub("", line)
 
 
 def is_noise(line: str) -> bool:
-    """Returns whether a line, without terminal codes, is of no use to whoever watches the stage."""
+    """Returns whether a line, without terminal codes, is useless to people who watch the stage."""
     return NOISE.match(RAY_PREFIX.sub("", line)) is not None

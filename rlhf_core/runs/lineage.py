@@ -1,9 +1,9 @@
 """Finds the models and stages that a checkpoint was made from, by reading run directories. Torch-free.
 
 A run directory's `config.json` names the folder or Hub id of each model that the stage used. A folder inside
-another run directory leads to that stage. The records are read as plain JSON, not with the config classes, so
-that run directories of other versions can be read. An ancestor has a name, a kind and a digest, but no path
-on the machine. Run directories moved together stay linked.
+another run directory leads to that directory's stage. The records are read as plain JSON, not with the config
+classes, so that run directories written by other versions can be read. An ancestor has a name, a kind and a
+digest, but no local path. Run directories that are moved together stay linked.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rlhf_core.system.files import Digests, digest, read_json
 class Ancestor:
     """One node of a lineage.
 
-    `kind` is the stage's kind, or `hub` (a Hub id; `digest` is the commit when it is known), `folder`, `file`
-    (`digest` over the content) or `unknown` (missing). Stages also have their config, seed, final metrics and
-    package versions. `parents` are (name in the config, ancestor). Each run directory is one object, however
-    many paths lead to it.
+    `kind` is the stage's kind, or `hub` (a Hub id; `digest` is the commit if it is known), `folder` or `file`
+    (`digest` is that of the content), or `unknown` (missing). Stages also have their config, seed, final
+    metrics and package versions. `parents` holds pairs (name in the config, ancestor). Each run directory is
+    one object, however many paths lead to it.
     """
 
     name: str
@@ -46,8 +46,8 @@ class Ancestor:
 
 
 class Dataset(NamedTuple):
-    """A data set of a stage. `field`: the config field that names it; `digest`: digest of its current
-    content; '' when it is not on this machine."""
+    """A data set of a stage. `field`: the config field that names it; `digest`: that of its current content;
+    '' when it is not on this machine."""
 
     stage: str
     field: str
@@ -89,8 +89,8 @@ def nodes(ancestor: Ancestor) -> list[Ancestor]:
 
 
 def trained(ancestor: Ancestor) -> list[Ancestor]:
-    """Returns the chain of models, each trained from the one before, starting with the base model; reward
-    models and judges are left out."""
+    """Returns the chain of models from the base model on, each trained from the one before; reward models and
+    judges are left out."""
     chain = [ancestor]
     while kind := KINDS.get(chain[-1].config.get("stage", "")):
         key = chain[-1].config.get(kind.start)
@@ -115,7 +115,7 @@ def sources(ancestor: Ancestor) -> list[tuple[Ancestor, str, dict[str, Any]]]:
 
 
 def data_of(ancestor: Ancestor, memory: Path | None = None) -> list[Dataset]:
-    """Returns the data sets of every stage of a lineage. Known digests come from the `Digests` file of the
+    """Returns the data sets of every stage of a lineage. Cached digests come from the `Digests` file in the
     folder `memory`."""
     digests = Digests(memory)
     found = []
@@ -191,7 +191,7 @@ def _ancestor(place: str, known: dict[str, Ancestor], digests: Digests) -> Ances
 
 
 def here(place: str, run_dir: Path) -> str:
-    """Returns `place`, or its new path when its run directory was moved together with this one."""
+    """Returns `place`, or its new path if its run directory was moved together with this one."""
     parts = Path(place).parts
     if not Path(place).is_absolute() or Path(place).exists():
         return place

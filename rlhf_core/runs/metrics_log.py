@@ -1,5 +1,5 @@
-"""Logs a stage's metrics to `metrics.jsonl`, which all readers use, and copies them to TensorBoard files, the
-log and W&B."""
+"""Writes a stage's metrics to `metrics.jsonl`, which all readers use, and copies them to TensorBoard files,
+the log and W&B."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_core.system.files import write_text
 class Tracker:
     """Appends lines to `metrics.jsonl` and scalars to `tensorboard/`, and prints a short progress line.
 
-    A resume at `first_step` drops later lines, so that each step has one line.
+    A stage that resumes at `first_step` drops the lines from there on, so that each step has one line.
     """
 
     def __init__(self, run: RunDir, total_steps: int, first_step: int = 0):
@@ -58,8 +58,8 @@ class Tracker:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """Returns all complete lines of a run's `metrics.jsonl`, without a last line cut by a kill; [] for a
-    missing file."""
+    """Returns all complete lines of a run's `metrics.jsonl`, without a last line truncated by a kill; [] for
+    a missing file."""
     file = run_dir / METRICS
     if not file.is_file():
         return []

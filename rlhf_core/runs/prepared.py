@@ -1,11 +1,11 @@
-"""Starts a stage's process early, while the stage before it runs or the run itself starts: the process
-imports the libraries of its kind and waits for a run directory.
+"""Starts a stage's process early, while the previous stage runs or the run itself starts. The process imports
+the libraries that its kind needs and waits for a run directory.
 
-It is the process that a stage has anyway, with the same environment, below its own reaper: `python -m PACKAGE
---wait KIND DESCRIPTOR`. It is used only if a process started now would be equal to it. It changes nothing
-before it reads a run directory, so ending it does no harm, and it ends with the process that started it. Not
-used for stages that run side by side, whose environments differ, or on machines with GPUs, whose memory a
-waiting process might hold.
+The process is the stage's usual one, with the same environment and its own reaper: `python -m PACKAGE --wait
+KIND DESCRIPTOR`. It is used only if it equals the process that would be started now. It changes nothing
+before it reads a run directory, so killing it is harmless, and it ends with the process that started it. No
+process is prepared for stages that run side by side, because their environments differ, or on machines with
+GPUs, because a waiting process might hold GPU memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SET_LATER = ("PREFECT_API_URL", "PREFECT_UI_URL", HOLDER_ENV)
 
 
 class StageProcess(NamedTuple):
-    """A process below its reaper, and the parameters that it was started with."""
+    """A process under its reaper, and the parameters that it was started with."""
 
     reaper: subprocess.Popen[bytes]
     module: str
@@ -44,7 +44,7 @@ class StageProcess(NamedTuple):
     grace_seconds: float
 
     def fits(self, module: str, kind: str, grace_seconds: float) -> bool:
-        """Returns whether the process is running and equal to one that would be started now."""
+        """Returns whether the process is running and equals the one that would be started now."""
         if self.reaper.poll() is not None or _fixed(self.environment) != _fixed(environment_of_stage()):
             return False
         wanted = (module, kind, os.getcwd(), grace_seconds)
@@ -69,8 +69,8 @@ class Prepared:
         self._planned = module, kind
 
     def start(self) -> None:
-        """Starts the planned stage's process, unless an equal one waits already; replaces another one. Does
-        nothing outside Linux, with GPUs, or with little free memory."""
+        """Starts the planned stage's process unless an equal one is already waiting; replaces a different
+        one. Does nothing outside Linux, with GPUs, or with little free memory."""
         planned = self._planned
         self._planned = None
         if planned is None or sys.platform != "linux" or num_gpus() or free_memory() < MEMORY:
@@ -96,7 +96,8 @@ class Prepared:
         self, module: str, kind: str, run_dir: Path, grace_seconds: float
     ) -> subprocess.Popen[bytes] | None:
         """Sends the run directory to the waiting process and returns its reaper. Returns None if no process
-        waits, or if it would differ from one started now; such a process is ended."""
+        waits. Also returns None, and ends the waiting process, if it differs from one that would be started
+        now."""
         with self._lock:
             found = self._waiting
             self._waiting = None
@@ -133,7 +134,7 @@ class Prepared:
 def reaped(
     module: str, arguments: list[str], kind: str, grace_seconds: float, pass_fds: tuple[int, ...] = ()
 ) -> StageProcess:
-    """Starts `python -m MODULE ARGUMENTS` below a reaper (rlhf_core/system/reaper.py), in its own session."""
+    """Starts `python -m MODULE ARGUMENTS` under a reaper (rlhf_core/system/reaper.py), in its own session."""
     command = [sys.executable, "-P", "-m", module, *arguments]
     environment = environment_of_stage()
     reaper = subprocess.Popen(
@@ -157,7 +158,7 @@ def reaped(
 
 
 def environment_of_stage() -> dict[str, str]:
-    """Returns the environment for a stage's process started by this thread."""
+    """Returns the environment for a stage's process that this thread starts."""
     return {**child_environment(), **variables()}
 
 
@@ -176,8 +177,8 @@ def end(reaper: subprocess.Popen[bytes], grace_seconds: float) -> None:
 
 
 def awaited(descriptor: int) -> str | None:
-    """Returns the run directory sent through a pipe, and sets the variables sent with it; None when the
-    other end closes it without sending one."""
+    """Returns the run directory sent through a pipe, after setting the environment variables sent with it;
+    None when the other end closes the pipe without sending one."""
     line = b""
     with suppress(OSError), os.fdopen(descriptor, "rb") as told:
         line = told.readline()
@@ -191,7 +192,7 @@ def awaited(descriptor: int) -> str | None:
 
 
 def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that must be equal from the start of a process."""
+    """Returns the variables that must be the same from the start of a process."""
     return {name: value for name, value in environment.items() if name not in SET_LATER}
 
 

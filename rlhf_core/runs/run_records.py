@@ -1,9 +1,9 @@
 """Reads, finds and pins the records of runs, `<artifacts>/<recipe>/runs/<id>.json`, which tasks/run_report.py
 writes. Torch-free.
 
-A run in progress holds `<id>.lock`, which the system frees when its process dies. `<id>.pin` beside a record
-pins the run. They are separate files, so that only the run writes its record. `<id>.html` is the run's page.
-A recipe's `run.json` counts as a record if `runs/` lacks that run.
+A run in progress holds `<id>.lock`, which the system releases when its process dies. `<id>.pin` beside a
+record pins the run. These are separate files, so that only the run itself writes its record. `<id>.html` is
+the run's page. A recipe's `run.json` counts as a record if `runs/` lacks that run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LOCK = ".lock"
 PIN = ".pin"
 PAGE = ".html"
 MAX_NEAREST = 3
-MAX_LISTED = 5  # runs in a message
+MAX_LISTED = 5  # runs listed in a message
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class RunRequest(NamedTuple):
-    """The request for a run. `source`: path or URI of the recipe; `name`, `id`: the run's; a run without an
-    id gets one."""
+    """The request for a run. `source`: path or URI of the recipe; `name` and `id`: those of the run, which
+    gets a new id if none is given."""
 
     source: str = ""
     overrides: tuple[str, ...] = ()
@@ -51,8 +51,8 @@ asked: ContextVar[RunRequest | None] = ContextVar("asked", default=None)
 
 
 class RecordedStage(BaseModel):
-    """A stage of a recorded run. `run_dir` is relative to the artifacts folder; `status`: what the run did
-    with the stage; `parents`: the stages that it depends on."""
+    """A stage of a recorded run. `run_dir` is relative to the artifacts folder; `status`: what became of the
+    stage in the run; `parents`: the stages that it depends on."""
 
     name: str
     run_dir: str = Field(pattern=r"^stages/[^/\x00]+$")
@@ -62,10 +62,10 @@ class RecordedStage(BaseModel):
 
 
 class RunRecord(BaseModel):
-    """A recorded run. Earlier layouts lack some fields. `state`: done, waits (for a person), failed, gate
-    failed, interrupted, running, killed (its process is gone without recording an end), damaged (unreadable
-    record), or unfinished (from earlier layouts). Times are in seconds since 1970. `why`: the reason, for a
-    run that failed before it had any stage."""
+    """A recorded run. Records in earlier layouts lack some fields. `state`: done, waits (for a person),
+    failed, gate failed, interrupted, running, killed (its process ended without recording it), damaged
+    (unreadable record), or unfinished (in earlier layouts). Times are in seconds since 1970. `why`: the
+    reason if the run failed before it had any stage."""
 
     file: Path = Path()
     id: str = ""
@@ -89,8 +89,8 @@ class RunRecord(BaseModel):
 
     @property
     def heading(self) -> str:
-        """The heading of the run's page, which distinguishes it from other runs of the recipe: name, id and
-        overrides."""
+        """The heading of the run's page: the name, id and overrides, which distinguish it from other
+        runs of the recipe."""
         label = self.label
         if not self.overrides:
             return label
@@ -118,7 +118,7 @@ def check_name(name: str | None) -> None:
 
 
 def records(artifacts: Path, read_one: Callable[[Path], RunRecord] | None = None) -> list[RunRecord]:
-    """Returns the recorded runs, the newest first. `read_one`: reads a record; default: `read`."""
+    """Returns the recorded runs, newest first. `read_one`: reads a record; default: `read`."""
     read_one = read_one or read
     found = [read_one(file) for file in artifacts.glob(f"*/{RUNS}/*.json")]
     known = {(run.recipe, run.started) for run in found}
@@ -129,7 +129,7 @@ def records(artifacts: Path, read_one: Callable[[Path], RunRecord] | None = None
 
 def find_run(artifacts: Path, which: str) -> RunRecord:
     """Returns a run by its id, by its name (the newest run of that name), or by a unique prefix of its id.
-    Raises ValueError if there is none, naming the nearest, and for a prefix of several ids."""
+    Raises ValueError, naming similar runs, if there is none, and also for an ambiguous prefix."""
     runs = records(artifacts)
     exact = [run for run in runs if run.id == which] or [run for run in runs if run.name == which]
     if exact:
@@ -148,7 +148,7 @@ def find_run(artifacts: Path, which: str) -> RunRecord:
 
 
 def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:
-    """Pins or unpins a run. Raises ValueError like `find_run`."""
+    """Pins or unpins a run. Raises ValueError as `find_run` does."""
     found = find_run(artifacts, which)
     file = found.file.with_suffix(PIN)
     if pinned:
@@ -176,8 +176,8 @@ def kept(
 ) -> set[str]:
     """Returns the ids of the runs whose stages are kept. `runs` are sorted newest first.
 
-    Kept are each recipe's newest `keep_runs` runs that had stages, runs that began at `not_before` or later,
-    and runs that are pinned, in progress or waiting for a person. All are kept when neither limit is given.
+    Keeps each recipe's newest `keep_runs` runs that had stages, runs that began at `not_before` or later, and
+    runs that are pinned, in progress or waiting for a person. Keeps all runs when neither limit is given.
     """
     if keep_runs is None and not_before is None:
         return {run.id for run in runs}
@@ -194,7 +194,7 @@ def kept(
 
 
 def _waits(run: RunRecord, runs: Sequence[RunRecord]) -> bool:
-    """Returns whether a run waits for a person and no later run has its stages, as a resumed run has its own
+    """Returns whether a run waits for a person and no later run has its stages. A resumed run gets its own
     record."""
     stages = {stage.run_dir for stage in run.stages}
     later = (other for other in runs if other.recipe == run.recipe and other.started > run.started)

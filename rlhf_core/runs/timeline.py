@@ -14,8 +14,8 @@ TIMELINE = "timeline.json"
 
 
 class TimelineRow(NamedTuple):
-    """What one role did: its GPUs by number, and (phase, begin, end) in seconds since the iteration began.
-    Without GPUs it works on the host."""
+    """The work of one role: the numbers of its GPUs, and (phase, begin, end) in seconds since the iteration
+    began. A role without GPUs works on the host."""
 
     name: str
     gpus: list[int]
@@ -23,14 +23,14 @@ class TimelineRow(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The rows of an iteration that took `seconds`."""
+    """The rows of one iteration, which took `seconds`."""
 
     seconds: float
     rows: list[TimelineRow]
 
 
 class StoredTimeline(NamedTuple):
-    """The timeline of one iteration, the first being 1."""
+    """The timeline of one iteration. Iterations are numbered from 1."""
 
     iteration: int
     timeline: Timeline
@@ -40,12 +40,12 @@ STORED = TypeAdapter(StoredTimeline)
 
 
 def write_timeline(run: Path, iteration: int, timeline: Timeline) -> None:
-    """Writes the timeline of an iteration in place of the last one."""
+    """Writes the timeline of an iteration, replacing the previous one."""
     write_text(run / TIMELINE, json.dumps(StoredTimeline(iteration, timeline)))
 
 
 def read_timeline(run: Path) -> StoredTimeline | None:
-    """Returns the stored timeline; None if there is none that can be read."""
+    """Returns the stored timeline; None if it is missing or unreadable."""
     try:
         return STORED.validate_json((run / TIMELINE).read_bytes())
     except (OSError, ValidationError):

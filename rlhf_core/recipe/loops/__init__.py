@@ -1,1 +1,2 @@
-"""Rounds of loops: their record on disk, their state, and the steps from round to round. Torch-free."""
+"""The rounds of loops: their record on disk, their state, and the steps from one round to the next.
+Torch-free."""

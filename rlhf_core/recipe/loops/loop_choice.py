@@ -9,8 +9,8 @@ LOOPS = " or ".join(name for name, kind in KINDS.items() if kind.is_loop)
 
 
 def loop_of(recipe: Recipe, name: str | None = None) -> str:
-    """Returns the name of a recipe's loop stage. Raises ValueError if there is none of that name, none at
-    all, or several and no name."""
+    """Returns the name of a recipe's loop stage. Raises ValueError if there is no loop, no loop with the
+    given name, or several loops and no name is given."""
     loops = [stage for stage, config in recipe.stages.items() if KINDS[config.stage].is_loop]
     if name is not None and name not in loops:
         raise ValueError(
@@ -27,7 +27,7 @@ def loop_of(recipe: Recipe, name: str | None = None) -> str:
 
 
 def check_judged(recipe: Recipe, loop: str) -> None:
-    """Raises ValueError if no evaluation judges rounds of the loop, as `min_gain` needs."""
+    """Raises ValueError if no evaluation judges the loop's rounds, which `min_gain` requires."""
     judged = [
         model for config in recipe.stages.values() if type(config) is Evaluation for model in config.models
     ]
@@ -39,7 +39,7 @@ def check_judged(recipe: Recipe, loop: str) -> None:
 
 
 def with_rounds(recipe: Recipe, loop: str, rounds: int) -> Recipe:
-    """Returns the recipe with another number of rounds. Rounds that both recipes have keep their digests."""
+    """Returns the recipe with a different number of rounds. Rounds in both recipes keep their digests."""
     return recipe.model_copy(
         update={"stages": recipe.stages | {loop: recipe.stages[loop].model_copy(update={"rounds": rounds})}}
     )

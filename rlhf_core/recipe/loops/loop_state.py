@@ -1,9 +1,9 @@
 """Finds the next round of a loop from `loop.json` and the run directories on disk. Torch-free, without
 Prefect.
 
-Finished rounds keep the digests of their stages in every later plan, so an edited recipe applies to later
-rounds and repeats none. Rounds trained by another command (`alignflow run` with more `rounds`) are found by
-their run directories.
+Finished rounds keep the digests of their stages in every later plan, so edits to a recipe apply to later
+rounds and no round is repeated. Rounds trained by another command (`alignflow run` with more `rounds`) are
+found through their run directories.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlhf_core.runs.run_dir import RunDir
 @dataclass(frozen=True)
 class LoopState:
     """The state of a loop: its record, the number of the next round, and the plan up to that round. `failed`:
-    the gates that stop it. `waits`: a sentence on what the next round waits for, or ''."""
+    the gates that stop it. `waits`: a sentence that says what the next round waits for, or ''."""
 
     record: Record
     number: int
@@ -43,7 +43,7 @@ class LoopState:
 
     @property
     def held(self) -> tuple[Verdict, ...]:
-        """The failed gates of the round in progress: on its stages and on their dependents."""
+        """The failed gates of the round in progress, on its stages and on their dependents."""
         ours = {node.name for node in self.plan.stages_of(f"{self.record.loop}.round{self.number}")}
         for node in self.plan.nodes:  # parents first
             if ours.intersection(node.parents):
@@ -52,7 +52,7 @@ class LoopState:
 
     @property
     def turned_down(self) -> bool:
-        """Whether a person refused the round in progress, or did not approve it in time."""
+        """Whether a person refused the round in progress or did not approve it in time."""
         return self.record.begun is not None and any(verdict.gate.approve for verdict in self.held)
 
     @property
@@ -62,7 +62,8 @@ class LoopState:
 
     @property
     def renewed(self) -> bool:
-        """Whether a gate failed in the round in progress and its inboxes have rows for another round."""
+        """Whether a gate failed in the round in progress and the inboxes have rows for another
+        round."""
         taken = self.record.begun.taken if self.record.begun else {}
         title = f"{self.record.loop}.round{self.number}"
         return bool(self.held and taken) and not rows_awaited(
@@ -78,10 +79,11 @@ class LoopState:
     def why_not(
         self, max_rounds: int | None = None, min_gain: float | None = None, due: datetime | None = None
     ) -> str:
-        """Returns a sentence on why the next round should not begin; '' when it should.
+        """Returns a sentence that says why the next round should not begin; '' when it should.
 
-        It should not begin after `max_rounds` rounds, if the last round raised the win rate by `min_gain` or
-        less, or if the last round began after `due`, this run's scheduled time, and so replaces this run.
+        It should not begin after `max_rounds` rounds, if the last round raised the win rate by no more than
+        `min_gain`, or if the last round began after `due`, the scheduled time of this run, and so took its
+        place.
         """
         rounds = self.record.rounds
         used = self.record.used
@@ -108,8 +110,8 @@ class LoopState:
 def loop_state(recipe: Recipe, loop: str) -> LoopState:
     """Reads the state of a loop from its record and the run directories.
 
-    Raises ValueError if a finished round's run directory is missing or incomplete, and like `read` and
-    `plan`.
+    Raises ValueError if a finished round's run directory is missing or incomplete, and where `read` or `plan`
+    does.
     """
     folder = folder_of(recipe)
     record = read(folder, loop)
@@ -149,8 +151,8 @@ def _rows_of_done(
     kept: Mapping[str, str],
     taken: Mapping[str, Mapping[str, int]],
 ) -> dict[str, dict[str, int]]:
-    """Returns the inbox rows of a round that another command has trained: the rows that it was planned with,
-    if its result exists."""
+    """Returns the inbox rows of a round that another command has trained, which are those it was planned
+    with, if its result exists."""
     title = f"{record.loop}.round{number}"
     pinned = pinned_ends(recipe, record.loop, title, Pins(folder_of(recipe))) if title not in taken else {}
     if not pinned:

@@ -1,4 +1,4 @@
-"""What a plan and its run directories say about one round of a loop: its stages, its gates, its win rate."""
+"""Reads the stages, gates and win rate of one round of a loop from a plan and its run directories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_fresh(planned: Plan, loop: str, number: int) -> bool:
 
 
 def stages_of_round(planned: Plan, loop: str, number: int) -> dict[str, str]:
-    """Returns the digests of a round's stages, and of the finished publications of only that round."""
+    """Returns the digests of a round's stages and of the finished publications of that round only."""
     ours = {node.name: node.digest for node in planned.stages_of(f"{loop}.round{number}")}
     published = {
         node.name: node.digest
@@ -34,7 +34,7 @@ def _publishes(planned: Plan, name: str, loop: str, number: int) -> bool:
 
 
 def failed_gates(planned: Plan) -> tuple[Verdict, ...]:
-    """Returns the gates of all stages that hold up what depends on them."""
+    """Returns the failed gates of all stages that stop their dependents."""
     return tuple(verdict for node in planned.nodes for verdict in holding(gates_of(node)))
 
 
@@ -44,7 +44,7 @@ def waiting_gates(planned: Plan) -> tuple[Verdict, ...]:
 
 
 def is_settled(planned: Plan) -> bool:
-    """Returns whether all stages are done, and no gate has failed or waits."""
+    """Returns whether all stages are done and no gate has failed or is waiting."""
     if not all(node.done for node in planned.nodes):
         return False
     return not failed_gates(planned) and not waiting_gates(planned)

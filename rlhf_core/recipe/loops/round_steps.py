@@ -1,5 +1,5 @@
-"""The steps of a loop that are recorded in `loop.json`: a round begins, is refused, is finished, or the loop
-goes on from a champion."""
+"""Records the steps of a loop in `loop.json`: a round begins, is refused or is finished, or the loop
+continues from a champion."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlhf_core.recipe.loops.loop_state import LoopState, loop_state
 from rlhf_core.recipe.loops.planned_round import adopted, is_fresh
 from rlhf_core.runs.run_dir import RunDir
 
-ROLLED_BACK = "rolled back"  # how the reason for leaving out a used round begins
+ROLLED_BACK = "rolled back"  # start of the reason for leaving out a used round
 
 
 def begin(recipe: Recipe, state: LoopState) -> LoopState:
-    """Records in `loop.json` that the next round is in progress, and the last row that it takes from each
+    """Records in `loop.json` that the next round is in progress, with the last row that it takes from each
     inbox. Returns the loop's state."""
     loop = state.record.loop
     title = f"{loop}.round{state.number}"
@@ -36,8 +36,8 @@ def begin(recipe: Recipe, state: LoopState) -> LoopState:
 
 
 def refuse(recipe: Recipe, state: LoopState, why: str) -> LoopState:
-    """Records in `loop.json` that the round in progress is refused. The next one starts from the model before
-    it, with other rows and prompts. Returns the loop's state."""
+    """Records in `loop.json` that the round in progress is refused. The next round starts from the same
+    model, with other rows and prompts. Returns the loop's state."""
     assert state.record.begun is not None
     begun = state.record.begun
     now = datetime.now(UTC)
@@ -48,12 +48,12 @@ def refuse(recipe: Recipe, state: LoopState, why: str) -> LoopState:
 
 
 def follow(recipe: Recipe, state: LoopState, champion: str, earlier: Mapping[str, str]) -> LoopState:
-    """Makes the loop continue from the champion: records in `loop.json` that later rounds that were champions
-    are left out, and that the champion's round is used again. Rounds trained from one that is left out are
-    left out too. A round in progress is left out too if any of its stages is done, and otherwise begins anew.
+    """Makes the loop continue from the champion: records in `loop.json` that later rounds which were
+    champions are left out, together with rounds trained from them, and that the champion's round is used
+    again. A round in progress is left out if any of its stages is done; otherwise it begins anew.
 
-    `champion`: the stage that made the champion's model. `earlier`: the stages of previous champions, with
-    the reason for the rollback, or ''. Returns the loop's state.
+    `champion`: the stage that made the champion's model. `earlier`: the stages of previous champions, each
+    with the reason for its rollback or ''. Returns the loop's state.
     """
     record = state.record
     rounds = list(record.rounds)

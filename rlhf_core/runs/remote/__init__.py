@@ -1,1 +1,1 @@
-"""Copies of finished stages in a store: files of any fsspec protocol, and the layout in them."""
+"""Copies of finished stages in a store: access to files over any fsspec protocol, and the store's layout."""

@@ -1,8 +1,8 @@
 """Reads and writes files below a URL through fsspec, with retries, and reports each failure in one sentence.
 Torch-free.
 
-Keys come from the environment, where the URL's client reads them (boto's variables and profiles for s3://),
-and are never shown.
+The URL's client reads keys from the environment (boto's variables and profiles for s3://); they are never
+shown.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ NO_WAY = {
 
 
 class StoreFault(RuntimeError):
-    """Raised when the store cannot be used, or its copy of a stage is damaged. The message is one sentence:
-    what, why, what to do. Local results are kept."""
+    """Raised when the store cannot be used, or its copy of a stage is damaged. The message is one sentence
+    with the fault, its reason and the remedy. Local results are kept."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class RemoteFiles:
 
     def _try(self, what: str, call: Callable[[], T], *missing: T) -> T:
         """Calls `call` until it succeeds or the attempts are used up. Returns `missing`, if given, when the
-        file does not exist. Raises Stopped like `check_stop`, so a copy of many files ends after the one in
-        progress."""
+        file does not exist. Raises Stopped as `check_stop` does, so copying many files stops after the
+        current one."""
         check_stop()
         pauses = wait_exponential(multiplier=self.pause)
         try:
@@ -163,8 +163,8 @@ def why(error: BaseException) -> str:
 
 
 def _names(error: BaseException) -> set[str]:
-    """Returns the class names of an error and its causes; not classes, because their package may not be
-    installed."""
+    """Returns the class names of an error and its causes. Names rather than classes, because their package
+    may not be installed."""
     return {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
 
 

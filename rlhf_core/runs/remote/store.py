@@ -2,10 +2,10 @@
 Torch-free.
 
 Stages work in the local artifacts folder; `<store>/stages/<stage>-<digest>/` is a copy of a run directory.
-Its `files.json` holds the size and SHA-256 of every file. Its `result.json` is written last and removed
-first, and a copy without it is ignored. Fetched files are checked against both lists before they are moved
-into the run directory. With `checkpoints`, the newest resume state of a running stage is also copied, to
-`<store>/states/<stage>-<digest>/step-<n>/`, with the state's `loop.json` last.
+The copy's `files.json` holds the size and SHA-256 of every file. Its `result.json` is written last and
+removed first, and a copy without one is ignored. Fetched files are checked against both lists before they are
+moved into the run directory. With `checkpoints`, the newest resume state of a running stage is also copied,
+to `<store>/states/<stage>-<digest>/step-<n>/`, with the state's `loop.json` last.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from rlhf_core.system.files import file_digest, link_tree, sync_to_disk, write_b
 
 FILES = "files.json"
 FETCHING = ".fetching"
-# prefix of a folder beside the resume states, with the files of the state being copied
+# prefix of a folder, beside the resume states, that holds the files of the state being copied
 COPYING = ".copying-"
 LISTING = TypeAdapter(dict[str, FileInfo])
 
 
 class Damaged(ValueError):
-    """Raised when a copy differs from what was stored. The message names the difference."""
+    """Raised when a copy differs from the original. The message names the difference."""
 
 
 class Store:
-    """Copies of run directories at `url`; with `checkpoints`, also copies of resume states. `attempts` are
+    """Copies of run directories at `url`; with `checkpoints`, also copies of resume states. `attempts` is
     passed to RemoteFiles.
 
     Every method raises StoreFault when the store cannot be used.
@@ -69,8 +69,8 @@ class Store:
     def put(self, run: RunDir) -> bool:
         """Copies the run directory of a finished stage to the store.
 
-        Returns False when the store has it, or when an output is outside the directory
-        (`publication.folder`), so that other machines run that stage themselves.
+        Returns False when the store already has it, or when an output is outside the directory
+        (`publication.folder`), in which case other machines run that stage themselves.
         """
         name = run.path.name
         result = run.result()
@@ -79,7 +79,7 @@ class Store:
         if self.has(name):
             return False
         inside = (file.relative_to(run.path) for file in run.path.rglob("*") if file.is_file())
-        own = (STATE, RESULT, APPROVAL)  # an approval is copied once it is decided
+        own = (STATE, RESULT, APPROVAL)  # an approval is copied separately, once it is decided
         files = sorted(
             file.as_posix()
             for file in inside
@@ -98,7 +98,7 @@ class Store:
                 self.files.write(content, place)
 
     def differs(self, run: RunDir) -> bool:
-        """Returns whether files in the copy of a run directory differ from it in size."""
+        """Returns whether files in the store's copy of a run directory differ in size from the local ones."""
         try:
             listing = LISTING.validate_json(self.files.read(f"stages/{run.path.name}/{FILES}") or b"")
         except ValidationError:
@@ -114,7 +114,7 @@ class Store:
         self.put(run)
 
     def fetch(self, run: RunDir, request: StageRequest) -> bool:
-        """Fetches a finished run directory. Returns False when the store has no complete copy.
+        """Fetches a finished run directory. Returns False when the store has no complete copy of it.
 
         The inputs in its `config.json` are replaced with those of `request`, which are paths on this machine.
         Also raises StoreFault when the copy is damaged.
@@ -140,10 +140,10 @@ class Store:
         return True
 
     def put_state(self, run: RunDir, step: str) -> None:
-        """Copies the resume state `step-<n>` to the store, with metrics, exports, validation answers and the
-        best iteration that it names. Removes the copies of other states.
+        """Copies the resume state `step-<n>` to the store, with the metrics, exports, validation answers and
+        best iteration that it refers to. Removes the copies of other states.
 
-        Sends files from a temporary folder, which the stage does not change. Raises OSError if the stage
+        Sends the files from a temporary folder, which the stage does not change. Raises OSError if the stage
         removes the state before its files are in that folder.
         """
         last = f"{STATE}/{step}/{LOOP}"
@@ -174,7 +174,7 @@ class Store:
                 json.loads(loop)
                 _move(self._get(place, run.path, last, {}), run.path, last)
                 return step
-            except ValueError as damage:  # Damaged, or a cut loop.json
+            except ValueError as damage:  # Damaged, or a truncated loop.json
                 print(
                     f"store {self.files.url}: the copy {place} is damaged ({damage}) and is not used",
                     flush=True,
@@ -191,8 +191,8 @@ class Store:
     def _put(
         self, place: str, folder: Path, files: Iterable[str], last: str, known: Mapping[str, FileInfo]
     ) -> None:
-        """Copies `files` of a folder, then their list, then `last`, which marks the copy as complete. `known`
-        files are not hashed."""
+        """Copies `files` of a folder, then their list, then `last`, which marks the copy as complete. Files
+        in `known` are not hashed."""
         self.files.remove(f"{place}/{last}")
         listing: dict[str, dict[str, Any]] = {}
         for file in files:
@@ -237,7 +237,7 @@ class Store:
         try:
             result = StageResult.model_validate_json(self.files.read(f"stages/{name}/{RESULT}") or b"")
         except ValidationError:
-            return None  # missing or cut
+            return None  # missing or truncated
         return result if name == f"{result.name}-{result.digest}" else None
 
     def _states(self, name: str) -> list[str]:
@@ -251,9 +251,9 @@ def store_of(recipe: Recipe) -> Store | None:
 
 
 def _collect(run: RunDir, step: str, folder: Path) -> None:
-    """Puts everything that a resume state needs at the same paths below `folder`: folders as hard links;
+    """Puts everything that a resume state needs at the same paths below `folder`: folders as hard links, and
     files as copies, because the stage may append to them. Leaves out exports and answers of later iterations,
-    which may be incomplete and which a resumed stage makes again."""
+    which may be incomplete and which a resumed stage writes again."""
     link_tree(run / STATE / step, folder / STATE / step)
     best = json.loads((folder / STATE / step / LOOP).read_text()).get("best")
     if best:

@@ -1,8 +1,8 @@
-"""Sends a stage's metrics to Weights & Biases through its client, whose own process uploads them.
+"""Sends a stage's metrics to Weights & Biases through its client, which uploads them in its own process.
 
-No failure of W&B ends a stage: an error becomes one line in the log, and waits end after START_SECONDS and
-FINISH_SECONDS. Data that a server did not accept stays in the stage's `.wandb`, for `wandb sync`. A resumed
-stage continues its W&B run and sends no step twice.
+No failure of W&B ends a stage: an error becomes one line in the log, and waiting is limited to START_SECONDS
+and FINISH_SECONDS. Data that a server did not accept stays in the stage's `.wandb`, for `wandb sync`. A
+resumed stage continues its W&B run and sends no step twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf_core.runs.run_dir import REQUEST, RunDir
 from rlhf_core.system.files import write_text
 from rlhf_core.system.redaction import without_passwords
 
-FOLDER = ".wandb"  # W&B's client uses it if it exists, else `wandb`; the store skips dotted names
+FOLDER = ".wandb"  # W&B's client uses this folder if it exists, else `wandb`; the store skips dotted names
 KEY_ENV = "WANDB_API_KEY"
 MODE_ENV = "WANDB_MODE"
 PROBE_SECONDS = 3.0
@@ -29,7 +29,7 @@ FINISH_SECONDS = 10.0
 
 
 class Mirror:
-    """The W&B run of a stage; after an error it does nothing."""
+    """The W&B run of a stage. After an error, it does nothing."""
 
     def __init__(self, run: RunDir):
         self._run = run
@@ -44,7 +44,7 @@ class Mirror:
                 self._board.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Waits at most FINISH_SECONDS for unsent data."""
+        """Waits at most FINISH_SECONDS until all data is sent."""
         if self._board is not None:
             with self._logged():
                 self._board.finish()
@@ -69,7 +69,7 @@ def mirror_of(run: RunDir) -> Mirror | None:
 
 
 def _started(run: RunDir) -> Any:
-    """Returns the W&B run of the stage, offline when W&B's server does not answer."""
+    """Returns the W&B run of the stage, which is offline when W&B's server does not answer."""
     import wandb
 
     request = run.request()
@@ -119,8 +119,8 @@ def _answers(url: str) -> bool:
 
 
 def _identity(run: RunDir, digest: str) -> str:
-    """Returns the id of the W&B run: the same for each attempt in this directory, but different for the same
-    digest in other directories."""
+    """Returns the id of the W&B run, which is the same for each attempt in this directory but differs for the
+    same digest in other directories."""
     file = run / FOLDER / "id"
     if not file.is_file():
         file.parent.mkdir(exist_ok=True)
