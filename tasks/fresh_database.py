@@ -1,9 +1,9 @@
-"""Creates an empty Prefect database once and copies it for new users. Prefect's own way, over a hundred
-migrations, takes seconds.
+"""Creates an empty Prefect database once and copies it for new users. Prefect itself would run over a hundred
+migrations, which takes seconds.
 
-`python -m tasks.fresh_database` creates the database for this environment, with Prefect's empty tables;
-`make setup` runs it. If it is missing, or Prefect's database is not `prefect.db` in its home, Prefect
-creates its own.
+`python -m tasks.fresh_database` creates the database for this environment, with Prefect's empty tables; `make
+setup` runs it. Without this database, or if Prefect is configured to use one other than `prefect.db` in its
+home, Prefect creates its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAKE_SECONDS = 600.0
 
 
 def template() -> Path:
-    """Returns the path of this environment's empty database; each version of Prefect has its own."""
+    """Returns the path of this environment's empty database, which depends on Prefect's version."""
     return Path(sys.prefix) / "share" / "alignflow" / f"prefect-{version('prefect')}.db"
 
 
@@ -53,9 +53,9 @@ def make(path: Path) -> None:
 
 
 def lay_database() -> None:
-    """Copies the empty database to Prefect's home. Does not change an existing database or any of its
-    files."""
-    # Imported here because `make` needs no settings and setup waits for it.
+    """Copies the empty database to Prefect's home. Leaves an existing database and all its files
+    unchanged."""
+    # Imported here because `make`, which setup waits for, needs no settings.
     from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_HOME
 
     home = PREFECT_HOME.value()

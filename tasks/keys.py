@@ -1,9 +1,9 @@
-"""Reads keys and tokens from Prefect's secrets, for runs of a deployment whose worker has none in its
+"""Reads keys and tokens from Prefect's secrets, for runs of deployments whose worker has none in its
 environment.
 
 A secret block is named after the variable, in lower case with dashes: `hf-token` for HF_TOKEN. A variable
-that is set takes precedence. Keys are in the environment of the flow's process while it runs, and its
-stages inherit them. They appear in no parameter, file or log (runs/launch.py masks them).
+that is already set takes precedence. Keys are in the environment of the flow's process while it runs, and its
+stages inherit them. They never appear in parameters, files or logs (runs/launch.py masks them).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 does not wait for the receiver.
 
 A thread sends the messages in order, with a few attempts each. The first lost message is logged, and later
-ones get a single attempt. The URL comes from the environment and is never logged; neither is any exception
-that could contain it.
+ones get a single attempt. The URL comes from the environment. Neither the URL nor any exception that could
+contain it is logged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tasks.served import recipe_of_run
 ATTEMPTS = 3  # for each message
 PAUSE = 1.0  # seconds before the second attempt at a message, doubled for the third
 WAIT_AT_EXIT = 0.8  # seconds that an ending process waits for unsent messages
-MAX_WAITING = 1000  # messages; bounds the memory when a receiver hangs for days
+MAX_WAITING = 1000  # messages; bounds memory use when a receiver hangs for days
 MAX_TEXT = 500  # characters of a message's text
 EVENT_OF: dict[StateType, Event] = {
     StateType.RUNNING: "running",
@@ -71,7 +71,8 @@ class Sender:
             self._waiting.put_nowait(json.dumps(message).encode())
 
     def flush(self, seconds: float) -> bool:
-        """Waits at most `seconds` until all messages are sent or given up. Returns whether they are."""
+        """Waits at most `seconds` until all messages have been sent or given up, and returns whether they
+        have."""
         with self._waiting.all_tasks_done:
             return self._waiting.all_tasks_done.wait_for(lambda: self._waiting.unfinished_tasks == 0, seconds)
 
@@ -97,7 +98,7 @@ class Sender:
             self._waiting.task_done()
 
     def _send(self, body: bytes) -> str:
-        """Sends one message. Returns '' on success, otherwise the reason without the URL."""
+        """Sends one message. Returns '' on success, otherwise the reason for the failure without the URL."""
         pauses = wait_exponential(multiplier=self._pause)
         try:
             Retrying(
@@ -128,8 +129,8 @@ _warned: set[str] = set()
 
 
 def sender_of(notify: Notify) -> Sender | None:
-    """Returns the sender for a webhook; None, with one warning, when its environment variable holds no
-    address."""
+    """Returns the sender for a webhook. If its environment variable holds no address, warns once and returns
+    None."""
     url = notify.url
     if url is None:
         if notify.url_env not in _warned:
@@ -208,7 +209,7 @@ def notify_champion(recipe: Recipe, model: str, run: str, why: str) -> None:
 
 
 def notify_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Sends the state of a flow run, as a Prefect hook. Before `running`, a scheduled run also sends
+    """Sends the state of a flow run; a Prefect hook. Before `running`, a scheduled run also sends
     `scheduled`, with its time."""
     recipe = _notifying(flow_run)
     event = EVENT_OF.get(state.type)
@@ -222,8 +223,8 @@ def notify_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> 
 
 
 def _notifying(flow_run: FlowRun) -> Recipe | None:
-    """Returns the recipe in a flow run's parameters; None when it has no `notify`, cannot be read or is
-    refused (the flow reports that)."""
+    """Returns the recipe in a flow run's parameters; None when it has no `notify`, or when it cannot be read
+    or is refused, which the flow reports."""
     given = flow_run.parameters.get("recipe")
     overrides = flow_run.parameters.get("overrides") or ()
     if isinstance(given, dict) and not given.get("notify") and "notify" not in str(overrides):

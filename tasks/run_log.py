@@ -17,13 +17,15 @@ from rlhf_core.system.processes import raised_by_us
 TOLD = (
     StageFailed | GateFailed | ApprovalAwaited | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
 )
-# Prefect's last line about a run or stage that failed with one of these; it repeats the previous sentence.
+# Prefect's last line about a run or stage that failed with one of these errors; it repeats the previous
+# sentence.
 _KINDS = "|".join(("ValueError", *(kind.__name__ for kind in get_args(TOLD) if kind is not httpx.HTTPError)))
 REPEATED = re.compile(
     rf"Finished in state Failed\(['\"](Flow|Task) run encountered an exception:? ({_KINDS})"
 )
 FLOWS = "prefect.flow_runs"
-# Two more sources that repeat it: all messages of one logger, and a line in the log of a deployment's run.
+# Two more sources that repeat the sentence: all messages of one logger, and a line in the log of a
+# deployment's run.
 ENGINE = "prefect.engine"
 OF_ENGINE = "Engine execution exited"
 
@@ -35,11 +37,11 @@ def without_tracebacks() -> None:
 
 
 def shorten(record: logging.LogRecord) -> bool:
-    """Reduces records of failed stages and gates, wrong input and a full disk to the sentence, without a
-    traceback. Also removes the traceback from errors of servers.
+    """Reduces log records about failed stages and gates, wrong input and a full disk to the sentence, without
+    a traceback. Also removes the traceback from server errors.
 
-    Returns False, which drops the record, for Prefect's messages below warnings about our hooks, and if the
-    sentence is already known.
+    Returns False, which drops the record, if the sentence has already been logged, and for Prefect's messages
+    about our hooks below the level of warnings.
     """
     if "ook 'notify_state'" in record.getMessage():
         return record.levelno > logging.INFO

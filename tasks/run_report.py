@@ -1,9 +1,9 @@
 """Writes the folder of a recipe, `<artifacts>/<recipe name>/`, with its report, at the end of every run,
-even a failed one.
+including failed runs.
 
 `summary.json`, `recipe.yaml` (as it was run) and `run.json` describe the last run. `run.json` has the run
-directory, status and gate verdicts of each stage, so that the page can be written again after the recipe or
-its data changed. `runs/` has two files per run: its `run.json` with the recipe, and its page.
+directory, status and gate verdicts of each stage, so that the page can be rewritten after the recipe or its
+data has changed. `runs/` has two files per run: its `run.json` with the recipe, and its page.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tasks.served import recipe_of_run
 
 RECIPE = "recipe.yaml"
 MAX_WHY = 500  # characters
-# the stages in `run.json`, with run directories relative to the artifacts
+# the stages in `run.json`, with run directories relative to the artifacts folder
 VIEWS = TypeAdapter(list[StageView])
 
 
@@ -66,17 +66,17 @@ def this_run(recipe: str) -> RunRecord:
 
 
 def _flow_run_name() -> str | None:
-    """Returns Prefect's name for this run; None outside a run, or if the name is not valid for a run of
-    ours."""
+    """Returns Prefect's name for this run; None outside a run, or if the name is not a valid name for our
+    runs."""
     name = runtime.flow_run.name
     return name if name and NAME.fullmatch(name) else None
 
 
 def record_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Records a flow run that failed before its stages were known, with the reason; pages and `alignflow
-    runs` show it. This is a Prefect hook. It does nothing for runs that `reported` records, for runs
-    without a deployment whose recipe has no folder yet, and when the recipe cannot be read or nothing can
-    be written."""
+    """Records a flow run that failed before its stages were known, with the reason, for pages and `alignflow
+    runs`. This is a Prefect hook. It does nothing for runs that `reported` records, for runs without a
+    deployment whose recipe has no folder yet, or when the recipe cannot be read or the record cannot be
+    written."""
     began = flow_run.start_time.timestamp() if flow_run.start_time else time.time()
     given = flow_run.parameters or {}
     with suppress(ValueError, OSError):
@@ -116,7 +116,7 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
         ends.enter_context(locked(lock))
         os.environ[HOLDER_ENV] = f"run {run.label} of {plan.recipe.name}, process {os.getpid()},"
         ends.callback(os.environ.pop, HOLDER_ENV)
-        # so that `alignflow gc` keeps the stages of a run in progress
+        # early, so that `alignflow gc` keeps the stages of a run in progress
         record(plan, views_of(plan, statuses), run)
         try:
             yield statuses
@@ -126,7 +126,7 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
                 state = "interrupted"
             try:
                 write_or_tell(plan, statuses, run, state)
-            except Exception:  # must not replace the exception that ended the run
+            except Exception:  # this must not replace the exception that ended the run
                 logging.getLogger(__name__).exception(
                     "the report of %s could not be written", plan.recipe.name
                 )
@@ -140,8 +140,8 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
 
 
 def write_or_tell(plan: Plan, statuses: dict[str, Status], run: RunRecord, state: str) -> Path | None:
-    """Writes the folder and the page like `write`. If the disk cannot be written to, logs one sentence and
-    returns None: the stages are done with or without a page."""
+    """Writes the folder and the page as `write` does. If the disk cannot be written to, logs one sentence and
+    returns None, because the stages are done with or without a page."""
     try:
         return write(plan, statuses, run, state)
     except Exception as error:
@@ -160,16 +160,16 @@ def write_or_tell(plan: Plan, statuses: dict[str, Status], run: RunRecord, state
 
 
 def write(plan: Plan, statuses: dict[str, Status], run: RunRecord | None = None, state: str = "") -> Path:
-    """Writes the recipe's folder, and the page over all runs. Returns the page's path.
+    """Writes the recipe's folder and the page of all runs. Returns the path of the recipe's page.
 
-    `run`: the run that ends now, in `state`. With None, writes only the pages and keeps `run.json`, which
+    `run`: the run that ends now, in `state`. If it is None, writes only the pages and keeps `run.json`, which
     `alignflow gc` reads.
     """
     views = views_of(plan, statuses)
     if run:
         record(plan, views, run)
     plan.folder.mkdir(parents=True, exist_ok=True)
-    from evaluation.report.run_page import in_subfolder, write_report  # imports matplotlib, a second
+    from evaluation.report.run_page import in_subfolder, write_report  # imports matplotlib: a second
 
     page = write_report(plan.folder, plan.recipe.name, views, run.heading if run else _heading(plan.folder))
     if run:

@@ -1,9 +1,9 @@
-"""Loads the recipe of a run, and checks that a run of a deployment uses the deployment's recipe and only
-adds overrides of settings.
+"""Loads the recipe of a run, and checks that a deployment's run uses the deployment's recipe and overrides
+nothing but settings.
 
-`alignflow serve` writes the deployments' parameters to a file and gives its path to their runs; no request
-to the API changes it. A worker of another Prefect server reads them from that server: users who can change
-deployments there can run code, users who can create runs cannot.
+`alignflow serve` writes the deployments' parameters to a file, which no API request can change, and passes
+its path to their runs. A worker of another Prefect server reads the parameters from that server, where users
+who can change deployments can run code, but users who can only create runs cannot.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _loaded: dict[str, Recipe] = {}  # by flow run
 def recipe_of_run(
     given: object, overrides: object, run: UUID | str | None, deployment: UUID | str | None
 ) -> Recipe:
-    """Returns the recipe of a flow run, like `own_recipe`. A process reads it once for each run."""
+    """Returns the recipe of a flow run as `own_recipe` does, but reads it only once per run and process."""
     if str(run) not in _loaded:
         _loaded[str(run)] = own_recipe(given, overrides, deployment)
     return _loaded[str(run)]
 
 
 def own_recipe(given: object, overrides: object, deployment: UUID | str | None) -> Recipe:
-    """Returns the recipe in a run's parameters. `deployment`: the run's, if it has one.
+    """Returns the recipe in a run's parameters. `deployment`: the id of the run's deployment, if it has one.
 
-    Raises ValueError for a recipe other than the deployment's, before reading it, for an override of a
-    field that is not a setting, and like `given_recipe`.
+    Raises ValueError for a recipe other than the deployment's (before reading it), for an override of a field
+    that is not a setting, and where `given_recipe` does.
     """
     if deployment is None:
         return given_recipe(given, overrides)
@@ -83,7 +83,7 @@ def _own_parameters(deployment: str) -> Sequence[Mapping[str, Any]]:
 
 
 def require_settings(recipe: Recipe, overrides: Sequence[str]) -> None:
-    """Raises ValueError for an override of a field that is not a setting, or is not in the recipe."""
+    """Raises ValueError for an override of a field that is not a setting or is not in the recipe."""
     for override in overrides:
         top, nested = split_overrides([override])
         for keys in [[key] for key, _ in top] + [keys for keys, _ in nested]:
@@ -96,13 +96,13 @@ def require_settings(recipe: Recipe, overrides: Sequence[str]) -> None:
 
 
 def _is_setting(here: Any, keys: Sequence[str], where: str) -> bool:
-    """Returns whether the field that the keys lead to can only hold plain values. The field is the last one
-    of a record along the way."""
+    """Returns whether the field that the keys lead to, the last record field on the path, can only hold plain
+    values."""
     setting = False
     for depth, key in enumerate(keys):
         parts = _parts(here)
         if key not in parts:
-            if depth and isinstance(here, dict):  # a mapping of free keys, such as engine.options
+            if depth and isinstance(here, dict):  # a mapping with arbitrary keys, such as engine.options
                 return False
             raise ValueError(f"{where}: {unknown(key, parts)}")
         if isinstance(here, BaseModel):

@@ -1,12 +1,12 @@
-"""Runs a Prefect server in its own process, with this file as the script. The process imports its
-libraries while the command works, and starts the server when the command asks for it.
+"""Runs a Prefect server in its own process, with this file as the script. The process imports its libraries
+while the command does other work, and starts the server when the command asks for it.
 
-Prefect's own class for such a server takes two seconds to import, since it imports the whole server;
-importing this file imports nothing of Prefect. Before that request the process has changed nothing,
-so it can be killed without harm, and it ends when the command does. It has its own process group, so Ctrl-C
-in a terminal does not reach it: the command ends it after printing its own last messages. The API requires
-an auth string. A request for another host (DNS rebinding) or from another server's page is refused before
-it reaches Prefect. `alignflow serve` also runs its server with this file.
+Prefect's own class for such a server takes two seconds to import, because it imports the whole server;
+importing this file imports nothing from Prefect. Until it is asked to start, the process changes nothing, so
+it can be killed without harm, and it ends when the command does. It has its own process group, so Ctrl-C in a
+terminal does not reach it; the command ends it after printing its own last messages. The API requires an auth
+string. A request for another host (DNS rebinding) or from another server's page is refused before it reaches
+Prefect. `alignflow serve` also runs its server with this file.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ MOST_CONNECTIONS = 1000
 STOP_SECONDS = 5.0  # between TERM and KILL, as in Prefect
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 5.0
-# the settings with which Prefect starts one
+# settings with which Prefect starts a temporary server
 MODE = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
-AUTH = "PREFECT_API_AUTH_STRING"  # where Prefect's clients find it
+AUTH = "PREFECT_API_AUTH_STRING"  # where Prefect's clients look for the auth string
 
 
 def command(descriptor: int, hosts: Sequence[str] = ()) -> list[str]:
-    """Returns the command of the process. `descriptor` is its bound socket; `hosts` are names of this
-    machine besides localhost and the address of a connection."""
+    """Returns the command line of the process. `descriptor`: its bound socket; `hosts`: host names of this
+    machine, in addition to localhost and the address of a connection."""
     return [sys.executable, "-P", __file__, str(descriptor), *hosts]
 
 
 def protected(auth: str, origin: str) -> dict[str, str]:
-    """Returns the environment with which Prefect's server requires an auth string and admits only its own
-    pages. No command line shows it."""
+    """Returns the environment that makes Prefect's server require an auth string and admit only its own
+    pages. The string appears on no command line."""
     return {"PREFECT_SERVER_API_AUTH_STRING": auth, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origin}
 
 
 def tell(process: subprocess.Popen[bytes]) -> None:
-    """Lets a loaded process open its database and serve."""
+    """Tells a loaded process to open its database and serve."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as told:
         told.write(b"+")
@@ -58,7 +58,7 @@ def tell(process: subprocess.Popen[bytes]) -> None:
 def answers(process: subprocess.Popen[bytes], api: str, seconds: float) -> bool:
     """Waits until the process answers at `api`; returns False when it ends, or does not answer in time."""
     end = time.monotonic() + seconds
-    # it answers plain HTTP, and loading certificates would take a while
+    # the server speaks plain HTTP, and loading certificates would take a while
     no_certificates = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     with httpx.Client(timeout=ANSWER_SECONDS, trust_env=False, verify=no_certificates) as client:
         while process.poll() is None and time.monotonic() < end:
@@ -70,8 +70,8 @@ def answers(process: subprocess.Popen[bytes], api: str, seconds: float) -> bool:
 
 
 class ServerProcess:
-    """The process and its address. `running`: it was told to begin and has not been stopped; `begun`: it
-    was told to begin at some time."""
+    """The process and its address. `running`: whether it was told to begin and has not been stopped; `begun`:
+    whether it was ever told to begin."""
 
     def __init__(self) -> None:
         self.server_process: subprocess.Popen[bytes] | None = None
@@ -84,8 +84,8 @@ class ServerProcess:
         return f"http://{LOOPBACK}:{self._port}/api"
 
     def prepare(self) -> None:
-        """Starts the process, which loads and waits. It inherits a socket that already listens, so nobody
-        else can take the port and receive the auth string. Raises OSError when no port is available."""
+        """Starts the process, which loads and waits. It inherits a listening socket, so no other process can
+        take the port and receive the auth string. Raises OSError when no port is available."""
         if not self._port:
             atexit.register(self.stop)
         # set by an earlier start of this process
@@ -102,7 +102,8 @@ class ServerProcess:
             )
 
     def begin(self) -> None:
-        """Lets the process open its database and serve. Prepares a new one first if none is waiting."""
+        """Tells the process to open its database and serve. Prepares a new process first if none is
+        waiting."""
         if self.server_process is None or self.server_process.poll() is not None:
             self.prepare()
         assert self.server_process is not None
@@ -123,7 +124,7 @@ class ServerProcess:
             )
 
     def stop(self) -> None:
-        """Ends the process: at once if it has not begun, otherwise like Prefect."""
+        """Ends the process, at once if it has not begun, otherwise in the same way as Prefect."""
         process = self.server_process
         begun = self.running
         self.running = False
@@ -177,8 +178,8 @@ def own_only(application: Application, hosts: Sequence[str]) -> Application:
 
 
 def refusal(headers: Sequence[tuple[bytes, bytes]], hosts: Sequence[str]) -> tuple[int, str] | None:
-    """Returns status and sentence for a request that is not for one of `hosts`, or comes from a page of
-    another host or port; None for other requests."""
+    """Returns (status, message) for a request that is not for one of `hosts` or comes from a page of another
+    host or port; None for other requests."""
     asked = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
     origins = [value.decode("latin-1").lower() for name, value in headers if name == b"origin"]
     if len(asked) != 1 or asked[0].partition(":")[0] not in {host.lower() for host in hosts}:
@@ -189,9 +190,9 @@ def refusal(headers: Sequence[tuple[bytes, bytes]], hosts: Sequence[str]) -> tup
 
 
 def main(descriptor: int, hosts: Sequence[str]) -> None:
-    """Runs the process itself: loads, waits for a byte on standard input, and serves on the given socket.
-    Ends if no byte comes."""
-    gc.disable()  # while loading, which only creates objects that stay: saves a fifth of the time
+    """Runs in the server process: loads libraries, waits for a byte on standard input, and serves on the
+    given socket. Ends if standard input closes first."""
+    gc.disable()  # loading only creates long-lived objects; this saves a fifth of the time
     import uvicorn
     from prefect.server.api.server import create_app
 

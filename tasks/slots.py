@@ -1,10 +1,10 @@
-"""Lets only one run's stages work on a machine at a time: the run takes the machine's slot, and the stages
-of other runs wait for it.
+"""Lets the stages of only one run work on a machine at a time: the run takes the machine's slot, and the
+stages of other runs wait for it.
 
 The slot is a global concurrency limit of the Prefect server, named by ALIGNFLOW_LIMIT; `alignflow serve`
-creates it and sets the variable. Without the variable there is no limit. Stages of one run that work side
-by side share the slot: flows/schedule.py decides what fits on the machine. A slot is freed when the last of
-them ends, or five minutes after its run was killed with -9.
+creates it and sets the variable. Without the variable there is no limit. Stages of one run that work side by
+side share the slot; flows/schedule.py decides which fit on the machine together. A slot is freed when the
+last of them ends, or five minutes after its run was killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from prefect.concurrency.sync import concurrency
 from rlhf_core.runs.allotment import check_stop
 
 LIMIT_ENV = "ALIGNFLOW_LIMIT"
-# Renewed at three quarters. A machine or server that stalls for longer than the rest loses the slot.
+# Renewed after three quarters. A machine or server that stalls for longer than the rest loses the slot.
 LEASE_SECONDS = 300.0
 END_SECONDS = 10.0
 
 
 class Slot:
-    """A slot of a limit, taken and freed by its own thread, because waiting for the server in the stage's
+    """A slot of a limit. Its own thread takes and frees it, because waiting for the server in the stage's
     thread could not be interrupted."""
 
     def __init__(self, name: str):
@@ -40,7 +40,7 @@ class Slot:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the slot is taken. Raises Stopped like `check_stop`, and Prefect's exception when
+        """Waits until the slot is taken. Raises Stopped as `check_stop` does, and Prefect's exception when
         there is no such limit."""
         while not self._taken.wait(1.0):
             check_stop()
@@ -48,7 +48,7 @@ class Slot:
             raise self._error[0]
 
     def free(self) -> None:
-        """Frees the slot, or lets it be freed as soon as it is taken."""
+        """Frees the slot now or, if it is not taken yet, as soon as it is."""
         self._given_back.set()
         if self._taken.is_set():
             self._thread.join(END_SECONDS)

@@ -1,10 +1,10 @@
 """Runs a stage as a Prefect task: in its own process, with its log forwarded and its results shown as
 artifacts.
 
-It is called directly, or submitted to the flow's task runner, whose threads run stages side by side. Only
-the main thread gets the signal that cancels a flow. Code that waits in another thread calls `check_stop`
-(rlhf_core/runs/allotment.py), and then ends the stage's processes. Prefect's result cache is off: a stage
-is done when its run directory has a complete `result.json`.
+The task is called directly, or submitted to the flow's task runner, whose threads run stages side by side.
+Only the main thread receives the signal that cancels a flow. Code that waits in another thread calls
+`check_stop` (rlhf_core/runs/allotment.py), and ends the stage's processes when that raises. Prefect's result
+cache is off, because a stage is done when its run directory has a complete `result.json`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ LINES_PER_SECOND = 20
 
 
 def can_retry(task: Any, task_run: Any, state: Any) -> bool:
-    """Returns whether Prefect should retry: after a crash, from which the stage resumes, but not after
-    wrong input or a signal to stop."""
+    """Returns whether Prefect should retry, which it should after a crash, because the stage resumes, but not
+    after wrong input or a stop signal."""
     error = state.result(raise_on_failure=False)
     return isinstance(error, StageFailed) and error.can_retry
 
@@ -60,11 +60,12 @@ def can_retry(task: Any, task_run: Any, state: Any) -> bool:
     persist_result=False,
 )
 def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) -> Literal["done", "skipped"]:
-    """Runs one stage unless it is done, here or in the store, and copies its result to the store. Waits
-    while another run works on it.
+    """Runs one stage, unless it is already done here or in the store, and copies its result to the store.
+    Waits while another run works on the stage.
 
-    Raises StageFailed when its process ends without a result or like `require_unchanged`, StoreFault when
-    the store cannot be used, MachineLacks like `RunDir.wait`, and Stopped like `check_stop`.
+    Raises StageFailed when its process ends without a result or an input has changed (`require_unchanged`),
+    StoreFault when the store cannot be used, MachineLacks as `RunDir.wait` does, and Stopped as `check_stop`
+    does.
     """
     check_stop()  # a retry starts here, seconds after the crash
     logger = get_run_logger()
@@ -92,9 +93,9 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
 
 
 def require_unchanged(request: StageRequest, digests: Digests) -> None:
-    """Raises StageFailed when a file that determines the result has changed since the run was planned and
-    its directory was named. Otherwise the stage would continue from a resume state with other data, or
-    would look done to whoever has the old file."""
+    """Raises StageFailed when a file that determines the result has changed since the run was planned and its
+    directory was named. Otherwise the stage would continue from a resume state with different data, or would
+    look done to anyone who has the old file."""
     changed = [path for path, content in request.contents.items() if digests.of(Path(path)) != content]
     if changed:
         told = (
@@ -105,7 +106,7 @@ def require_unchanged(request: StageRequest, digests: Digests) -> None:
 
 
 class Throttle:
-    """Forwards at most LINES_PER_SECOND lines a second, and logs how many it left out (the log file has
+    """Forwards at most LINES_PER_SECOND lines per second, and logs how many it dropped (the log file has them
     all)."""
 
     def __init__(self, log: Callable[[str], None]):
@@ -131,8 +132,8 @@ class Throttle:
 
 
 def show(result: StageResult, run_dir: Path) -> None:
-    """Creates the artifacts of a finished stage: metrics, outputs, curves, data report, and tables of
-    evaluations."""
+    """Creates the Prefect artifacts of a finished stage: metrics, outputs, curves, data report and evaluation
+    tables."""
     key = artifact_key(result.name)
     title = f"{result.name} ({result.stage}, {result.seconds:.0f} s)"
     texts = {"metrics": f"## {title}\n\n{table(('metric', 'value'), sorted(result.metrics.items()))}"}

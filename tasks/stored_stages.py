@@ -1,6 +1,6 @@
 """Fetches stages from the store before they run, and copies results and resume states to it.
 
-If copying a result fails, the run ends with a sentence; the local result stays, and the next run copies it.
+If copying a result fails, the run ends with a sentence; the local result is kept, and the next run copies it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ WAIT_SECONDS = 20.0  # for a copy in progress when the stage ends or is cancelle
 
 
 def fetch_stage(store: Store, run: RunDir, request: StageRequest, log: Callable[..., None]) -> None:
-    """Fetches a stage that is not done here: its result, or if the store has none and there is no local
-    resume state, its newest resume state.
+    """Fetches the result of a stage that is not done here. If the store has no result and there is no local
+    resume state, fetches the newest resume state.
 
-    Does nothing while another process holds the run directory's lock; the stage's own process waits for the
-    lock. Raises StoreFault.
+    Does nothing while another process holds the run directory's lock, for which the stage's own process
+    waits. Raises StoreFault.
     """
     try:
-        with run.locked(wait_seconds=1):  # whoever checks whether it is locked holds the lock for a moment
+        with run.locked(wait_seconds=1):  # a process that only checks the lock holds it for a moment
             if run.result() is not None:
                 return
             if store.fetch(run, request):
@@ -50,8 +50,8 @@ def fetch_parents(planned: Plan, nodes: Sequence[Node]) -> None:
 
 
 def upload_stage(store: Store, run: RunDir, log: Callable[..., None]) -> None:
-    """Copies a finished stage to the store, unless it is there, and removes the stage's resume states from
-    the store. Raises StoreFault."""
+    """Copies a finished stage to the store, unless it is already there, and removes the stage's resume states
+    from the store. Raises StoreFault."""
     if store.put(run):
         log("%s was copied to %s", run.path.name, store.files.url)
     store.put_approval(run)
@@ -63,10 +63,10 @@ def upload_stage(store: Store, run: RunDir, log: Callable[..., None]) -> None:
 def states_uploaded(
     store: Store | None, run: RunDir, warn: Callable[..., None], every: float = EVERY_SECONDS
 ) -> Iterator[None]:
-    """Copies the newest resume state repeatedly while the block runs, and the last one when the stage
-    crashes.
+    """Copies new resume states while the block runs, and the last one when the stage crashes.
 
-    A failed copy only gives a warning; the first failure gives none if the stage has a newer state by then.
+    A failed copy only causes a warning, and the first failure does not even warn if the stage has a newer
+    state by then.
     """
     for left in (run / STATE).glob(f"{COPYING}*"):  # left by a killed run
         shutil.rmtree(left, ignore_errors=True)
@@ -110,7 +110,7 @@ def states_uploaded(
 
 
 def _is_needed(run: RunDir, state: Resume) -> bool:
-    """Returns whether a state is the newest of a stage without a result. A finished stage removes its
+    """Returns whether a state is the newest one and its stage has no result. A finished stage removes its
     states."""
     if run.result() is not None:
         return False

@@ -1,8 +1,8 @@
-"""Runs a temporary Prefect server for a flow that was given no other, and restarts it when it ends before
-the flow.
+"""Runs a temporary Prefect server for a flow that was given no other, and restarts the server if it ends
+before the flow.
 
-The server only records what happens, but a run without it tries for minutes to record its end, and then
-fails. It is our own (`server_process.py`): it requires an auth string and starts faster than Prefect's.
+The server only records events, but without it a run tries for minutes to record its end and then fails. It is
+our own (`server_process.py`), which requires an auth string and starts faster than Prefect's.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ _ended: list[int] = []  # exit codes of servers that were restarted
 
 
 def start_server() -> None:
-    """Starts this process's own server and makes Prefect use it. Does nothing if another server is named.
+    """Starts this process's own server and makes Prefect use it. Does nothing if another server is
+    configured.
 
-    Raises MachineLacks when it does not start. Prefect would try its own forever when, say, the database
-    cannot be opened.
+    Raises MachineLacks when it does not start. Prefect would retry its own server forever, for example when
+    the database cannot be opened.
     """
     if ours.begun and os.environ.get("PREFECT_API_URL") == ours.api_url:  # a second flow of this process
         keep_server()
@@ -54,7 +55,7 @@ def start_server() -> None:
     lay_database()
     with contextlib.suppress(OSError):  # tried once more below
         ours.begin()
-    # Every run imports it at its end, which takes two seconds; the server needs that time to start.
+    # Every run imports this module at its end, which takes two seconds; meanwhile the server starts.
     from evaluation.report import run_page  # noqa: F401
 
     try:
@@ -73,8 +74,8 @@ def start_server() -> None:
 
 
 class OwnServerFlow(Flow[..., Any]):
-    """A flow whose call starts this process's own server if none is named. The server that Prefect would
-    start answers anybody."""
+    """A flow that starts this process's own server when called, if none is configured. The server that
+    Prefect would start answers anybody."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         start_server()
@@ -82,8 +83,8 @@ class OwnServerFlow(Flow[..., Any]):
 
 
 def without_heartbeats() -> AbstractContextManager[object]:
-    """Disables heartbeats of flows in the block if this process's own server runs. Nobody watches that
-    server, and at the flow's end they would cost half a second."""
+    """Disables heartbeats of flows in the block if this process's own server is running. Nobody watches that
+    server, and the heartbeats would delay the flow's end by half a second."""
     return (
         temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
         if ours.running
@@ -97,8 +98,8 @@ def _watch() -> None:
 
 
 def keep_server() -> None:
-    """Restarts this process's own server when it has ended, at the same address and with the same database,
-    at most three times. Returns when it answers: a client created while there is no server would fail at
+    """Restarts this process's own server if it has ended, at the same address and with the same database, at
+    most three times. Returns once it answers, because a client created while there is no server would fail at
     once."""
     with _turn:
         process = ours.server_process
@@ -120,5 +121,6 @@ def keep_server() -> None:
 
 
 def _start_seconds() -> int:
-    """Returns at least 60 s: Prefect's 20 s are too few for the migrations of a large database."""
+    """Returns the start timeout in seconds, at least 60; Prefect's 20 are too few for the migrations of a
+    large database."""
     return max(60, int(PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()))

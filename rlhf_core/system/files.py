@@ -1,8 +1,8 @@
 """Digests local files and folders with a cache, writes files atomically, and locks them.
 
-Digests are cached in `<artifacts>/.digests.json` by path, size and mtime. A file changed within the last two
-seconds is not cached, so that a second change in the same clock tick is noticed. A missing path has the
-digest `absent`, so that a recipe can be planned on a machine without its files.
+Digests are cached in `<artifacts>/.digests.json` by path, size and mtime. The digest of a file changed within
+the last two seconds is not cached, so that a second change in the same clock tick is noticed. A missing path
+has the digest `absent`, so that a recipe can be planned on a machine without its files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _hashed: dict[tuple[int, int, int, int], str] = {}  # the results of `file_diges
 
 
 class Digests:
-    """SHA-256 digests of files, cached in `folder` if it is given, exists and is writable."""
+    """SHA-256 digests of files, cached in `folder` if that is given, exists and is writable."""
 
     def __init__(self, folder: Path | None = None):
         self._store = (folder or Path(os.devnull)) / ".digests.json"
@@ -38,8 +38,8 @@ class Digests:
         self._before = dict(self._known)
 
     def of(self, path: Path) -> str:
-        """Returns the digest of a file, or of the names and contents of a folder's files without hidden ones;
-        `absent` if there is neither."""
+        """Returns the digest of a file, or of the names and contents of the files in a folder, excluding
+        hidden ones; `absent` if there is neither."""
         if os.path.isfile(path):  # also False for a name that no file system accepts
             return self._file(path.resolve())
         if not os.path.isdir(path):
@@ -68,7 +68,7 @@ class Digests:
 
 @contextlib.contextmanager
 def locked(path: Path, wait_seconds: float = 0.0) -> Iterator[bool]:
-    """Holds a lock file until the block ends; the system frees it when the process dies. Yields whether the
+    """Holds a lock file until the block ends; the system releases it if the process dies. Yields whether the
     lock was acquired within `wait_seconds`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=wait_seconds)
@@ -84,7 +84,7 @@ def locked(path: Path, wait_seconds: float = 0.0) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Returns whether a process holds a lock file, or the file cannot be opened."""
+    """Returns whether a process holds a lock file; also true if the file cannot be opened."""
     if not path.exists():
         return False
     try:
@@ -95,12 +95,12 @@ def is_locked(path: Path) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically: a reader sees the old content or the new, never a part."""
+    """Writes a file atomically: a reader sees either the old content or the new."""
     write_bytes(path, text.encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; {} when the file is missing or cut, or holds another type."""
+    """Returns the JSON object in a file; {} when the file is missing, truncated or not a JSON object."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -121,8 +121,8 @@ def tail(path: Path, count: int = 1) -> str:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file atomically, like `write_text`. OSErrors name the file, unlike Python's for a full
-    disk."""
+    """Writes a file atomically, like `write_text`. Its OSErrors always name the file; Python's do not for a
+    full disk."""
     # machines that share the folder may have equal process ids
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -139,8 +139,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Creates the folder `target` with hard links to the files of `source`, or copies if the file system has
-    no links."""
+    """Creates the folder `target` with hard links to the files of `source`, or with copies if the file system
+    does not support links."""
     shutil.rmtree(target, ignore_errors=True)  # left by a killed attempt
     shutil.copytree(source, target, copy_function=_linked)
 
@@ -153,7 +153,7 @@ def _linked(source: str, target: str) -> None:
 
 
 def sync_to_disk(*places: Path) -> None:
-    """Calls fsync on files and folders, and on everything below them, so that their content survives a power
+    """Calls fsync on files and folders and everything in them, so that their content survives a power
     failure."""
     for place in places:
         for path in (place, *place.rglob("*")) if place.is_dir() else (place,):
@@ -172,9 +172,9 @@ def sync_to_disk(*places: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """Returns the SHA-256 of a file in hex. A process reads a file and its hard links only once, until its
+    """Returns the SHA-256 of a file in hex. A process reads a file and its hard links only once, unless the
     size or mtime changes."""
-    identity = _identity(path)  # taken before the read: a file replaced meanwhile has another identity
+    identity = _identity(path)  # taken before reading, because a file replaced meanwhile has another identity
     known = _hashed.get(identity)
     if known is not None:
         return known
@@ -186,12 +186,13 @@ def file_digest(path: Path) -> str:
 
 
 def remember_digest(path: Path, sha256: str) -> None:
-    """Makes `file_digest` return a known digest for a file, until the file's size or mtime changes."""
+    """Makes `file_digest` return a known digest for a file until the file's size or mtime changes."""
     _hashed[_identity(path)] = sha256
 
 
 def _identity(path: Path) -> tuple[int, int, int, int]:
-    """Returns device, inode, size and mtime in nanoseconds: equal for all hard links of an unchanged file."""
+    """Returns (device, inode, size, mtime in nanoseconds), which is equal for all hard links of an unchanged
+    file."""
     info = path.stat()
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 

@@ -2,7 +2,7 @@
 libraries from it.
 
 During such work the collector traverses many objects and frees almost none. It takes a fifth of the time of
-importing a large library, and as much of an engine's step over thousands of requests.
+importing a large library, and of an engine step over thousands of requests.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def uncollected() -> Iterator[None]:
 
 
 def freeze_libraries() -> None:
-    """Excludes all objects so far from garbage collection, until this process exits. Call it after imports:
-    a full collection over the objects of large libraries takes a third of a second, and engines force several
-    while they start."""
+    """Excludes all existing objects from garbage collection until this process exits. Call it after imports,
+    because a full collection over the objects of large libraries takes a third of a second, and engines force
+    several while they start."""
     gc.freeze()
-    atexit.register(gc.unfreeze)  # some libraries count what is left of them at exit
+    atexit.register(gc.unfreeze)  # some libraries count their remaining objects at exit

@@ -1,5 +1,5 @@
-"""Controls three aspects of PyTorch's allocators: expandable segments, which do not work everywhere, the size
-of pinned blocks, and memory that is kept unused.
+"""Controls three aspects of PyTorch's allocators: expandable segments, which do not work everywhere; the size
+of pinned blocks; and unused memory that the allocators keep.
 
 PyTorch's GPU allocator uses expandable segments, to avoid fragmentation, when the user sets
 `expandable_segments:True` in PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF, its older name). Other processes
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch reads the first that is not empty
 SEGMENTS = "expandable_segments"
-BLOCK = 2**32  # most bytes of a block of pinned memory that tensors share
-ROUNDED = 1.5  # bytes for each one of weights pinned one by one: 1 to 2, depending on their shapes
+BLOCK = 2**32  # largest size, in bytes, of a block of pinned memory that tensors share
+ROUNDED = 1.5  # bytes pinned per byte of weights that are pinned one by one: 1 to 2, depending on shapes
 
 
 def give_up_segments(environment: MutableMapping[str, str]) -> None:
-    """Removes the setting from an environment. Must be called before the process allocates GPU memory."""
+    """Removes the expandable-segments setting from an environment. Must be called before the process
+    allocates GPU memory."""
     for name in VARIABLES:
         if environment.get(name):
             environment[name] = _others(environment[name])
@@ -54,8 +55,8 @@ def shared_bytes(size: int, device: torch.device) -> torch.Tensor:
 
 
 def free_unused() -> None:
-    """Frees GPU memory of models that this process no longer uses, for an engine in another process, which
-    reserves a share of the whole GPU."""
+    """Frees GPU memory that this process no longer uses, for an engine in another process, which reserves a
+    share of the whole GPU."""
     import torch
 
     gc.collect()
@@ -69,21 +70,21 @@ def pinned_bytes(size: float) -> float:
 
 
 def move_to_pinned(tensors: Sequence[torch.Tensor]) -> None:
-    """Moves the data of tensors to pinned host memory, or to ordinary memory without CUDA, many tensors to a
-    block. The largest go first, each into the first block with room. So little more is pinned than the
-    tensors hold, and the host holds at most one block's data twice."""
+    """Moves the data of tensors into shared blocks of pinned host memory, or of ordinary memory without CUDA.
+    The largest tensors go first, each into the first block with room. This pins little more memory than the
+    tensors hold, and at most one block's data exists twice on the host."""
     import torch
 
     def aligned(tensor: torch.Tensor) -> int:
         return -(-tensor.nbytes // 64) * 64
 
-    blocks: list[torch.Tensor] = []  # the free part of each
+    blocks: list[torch.Tensor] = []  # the free part of each block
     left = sum(map(aligned, tensors))
     for tensor in sorted(tensors, key=aligned, reverse=True):
         size = aligned(tensor)
         place = next((i for i, block in enumerate(blocks) if len(block) >= size), len(blocks))
         if place == len(blocks):
-            shared = min(BLOCK, 2 ** (left.bit_length() - 1)) if left else 0  # a power of two that is filled
+            shared = min(BLOCK, 2 ** (left.bit_length() - 1)) if left else 0  # power of two, to be filled
             taken = int(max(pinned_bytes(size), shared))
             blocks.append(torch.empty(taken, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
         tensor.data = blocks[place][: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.data)
@@ -102,10 +103,10 @@ def _others(settings: str) -> str:
 
 
 def _apply(settings: str) -> None:
-    """Replaces all settings of the allocator. Those not in `settings` return to their defaults.
+    """Replaces all settings of the allocator; those not in `settings` return to their defaults.
 
-    Uses a private function of PyTorch 2.11 to 2.13. Without it the allocator stays unchanged, and a line in
-    the log says so.
+    Uses a private function of PyTorch 2.11 to 2.13. If it is missing, leaves the allocator unchanged and logs
+    a line.
     """
     import torch
 

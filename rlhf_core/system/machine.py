@@ -12,18 +12,18 @@ import psutil
 
 
 class MachineLacks(RuntimeError):
-    """Raised when the recipe is right but this machine lacks something for it. The message has one sentence
-    (a line) per lack."""
+    """Raised when the recipe is valid but this machine lacks something that it needs. The message has a
+    one-line sentence for each missing thing."""
 
 
 class NodeLost(RuntimeError):
     """Raised when a node of the Ray cluster, or its head, has ended or cannot be reached. The stage can
-    continue when it is started again."""
+    continue when it is restarted."""
 
 
 class Unreachable(ConnectionError):
-    """Raised when a service did not answer in any attempt, or only that it is busy or down. The message is
-    one sentence."""
+    """Raised when every attempt to reach a service got no answer, or only the answer that it is busy or down.
+    The message is one sentence."""
 
 
 def num_cpus() -> int:
@@ -38,7 +38,7 @@ def num_cpus() -> int:
 
 
 def num_gpus() -> int:
-    """Returns the number of NVIDIA GPUs this process can see: device files, limited by
+    """Returns the number of NVIDIA GPUs this process can see: its device files, limited by
     CUDA_VISIBLE_DEVICES."""
     devices = gpu_devices()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -48,7 +48,7 @@ def num_gpus() -> int:
 
 
 def gpu_devices() -> int:
-    """Returns the number of NVIDIA GPUs of this machine or container: its device files."""
+    """Returns the number of NVIDIA GPUs of this machine or container, from its device files."""
     return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -68,9 +68,9 @@ def free_memory() -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Makes the C library return freed memory to the system, blocks above 1 MiB at once; otherwise it keeps
-    hundreds of megabytes. Each later block costs a system call. Does nothing if the C library is not
-    glibc."""
+    """Makes the C library return freed memory to the system, from now on at once for blocks above 1 MiB;
+    otherwise it keeps hundreds of megabytes. Each such block then costs a system call. Does nothing if the C
+    library is not glibc."""
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
@@ -79,8 +79,8 @@ def give_back_freed_memory() -> None:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Returns the GPUs this process can see, as a child's CUDA_VISIBLE_DEVICES names them: numbers, or the
-    names in this process's own variable."""
+    """Returns the GPUs that this process can see, as a child's CUDA_VISIBLE_DEVICES must name them: by
+    number, or by the names in this process's own variable."""
     visible = [
         device.strip()
         for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -98,10 +98,10 @@ DISK_PROBLEMS = {
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """Returns why the disk cannot be written to, and what to do, if an error or one of its causes is such an
-    error; else None.
+    """Returns why the disk cannot be written to, and what to do, if an error or one of its causes says so;
+    else None.
 
-    Libraries written in other languages (safetensors) raise their own classes, with the errno in the text.
+    Libraries in other languages (safetensors) raise their own classes, with the errno in the message.
     """
     cause: BaseException | None = error
     while cause is not None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 
 def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """Returns a Markdown table that ends with a line break. It has a line per row, numbers with six digits,
-    and an empty cell for None."""
+    """Returns a Markdown table that ends with a line break, with a line per row. Numbers have six digits, and
+    None becomes an empty cell."""
     cells = [[_cell(value) for value in row] for row in (header, *rows)]
     first, *rest = ("| " + " | ".join(row) + " |\n" for row in cells)
     return "".join([first, "|" + "---|" * len(cells[0]) + "\n", *rest])

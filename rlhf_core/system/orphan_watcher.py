@@ -1,8 +1,8 @@
-"""Ends the processes of a run that was killed with -9, in case the reaper was killed too.
+"""Ends the processes of a run that was killed with SIGKILL, even if the reaper was killed too.
 
 The run puts a mark in its environment, which all of its processes inherit. A watcher in another session waits
-until the run has ended and then ends every process with the mark: Prefect's temporary server, and stages
-whose reaper was killed as well. Linux only; elsewhere nothing is started.
+until the run has ended, and then ends every process with the mark: Prefect's temporary server, and stages
+whose reaper was also killed. Linux only; elsewhere no watcher is started.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ POLL_SECONDS = 0.5
 GRACE_SECONDS = 15.0  # longer than the reaper's grace period, so that the reaper ends its processes first
 GIVE_UP_SECONDS = 60.0
 
-_watched = 0  # the process that has a watcher; a fork of it has none
+_watched = 0  # id of the process that has a watcher; a fork of it has none
 
 
 def start() -> None:
-    """Marks this process's environment and starts its watcher, which ends the processes started later when
-    this process has ended. Does nothing if this process has a watcher."""
+    """Marks this process's environment and starts a watcher, which ends all processes started from now on
+    when this process has ended. Does nothing if this process already has a watcher."""
     global _watched
     if sys.platform != "linux" or _watched == os.getpid():
         return
@@ -37,7 +37,7 @@ def start() -> None:
     unmarked = {key: value for key, value in os.environ.items() if key != MARK}
     os.environ[MARK] = uuid.uuid4().hex
     subprocess.Popen(
-        # by path, so that none of our packages is imported
+        # run by path, so that none of our packages is imported
         [sys.executable, "-P", __file__, str(os.getpid()), os.environ[MARK]],
         env=unmarked,
         start_new_session=True,
@@ -48,8 +48,8 @@ def start() -> None:
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Makes the kernel send this signal to this process when the thread that started it ends, even by kill
-    -9. Does nothing outside Linux."""
+    """Makes the kernel send the signal `number` to this process when the thread that started it ends, even by
+    SIGKILL. Does nothing outside Linux."""
     prctl(PR_SET_PDEATHSIG, number)
 
 
@@ -69,8 +69,8 @@ def marked(mark: str) -> list[int]:
 
 
 def main(parent: int, mark: str) -> None:
-    """Waits until process `parent` ends, then ends marked processes: TERM first, KILL after GRACE_SECONDS,
-    for at most GIVE_UP_SECONDS."""
+    """Waits until process `parent` ends, then ends marked processes with TERM, and with KILL after
+    GRACE_SECONDS, for at most GIVE_UP_SECONDS."""
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     start = time.monotonic()

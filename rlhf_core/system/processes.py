@@ -1,5 +1,5 @@
-"""Defines the exit codes and environment of stage processes, distinguishes errors of our code from those of
-libraries and users, ends processes and process groups, and imports users' files."""
+"""Defines the exit codes and environment of stage processes, tells errors of our code from those of libraries
+and users, ends processes and process groups, and imports users' files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import psutil
 
-# variable with the descriptor of the listening socket that a process inherits to answer on
+# variable with the descriptor of the listening socket that a process inherits
 LISTENER = "ALIGNFLOW_LISTENER"
 FAILED = 1
 WRONG_INPUT = 2
@@ -52,24 +52,24 @@ WRONG_CALL = re.compile(
 
 
 def raised_by_us(error: BaseException, packages: Collection[str] = OURS) -> bool:
-    """Returns whether one of these packages raised an error, so that its message is for the user; a library's
-    error needs its traceback."""
+    """Returns whether one of `packages` raised an error, so that its message is meant for the user. An error
+    of a library needs its traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] in packages
 
 
 def module_path() -> dict[str, str]:
-    """Returns the variables that set a child's module path. It includes a checkout that is not installed. It
-    excludes the working directory, in the child and in any process it starts (PYTHONSAFEPATH), because a
-    user's `tasks.py` there would be imported in place of ours."""
+    """Returns the variables that set a child's module path. The path includes a checkout that is not
+    installed. It excludes the working directory, in the child and in any process it starts (PYTHONSAFEPATH),
+    because a user's `tasks.py` there would be imported instead of ours."""
     ours = "" if ROOT.name in ("site-packages", "dist-packages") else str(ROOT)
     paths = list(filter(None, [os.environ.get("PYTHONPATH"), ours]))
     return {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
 def child_environment() -> dict[str, str]:
-    """Returns the environment of a stage's process. The auth string of Prefect's API is left out, as stages
-    do not call Prefect."""
+    """Returns the environment of a stage's process, without the auth string of Prefect's API, which stages do
+    not call."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith("API_AUTH_STRING")}
     return kept | {"PYTHONUNBUFFERED": "1"} | module_path()
 
@@ -80,14 +80,14 @@ def age_of_this_process() -> float:
 
 
 def kill_group(leader: int) -> None:
-    """Kills a process that leads a process group, and the processes in the group."""
+    """Kills the leader of a process group and all processes in the group."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process as Python does, but without tearing down modules, which takes seconds with large
-    libraries: waits for threads, calls functions registered with `atexit`, and flushes buffered output."""
+    """Ends this process as Python does (waits for threads, calls functions registered with `atexit`, flushes
+    buffered output), but without tearing down modules, which takes seconds with large libraries."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -97,8 +97,8 @@ def end_process(code: int) -> NoReturn:
 
 
 def how_ended(code: int) -> str:
-    """Returns how a process ended, in words. `code`: like `subprocess.Popen.returncode`, -n if signal n ended
-    it."""
+    """Returns how a process ended, in words. `code`: as in `subprocess.Popen.returncode`, -n if signal n
+    ended it."""
     if code >= 0:
         return f"exited with status {code}"
     try:
@@ -111,10 +111,10 @@ def how_ended(code: int) -> str:
 
 
 class UsersError(NamedTuple):
-    """Describes an error in a user's code. `text`: type, message, file and line. `place`: type, file and line
-    of an error that every attempt would repeat, such as a NameError; "" for one that a later attempt may
-    avoid, such as a network error. `certain`: whether the error occurs whatever the arguments, like a
-    NameError; False if another model answer might not cause it."""
+    """Describes an error in a user's code. `text`: its type, message, file and line. `place`: type, file and
+    line if every attempt would repeat the error, such as a NameError; "" if a later attempt may avoid it,
+    such as a network error. `certain`: whether the error occurs regardless of the arguments, as a NameError
+    does; False if another model answer might not cause it."""
 
     text: str
     place: str
@@ -123,7 +123,7 @@ class UsersError(NamedTuple):
 
 def users_error(error: BaseException, file: Path, called: Callable[..., Any] | None = None) -> UsersError:
     """Describes an error raised by the code in `file` or in modules beside it. If the traceback has no line
-    of theirs, names the line that defines `called`."""
+    of this code, names the line that defines `called`."""
     line = _users_line(error, file)
     code = getattr(inspect.unwrap(called), "__code__", None) if called is not None else None
     if not line and code is not None:
@@ -138,13 +138,13 @@ def users_error(error: BaseException, file: Path, called: Callable[..., Any] | N
 
 
 def _meets_every_call(error: BaseException) -> bool:
-    """Returns whether an error occurs for all inputs: an undefined name or module, or a call with arguments
-    that the function does not accept. Local variables without a value and unpacked arguments (`f(*words)`) do
-    not count, as they may fail only for some inputs."""
+    """Returns whether an error occurs for all inputs, because a name or module is undefined or a function
+    does not accept the arguments of a call. Unassigned local variables and unpacked arguments (`f(*words)`)
+    do not count, as they may fail only for some inputs."""
     if isinstance(error, ImportError | SyntaxError):
         return True
     if isinstance(error, NameError):
-        return str(error).startswith("name ")  # others concern a local variable or an outer function's
+        return str(error).startswith("name ")  # other messages concern a function's variables
     if isinstance(error, AttributeError):
         return isinstance(error.obj, ModuleType)
     return isinstance(error, TypeError) and bool(WRONG_CALL.search(str(error))) and not _unpacks(error)
@@ -159,7 +159,7 @@ def _unpacks(error: BaseException) -> bool:
 
 
 def _users_line(error: BaseException, file: Path) -> str:
-    """Returns the innermost file and line of the user's code in a traceback; "" if there is none."""
+    """Returns the file and line of the innermost user code in a traceback; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     found = ""
@@ -174,7 +174,7 @@ def _users_line(error: BaseException, file: Path) -> str:
 
 def users_module(file: Path, what: str) -> ModuleType:
     """Imports a user's Python file, which may import modules beside it. `what` describes it in messages.
-    Raises ValueError if there is no such file, or if its import raises."""
+    Raises ValueError if there is no such file or its import fails."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.is_file():
         raise ValueError(f"there is no Python file {file}; correct the path of the {what}")
@@ -183,6 +183,6 @@ def users_module(file: Path, what: str) -> ModuleType:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's module raises is reported
+    except Exception as error:  # report anything that the user's module raises
         raise ValueError(f"{file} cannot be imported: {users_error(error, file).text}") from error
     return module

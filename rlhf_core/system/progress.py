@@ -1,5 +1,5 @@
-"""Counts the progress of this process where work gets done, so that a waiting process can distinguish slow
-work from none. Torch-free."""
+"""Counts this process's progress wherever work is done, so that a waiting process can tell slow work from no
+work. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# names the file to which child processes append a byte for each part of their work
+# variable that names the file to which child processes append a byte for each part of their work
 CHILDREN = "ALIGNFLOW_PROGRESS"
 
 _steps = 0
@@ -16,8 +16,8 @@ _folders: list[Path] = []
 
 
 def made() -> None:
-    """Records that a part of the work is done: a pass over a micro-batch, an engine step, a group of
-    weights."""
+    """Records that a part of the work is done, such as a pass over a micro-batch, an engine step or a group
+    of weights."""
     global _steps
     place = os.environ.get(CHILDREN)
     if place:
@@ -28,15 +28,15 @@ def made() -> None:
 
 
 def count_children() -> None:
-    """Makes the progress of child processes count as progress of this one. The file is in memory and ends
-    with this process."""
+    """Makes the progress of child processes count as this process's. The file that they write to is in memory
+    and vanishes with this process."""
     os.environ[CHILDREN] = f"/proc/{os.getpid()}/fd/{os.memfd_create('progress')}"
 
 
 @contextmanager
 def files(folder: Path) -> Iterator[None]:
-    """Within the block, counts bytes that appear in files of the folder, or that this process reads from
-    them, as progress."""
+    """Within the block, counts as progress the bytes that appear in the folder's files or that this process
+    reads from them."""
     _folders.append(folder)
     try:
         yield
@@ -60,7 +60,7 @@ def seen() -> str:
 
 def between(pairs: Iterable[tuple[str, str]]) -> str:
     """Returns in words the work done between the two `seen` strings of each process: parts of work (`made`)
-    and bytes written. An empty string means that nothing was seen."""
+    and bytes written. In a pair, an empty string means that nothing was seen."""
     counted = [
         tuple([int(count) for count in (text or "0/0").split("/")[:2]] for text in pair) for pair in pairs
     ]
@@ -76,7 +76,7 @@ def _size(file: Path) -> int:
 
 
 def _position(descriptor: str) -> int:
-    """Returns the position in bytes at which an open file is read or written."""
+    """Returns the current position in an open file, in bytes."""
     try:
         return int(Path(f"/proc/self/fdinfo/{descriptor}").read_text().split()[1])
     except OSError:  # closed meanwhile

@@ -7,16 +7,16 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-NO_PROXY = ("no_proxy", "NO_PROXY")  # libraries read one or both, and prefer the first
+NO_PROXY = ("no_proxy", "NO_PROXY")  # libraries read one or both and prefer the first
 EXCEPTIONS = (*NO_PROXY, "no_grpc_proxy")
-EVERYTHING = "*"  # alone in NO_PROXY: no request uses a proxy
+EVERYTHING = "*"  # as the only entry of NO_PROXY: no request uses a proxy
 
 
 def bypass_loopback() -> None:
     """Adds this machine's loopback names to NO_PROXY and no_proxy if a variable names a proxy.
 
-    Existing entries stay. If only one of the two is set, the other gets its entries. Child processes inherit
-    both.
+    Existing entries are kept. If only one of the two variables is set, the other gets its entries too. Child
+    processes inherit both.
     """
     proxies = [name for name, value in os.environ.items() if name.lower().endswith("_proxy") and value]
     if all(name.lower() in EXCEPTIONS for name in proxies):
@@ -29,16 +29,16 @@ def bypass_loopback() -> None:
 
 def _with_loopback(value: str) -> str:
     entries = [entry.strip() for entry in value.split(",") if entry.strip()]
-    if entries == [EVERYTHING]:  # with further entries, some libraries would read it as a name
+    if entries == [EVERYTHING]:  # with more entries, some libraries would read it as a host name
         return EVERYTHING
     return ",".join(dict.fromkeys([*entries, *LOOPBACK]))
 
 
 def proxy_of(url: str) -> str:
-    """Returns the end of a sentence about a failed request to `url`: its proxy, without credentials, and the
-    variable that sets it.
+    """Returns the end of a sentence about a failed request to `url`, which names the proxy, without
+    credentials, and the variable that sets it.
 
-    "" if the request goes directly to its server, or `url` is not an address.
+    Returns "" if the request goes directly to its server or `url` is not an address.
     """
     try:
         parts = urlsplit(url)

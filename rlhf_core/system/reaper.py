@@ -2,10 +2,10 @@
 GRACE_SECONDS COMMAND...`
 
 Runs as the parent of COMMAND, in its own session. It adopts every descendant whose parent dies (daemons that
-Ray detaches, for example) and ends them all, TERM first and KILL after the grace period, as soon as COMMAND
-ends, SIGTERM arrives, or PARENT_PID ends, even by kill -9. Its exit code is COMMAND's (128 + n for signal n).
-This needs Linux (PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER). Elsewhere the parent is polled and COMMAND's
-process group is ended, but a daemon that leaves the group is not found.
+Ray detaches, for example). As soon as COMMAND ends, SIGTERM arrives, or PARENT_PID ends, even by SIGKILL, it
+ends all descendants with TERM, and with KILL after the grace period. Its exit code is COMMAND's (128 + n for
+signal n). This needs Linux (PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER). Elsewhere the parent is polled and
+COMMAND's process group is ended, but a daemon that leaves the group is not found.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LINUX = sys.platform == "linux"
 
 
 def main(parent: int, grace_seconds: float, command: Sequence[str]) -> int:
-    """Runs `command`, ends its descendants, and returns its exit code; 1 if process `parent` has already
+    """Runs `command`, ends its descendants, and returns its exit code, or 1 if process `parent` has already
     ended."""
     stop = False
 
@@ -43,8 +43,8 @@ def main(parent: int, grace_seconds: float, command: Sequence[str]) -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         return 1  # the parent died before PR_SET_PDEATHSIG was set
-    # The child inherits only the descriptors given to this process to pass on (pass_fds): no others are
-    # inheritable.
+    # The child inherits only the descriptors that this process was given to pass on (pass_fds), because no
+    # others are inheritable.
     child = subprocess.Popen(
         command, start_new_session=True, preexec_fn=_as_child, stdin=subprocess.DEVNULL, close_fds=False
     )
@@ -103,8 +103,8 @@ def _alive(child: int) -> list[int]:
 
 
 def _reap(child: int) -> int | None:
-    """Collects every process that ended; returns the exit code of `child` if it is among them (-n for signal
-    n), else None."""
+    """Collects every process that has ended, and returns the exit code of `child` (-n for signal n) if it is
+    among them, else None."""
     code = None
     while True:
         try:
@@ -118,8 +118,8 @@ def _reap(child: int) -> int | None:
 
 
 def _as_child() -> None:
-    """Runs in the child before exec: restores default signals, and makes the kernel kill the child when the
-    reaper dies."""
+    """Runs in the child before exec. Restores default signal handling and makes the kernel kill the child
+    when the reaper dies."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     end_with_parent(signal.SIGKILL)

@@ -1,10 +1,10 @@
-"""Removes control characters, and passwords and signatures in URLs, from text that is shown."""
+"""Removes control characters, and passwords and signatures in URLs, from text before it is shown."""
 
 from __future__ import annotations
 
 import re
 
-# includes marks that change the direction of text
+# includes marks that change text direction
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -14,8 +14,7 @@ def without_passwords(text: str) -> str:
 
 
 def public_address(text: str) -> str:
-    """Returns `text` without the passwords, queries (which may hold a signature) and fragments of its
-    URLs."""
+    """Returns `text` without the passwords, queries (which may hold signatures) and fragments of its URLs."""
     return re.sub(r"(://[^\s?#'\"]*)[?#][^\s'\"]*", r"\1", without_passwords(text))
 
 

@@ -1,1 +1,1 @@
-"""Decisions on finished stages: gates, a person's approval, the champion."""
+"""Decisions about finished stages: gates, a person's approval, the champion."""

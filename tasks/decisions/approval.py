@@ -1,8 +1,8 @@
 """Asks a person about a stage whose gate requires an approval.
 
-A run of a deployment is suspended: its process ends, Prefect's page of the run shows a form, and the
-decision starts the run again. Any other run ends with ApprovalAwaited and continues when it is run again
-after `alignflow approve`.
+A run of a deployment is suspended: its process ends, Prefect's page of the run shows a form, and the decision
+resumes the run. Any other run ends with ApprovalAwaited and continues when it is run again after `alignflow
+approve`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhf_core.recipe.plan import Plan
 from rlhf_core.runs.approval_record import FILE, Approval, ask, decide, mark_notified
 from tasks.notify import notify_approval
 
-KEY = "approval-"  # before the name of a stage's directory
+KEY = "approval-"  # prefix of the name of a stage's directory
 
 
 class Decision(RunInput):
@@ -34,8 +34,8 @@ class Decision(RunInput):
 
 
 def asked_by_this_run(run_dir: Path) -> bool:
-    """Returns whether this run of a deployment has asked about a stage. Its form may have been answered
-    before the deadline."""
+    """Returns whether this run of a deployment has asked about a stage, in which case its form may have been
+    answered before the deadline."""
     question = Approval.read(run_dir / FILE)
     return bool(
         runtime.deployment.id
@@ -46,8 +46,8 @@ def asked_by_this_run(run_dir: Path) -> bool:
 
 
 def ask_about(planned: Plan, verdicts: Sequence[Verdict]) -> list[tuple[Path, Approval]]:
-    """Asks about the stages of these verdicts, once each, and sends a message. Returns the run directories
-    and questions."""
+    """Asks once about each stage of these verdicts and sends a message. Returns the run directories and
+    questions."""
     ours = str(runtime.flow_run.id) if runtime.deployment.id else None
     asked = []
     for verdict in verdicts:
@@ -62,11 +62,11 @@ def ask_about(planned: Plan, verdicts: Sequence[Verdict]) -> list[tuple[Path, Ap
 
 
 def await_approvals(planned: Plan, verdicts: Sequence[Verdict]) -> None:
-    """Asks about the stages of these verdicts, which are waiting. Returns when a person has decided about
-    one of them in this run.
+    """Asks about the waiting stages of these verdicts. Returns when a person has decided about one of them in
+    this run.
 
-    In a run of a deployment, raises Prefect's signal that suspends it. Raises ApprovalAwaited in other
-    runs, and if another run has asked.
+    In a run of a deployment, raises the Prefect signal that suspends it. Raises ApprovalAwaited in other
+    runs, or if another run has asked.
     """
     ours = str(runtime.flow_run.id) if runtime.deployment.id else None
     asked = ask_about(planned, verdicts)
@@ -78,7 +78,7 @@ def await_approvals(planned: Plan, verdicts: Sequence[Verdict]) -> None:
         ]
         raise ApprovalAwaited(told, str(planned.folder))
     if any(question.decision is not None for _, question in mine):
-        return  # by `alignflow approve`, since these verdicts
+        return  # decided with `alignflow approve` after these verdicts
     run_dir, question = mine[0]
     given = _suspended(question, run_dir.name, f"{planned.folder}/report.html")
     made = decide(run_dir, given.approve, given.by or getpass.getuser(), given.reason, late=True)
@@ -86,9 +86,9 @@ def await_approvals(planned: Plan, verdicts: Sequence[Verdict]) -> None:
 
 
 def _suspended(question: Approval, key: str, page: str) -> Decision:
-    """Suspends this run. In the continued run, returns the person's decision."""
+    """Suspends this run. Once the run is resumed, returns the person's decision."""
     about = f"Publish what depends on **{question.stage}**? Its report: {page}"
-    # without a default: a run that starts again without an answer must not read as a refusal
+    # no default, because resuming a run without an answer must not count as a refusal
     form = Decision.with_initial_data(description=about)
     seconds = max(1, int((question.until - datetime.now(UTC)).total_seconds()))
     given = suspend_flow_run(wait_for_input=form, timeout=seconds, key=f"{KEY}{key}")

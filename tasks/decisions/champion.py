@@ -1,5 +1,5 @@
 """Makes a published model the champion of its recipe, and rolls back to the previous champion when a gate
-on it fails.
+about it fails.
 
 rlhf_core/stages/publication/champion_record.py keeps the record and moves the branch on the Hub.
 """
@@ -23,11 +23,11 @@ from tasks.notify import notify_champion
 
 
 def promote_published(planned: Plan, node: Node) -> None:
-    """Makes the model of a finished publication the champion, if its recipe says so and it has never been
-    champion.
+    """Makes the model of a finished publication the champion, if the recipe says so and the model has never
+    been champion.
 
-    Raises ValueError when the Hub refuses, and MachineLacks when it cannot be reached; the next run
-    completes the move.
+    Raises ValueError when the Hub refuses and MachineLacks when it cannot be reached; the next run completes
+    the move.
     """
     config = node.config
     if (
@@ -39,7 +39,7 @@ def promote_published(planned: Plan, node: Node) -> None:
         return
     store = store_of(planned.recipe)
     try:
-        with suppress(ValueError):  # a move that the Hub refused for good; the next one replaces it
+        with suppress(ValueError):  # the Hub refused this move for good; the next one replaces it
             complete(planned.folder, store)
         if node.run_dir.name in {reign.run for reign in champions_of(planned.folder).reigns}:
             return
@@ -54,8 +54,8 @@ def promote_published(planned: Plan, node: Node) -> None:
 
 
 def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
-    """Rolls back to the previous champion when a failed gate is about the model of the current one. Only
-    logs if there is no previous one. A champion promoted in the meantime stays."""
+    """Rolls back to the previous champion when a failed gate is about the current champion's model. Only logs
+    a warning if there is no previous one. A champion promoted in the meantime is kept."""
     now = champions_of(planned.folder).now
     ours = [node for node in planned.nodes if now is not None and node.run_dir.name == now.run]
     if now is None or not ours:
@@ -83,8 +83,8 @@ def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
 
 
 def subjects(planned: Plan, verdict: Verdict) -> set[str]:
-    """Returns the stages whose models a gate is about: the model that its metric names; otherwise the last
-    model of an evaluation; otherwise all models that its stage uses."""
+    """Returns the stages whose models a gate is about: the model that its metric names, else the last model
+    of an evaluation, else all models that its stage uses."""
     node = planned[verdict.stage]
     named = verdict.gate.metric.partition("/")[2]
     if named in planned.aliases or named in {other.name for other in planned.nodes}:

@@ -17,7 +17,7 @@ from tasks.stages import artifact_key
 
 
 def check_gates(node: Node) -> tuple[Verdict, ...]:
-    """Shows and returns the verdicts on a stage: none when it is not done or has no gates."""
+    """Shows and returns the verdicts on a stage; there are none when it is not done or has no gates."""
     verdicts = gates_of(node)
     if asked_by_this_run(node.run_dir):  # the form is read before the deadline applies
         verdicts = tuple(

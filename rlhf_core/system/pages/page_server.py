@@ -1,10 +1,10 @@
-"""Protects the project's servers (labelling, live page, endpoints for feedback and triggers): requires a
-token for each request, known hosts, and the server's own origin.
+"""Protects the project's servers (labelling, live page, endpoints for feedback and triggers): each request
+needs a token, a known host and the server's own origin.
 
 A browser gives the token once, as `/?token=...` or in the form of token_page.py, and gets a cookie; programs
 send it as a bearer token. Browsers send a host's cookies to all its ports, so the cookie is a keyed digest:
 it does not reveal the token, and an open page survives a restart. A request for another host (DNS rebinding)
-and a write from another server's page are refused. There is no TLS; put a proxy in front.
+or a write from another server's page is refused. There is no TLS; put a proxy in front for that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from rlhf_core.system.pages.token_page import asks_for_page, is_form, read_form,
 LOOPBACK = "127.0.0.1"
 READS = ("GET", "HEAD")
 HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
-# pages load nothing from elsewhere and cannot be framed; addresses with tokens reach no other server
+# pages load nothing from other servers and cannot be framed; addresses with tokens are sent to no other
+# server
 HEADERS = {
     b"content-security-policy": (
         b"default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
@@ -37,11 +38,11 @@ HEADERS = {
 
 
 class Protected:
-    """An ASGI application in front of another one.
+    """An ASGI application that protects another one.
 
-    `hosts`: names of this machine in requests, besides localhost and 127.0.0.1. `command`: the command that
-    serves pages for browsers and prints their address, such as `alignflow dashboard`. If it is given, a
-    browser without the token is shown a page that asks for it.
+    `hosts`: names of this machine that requests may use besides localhost and 127.0.0.1. `command`: the
+    command that serves pages for browsers and prints their address, such as `alignflow dashboard`. If it is
+    given, a browser without the token gets a page that asks for it.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Collection[str] = (), command: str = ""):
@@ -64,8 +65,8 @@ class Protected:
         await (refusal or self._app)(scope, receive, _with_headers(send))
 
     def _foreign(self, scope: Scope) -> Response | None:
-        """Returns the answer to a request for another host or a write from another server's page; None for
-        others."""
+        """Returns the answer to a request for another host or to a write from another server's page; None for
+        all other requests."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         named = HOST.fullmatch(host)
@@ -92,8 +93,8 @@ class Protected:
         return response
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Returns the answer to a request without the token, or with it in the address; None if it may
-        pass."""
+        """Returns the answer to a request that lacks the token or has it in the address; None if the request
+        may pass."""
         headers = Headers(scope=scope)
         query = scope["query_string"].decode("latin-1")
         given = dict(parse_qsl(query, keep_blank_values=True)).get("token", "")
@@ -130,13 +131,13 @@ def _same(given: str, secret: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    """Returns a host's name in lower case, without the brackets of an IPv6 address or the trailing dot of a
+    """Returns a host name in lower case, without the brackets of an IPv6 address and the trailing dot of a
     full name."""
     return name.lower().strip("[]").removesuffix(".")
 
 
 def _is_of(origin: str, host: str) -> bool:
-    """Returns whether a page comes from this server. `host`: as in the request."""
+    """Returns whether a page comes from this server. `host`: the host in the request."""
     return origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def kept_secret(place: Path, prefix: str = "") -> str:
-    """Returns the secret in a file; creates a new one if there is none or if other users can access it."""
+    """Returns the secret in a file; creates a new one if the file is missing or other users can access it."""
     with suppress(OSError), open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW)) as file:
         about = os.fstat(file.fileno())
         there = file.read().strip()
@@ -29,11 +29,11 @@ def kept_secret(place: Path, prefix: str = "") -> str:
 
 
 def make_private(home: Path, *files: str) -> None:
-    """Makes a state folder accessible only to this user (0700), with its files of these patterns (0600).
-    Creates the folder if needed.
+    """Makes a state folder accessible only to this user (0700), and also its files that match the patterns
+    `files` (0600). Creates the folder if needed.
 
-    Logs a warning for paths that another user owns, and for a folder that others may need: one with the
-    sticky bit, or the working directory or a folder above it.
+    Only logs a warning for paths that another user owns, and for a folder that others may need: one with the
+    sticky bit, the working directory, or a folder above it.
     """
     if not home.exists():
         home.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +54,8 @@ def make_private(home: Path, *files: str) -> None:
 
 
 def private_folder(parent: Path) -> Path:
-    """Returns a folder that only this user can access. Creates one of another name if the path is owned by or
-    open to another user."""
+    """Returns a folder that only this user can access. Creates one with another name if another user owns or
+    can access the usual one."""
     place = parent / f"alignflow-{os.getuid()}"
     with suppress(FileExistsError):
         place.mkdir(mode=0o700)

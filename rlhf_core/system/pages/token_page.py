@@ -1,5 +1,5 @@
-"""Builds the page that asks a browser for a server's token (page_server.py), and reads the form that it
-sends. The page shows nothing of the server."""
+"""Builds the page that asks a browser for a server's token (page_server.py), and reads the form that the
+browser sends. The page reveals nothing about the server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse
 from starlette.types import Receive, Scope
 
-PATH = "/token"  # of the form that is sent
-MAX_BYTES = 8192  # of a form
+PATH = "/token"  # address that the form is sent to
+MAX_BYTES = 8192  # limit for a form
 FORM = "application/x-www-form-urlencoded"
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -34,15 +34,15 @@ WRONG = '<p role="alert"><b>That is not the token.</b></p>\n'
 
 
 def asks_for_page(scope: Scope) -> bool:
-    """Returns whether a request comes from a browser that opens a page. Programs and page scripts get JSON
-    answers."""
+    """Returns whether a request comes from a browser that opens a page, rather than from a program or a
+    page's script, which get JSON answers."""
     wants_html = "text/html" in Headers(scope=scope).get("accept", "")
     of_program = f"{scope['path']}/".startswith("/api/")
     return wants_html and scope["method"] in ("GET", "HEAD") and not of_program
 
 
 def is_form(scope: Scope) -> bool:
-    """Returns whether a request is the form of this page."""
+    """Returns whether a request submits the form of this page."""
     kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
     return scope["method"] == "POST" and scope["path"] == PATH and kind == FORM
 
@@ -51,8 +51,8 @@ def token_page(command: str, then: str, wrong: bool = False) -> HTMLResponse:
     """Returns the page, with status 401. `command`: the command that prints the address; `then`: the address
     on this server to open once the token is given; `wrong`: whether a wrong token was given.
 
-    With a no-referrer policy, a browser sends `Origin: null` with the form, which the server refuses, so this
-    page has another policy.
+    Under a no-referrer policy, a browser would send `Origin: null` with the form, which the server refuses,
+    so this page has another policy.
     """
     then = "/" if then == PATH else then  # the address of the page itself after a wrong token
     text = PAGE.format(wrong=WRONG if wrong else "", command=escape(command), path=PATH, then=escape(then))
