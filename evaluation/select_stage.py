@@ -1,7 +1,7 @@
-"""Runs a select stage: chooses the best of several models from the judgments of a finished evaluation, and
-links its checkpoint.
+"""Runs a select stage, which chooses the best of several models from the judgments of a finished evaluation
+and links its checkpoint.
 
-Writes `checkpoint` (hard links to the chosen model's files) and `choice.json` with all differences.
+Writes `checkpoint` (hard links to the chosen model's files) and `choice.json` (all differences).
 """
 
 from __future__ import annotations
@@ -58,5 +58,5 @@ def link(checkpoint: Path, target: Path) -> None:
     links."""
     made = stage_of(str(checkpoint))
     if made:
-        RunDir(made[0]).remember_digests()  # links have the same digests as their files
+        RunDir(made[0]).remember_digests()  # links have the same digests as the original files
     link_tree(checkpoint, target)

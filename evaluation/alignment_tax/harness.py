@@ -1,8 +1,8 @@
 """Loads lm-eval's tasks, runs them against a local vLLM server, and converts the results to our records.
 
 lm-eval is imported only when a model has to be measured. It sends token ids from the checkpoint's own
-tokenizer to the server's completions endpoint, so that prompts and log-probs match the model. BOS comes
-first if the tokenizer adds it.
+tokenizer to the server's completions endpoint, so that prompts and log-probs match the model. They start with
+BOS if the tokenizer adds it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhf_core.data.chat.template_arguments import refuse_unread
 from rlhf_core.recipe.sentences import unknown
 from rlhf_core.rollout.vllm.vllm_server import Server
 
-# tolerance for treating a metric as the mean of its documents' values, which can be compared per document
+# tolerance for treating a metric as the mean over documents, whose values can then be compared one by one
 SAME_MEAN = 1e-6
 
 
@@ -36,7 +36,7 @@ class MeasuredModel(NamedTuple):
 
 class Tasks:
     """The tasks of a recipe, loaded once before any server starts. `leaves` maps each task or group to the
-    names of its single tasks.
+    names of the individual tasks in it.
 
     The constructor raises ValueError when a task is unknown or its data cannot be loaded.
     """
@@ -84,7 +84,7 @@ class Tasks:
             raise
         except (
             Exception
-        ) as error:  # from datasets, the Hub's client, the network, Jinja, ...: each becomes one sentence
+        ) as error:  # from datasets, the Hub's client, the network, Jinja, ...; each becomes one sentence
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if is_path(task):
                 raise ValueError(f"tasks: {task} cannot be loaded ({why}): correct the file") from error
@@ -96,8 +96,8 @@ class Tasks:
 
 
 def close_templates() -> None:
-    """Makes lm-eval evaluate the Jinja templates of tasks in Jinja's sandbox. Otherwise a template could
-    reach all of Python."""
+    """Makes lm-eval render the Jinja templates of tasks in Jinja's sandbox, because a template could
+    otherwise run any Python code."""
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
@@ -132,8 +132,8 @@ def measure(
 ) -> MeasuredModel:
     """Runs all tasks on the model that `server` serves.
 
-    Raises ValueError when the recipe sets chat_template and the tokenizer has none, or one that never reads
-    one of template_args, and ServerFailed when the server has died.
+    Raises ValueError when the recipe sets chat_template but the tokenizer has no template, or one that
+    ignores an argument in template_args, and ServerFailed when the server has died.
     """
     import lm_eval
     from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -152,7 +152,7 @@ def measure(
         tokenizer=served.path,
         tokenizer_backend="huggingface",
         header={"Authorization": f"Bearer {server.key}"},
-        add_bos_token=starts and not config.chat_template,  # a chat template adds its own
+        add_bos_token=starts and not config.chat_template,  # a chat template adds BOS itself
         num_concurrent=config.concurrency,
         batch_size=config.batch_size,
         max_length=server.max_model_len,
@@ -178,7 +178,7 @@ def measure(
             fewshot_random_seed=seed,
         )
     except Exception:
-        server.check()  # raises with the server's own error if it died
+        server.check()  # raises the server's own error if it died
         raise
     assert found is not None
     scores = scores_of(found, tasks.leaves)
@@ -189,15 +189,15 @@ def measure(
 
 
 def give_arguments(model: Any, template_args: Mapping[str, Any]) -> None:
-    """Makes lm-eval's `model` give its tokenizer's chat template these arguments, for which lm-eval has no
+    """Makes lm-eval's `model` pass these arguments to its tokenizer's chat template, for which lm-eval has no
     option."""
     if template_args:
         model.tokenizer.apply_chat_template = partial(model.tokenizer.apply_chat_template, **template_args)
 
 
 def scores_of(found: Mapping[str, Any], leaves: Mapping[str, Sequence[str]]) -> dict[str, TaskScores]:
-    """Converts lm-eval's results, by task. A group has the metrics that all of its tasks share, averaged
-    over all documents."""
+    """Converts lm-eval's results to scores by task. A group has the metrics that all of its tasks share,
+    averaged over all documents."""
     scores = {}
     for task, names in leaves.items():
         parts = [_leaf(name, found) for name in names]
@@ -271,8 +271,8 @@ def _pooled(scores: Sequence[Score], sizes: Sequence[int]) -> Score:
 
 
 def _number(value: Any) -> float | None:
-    """Returns `value` as a finite float (lm-eval's numpy scalars and booleans count), or None for 'N/A',
-    lists and missing values."""
+    """Returns `value` as a finite float (it may be a numpy scalar or boolean), or None for 'N/A', lists and
+    missing values."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -281,6 +281,6 @@ def _number(value: Any) -> float | None:
 
 
 def _first(arguments: Any) -> str:
-    """Returns the prompt of a sample's first request, for both layouts of arguments that lm-eval uses."""
+    """Returns the prompt of a sample's first request, from either layout of arguments that lm-eval uses."""
     first = next(iter(arguments.values())) if isinstance(arguments, dict) else arguments[0]
     return str(next(iter(first.values())) if isinstance(first, dict) else first[0])

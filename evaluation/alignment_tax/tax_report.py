@@ -1,5 +1,5 @@
 """Defines the records of lm-eval's results, and computes each model's loss against the baseline on each task,
-with intervals. Needs neither torch nor lm-eval."""
+with intervals. Imports neither torch nor lm-eval."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Z95 = 1.959964
 
 
 class Score(Frozen):
-    """One metric of one task. `documents` maps each document to its value if `value` is their mean;
+    """One metric of one task. `documents` maps each document to its value if `value` is the mean of these;
     otherwise it is None."""
 
     value: float
@@ -26,16 +26,16 @@ class Score(Frozen):
 
 
 class TaskScores(Frozen):
-    """A task or group. `metrics` are keyed by `metric,filter` in lm-eval's order (the first is the main
-    one); `documents` is their number."""
+    """The scores of a task or group. `metrics`: keyed by `metric,filter`, in lm-eval's order (the first is
+    the main one); `documents`: the number of documents."""
 
     metrics: dict[str, Score]
     documents: int
 
 
 class ModelScores(Frozen):
-    """All tasks of one model, keyed by the recipe's name for the task. `identity` is a digest of the
-    model's files (`served_models.identity_of`)."""
+    """The scores of one model on all tasks, keyed by the recipe's name for the task. `identity`: a digest of
+    the model's files (`served_models.identity_of`)."""
 
     model: str
     identity: str
@@ -45,8 +45,8 @@ class ModelScores(Frozen):
 
 class ScoreDrop(Frozen):
     """The loss of a model on one metric. `tax`: baseline minus model, or model minus baseline if lower is
-    better. `paired`: the 95 % interval is over the documents that both models answered;
-    otherwise it combines the two standard errors as independent (None: lm-eval gave none)."""
+    better. `paired`: whether the 95 % interval is over the documents that both models answered. If not, it
+    combines the two standard errors as independent, or is None if lm-eval gave none."""
 
     tax: float
     ci_low: float | None
@@ -55,7 +55,7 @@ class ScoreDrop(Frozen):
 
 
 class TaxRow(ScoreDrop):
-    """One metric of one task for one model and for the baseline. `main`: this is the task's first metric,
+    """One metric of one task for a model and the baseline. `main`: whether this is the task's first metric,
     which gates and the chart use."""
 
     task: str
@@ -115,8 +115,8 @@ def compare(baseline: ModelScores, model: ModelScores, resamples: int, seed: int
 def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> ScoreDrop:
     """Returns baseline minus model (model minus baseline if lower is better), with a 95 % interval.
 
-    Over documents with scores from 0 to 1 it is `difference_interval`, over others (losses) a bootstrap;
-    equal differences of these have none.
+    For documents with scores from 0 to 1 the interval is `difference_interval`, for others (losses) a
+    bootstrap; if the differences of the latter are all equal, there is no interval.
     """
     sign = 1.0 if model.higher_is_better else -1.0
     lost = sign * (baseline.value - model.value)
@@ -142,8 +142,8 @@ def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> ScoreDr
 
 
 def tax_metrics(report: TaxReport) -> dict[str, float]:
-    """Returns `tax/<task>/<model>` with its interval and `score/<task>/<model>`; `tax/<task>` and
-    `tax_low/<task>` are maxima over models."""
+    """Returns `tax/<task>/<model>` with its interval, `score/<task>/<model>`, and the maxima over models
+    `tax/<task>` and `tax_low/<task>`."""
     found: dict[str, float] = {}
     for row in report.main:
         about = {"tax": row.tax, "tax_low": row.ci_low, "tax_high": row.ci_high, "score": row.value}

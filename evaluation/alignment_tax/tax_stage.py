@@ -1,10 +1,10 @@
-"""Runs the alignment_tax stage: runs lm-eval's tasks on every model, served by a local vLLM server, and
+"""Runs the alignment_tax stage, which runs lm-eval's tasks on every model, served by a local vLLM server, and
 compares the results with the baseline.
 
-`report/tax.json` holds the comparison. `report/scores/<model>.json` holds a model's scores; it is written
+`report/tax.json` holds the comparison. `report/scores/<model>.json` holds a model's scores and is written
 once they are complete, so that a resumed stage does not measure the model again.
-`report/documents/<model>.jsonl` holds every question with the model's answer, and `servers/` the servers'
-logs. Models with the same files are measured once.
+`report/documents/<model>.jsonl` holds every question with the model's answer, and `servers/` the logs of the
+servers. Models with identical files are measured once.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LOGS = "servers"
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Measures the baseline and all models. Reuses scores of an earlier, killed attempt. Raises ValueError
-    like `Tasks` and `measure`."""
+    """Measures the baseline and all models. Reuses the scores of an earlier attempt that was killed. Raises
+    ValueError as `Tasks` and `measure` do."""
     config = request.config
     assert isinstance(config, AlignmentTax), f"alignment_tax got the config of a {config.stage} stage"
     names = list(dict.fromkeys((config.baseline, *config.models)))

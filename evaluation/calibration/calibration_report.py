@@ -36,9 +36,9 @@ class Estimate(Frozen):
 class CalibrationReport(Frozen):
     """The content of `calibration.json`.
 
-    `judge`: its name; `identity`: what a judge must have in common with this one for the calibration to
-    hold (`judge_identity`). `unjudged`: pairs without a verdict, which count only in the measures of
-    people. `confusion`: rows are people's A, tie, B; columns are the judge's.
+    `judge`: the judge's name; `identity`: a digest of the settings that decide its verdicts, for which the
+    calibration holds (`judge_identity`). `unjudged`: number of pairs without a verdict, which count only in
+    the measures of people. `confusion`: rows are people's A, tie, B; columns are the judge's.
     """
 
     judge: str
@@ -54,7 +54,7 @@ class CalibrationReport(Frozen):
 
     @property
     def strength(self) -> str:
-        """The name of the range that kappa falls in; '' when there is no kappa."""
+        """The name of the range that kappa falls into; '' when there is no kappa."""
         kappa = self.measures.get("kappa")
         if kappa is None:
             return ""

@@ -1,7 +1,7 @@
-"""Runs the calibration stage: a judge decides pairs that people have labelled, in both orders, and its
-verdicts are compared with theirs.
+"""Runs the calibration stage, in which a judge decides pairs that people have labelled, in both orders, and
+its verdicts are compared with theirs.
 
-`report/calibration.json` is the report, `report/calibration.md` its tables.
+`report/calibration.json` is the report, and `report/calibration.md` has its tables.
 `report/judgments/<judge>.jsonl` has the judge's games in Arena-Hard's format, with the models `a` and `b`.
 Verdicts of a chat judge are cached as they arrive, so a resumed stage never asks for one twice.
 """
@@ -79,8 +79,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def observe(pairs: Sequence[LabelledPair], judged: Sequence[Judgment]) -> Observed:
-    """Returns the signs that people and the judge gave each pair, and how the pair's answers differ.
-    Lengths are in characters."""
+    """Returns the signs that people and the judge gave each pair, and the differences between the pair's
+    answers. Lengths are in characters."""
     votes = [[sum(sign == wanted for sign in pair.votes.values()) for wanted in (1, 0, -1)] for pair in pairs]
     repeats = [[len(pair.repeats), sum(one == other for one, other in pair.repeats)] for pair in pairs]
     styles = features([_style(pair.answer_a) for pair in pairs], [_style(pair.answer_b) for pair in pairs])
@@ -96,8 +96,8 @@ def observe(pairs: Sequence[LabelledPair], judged: Sequence[Judgment]) -> Observ
 
 
 def games_of(judged: Sequence[Judgment]) -> Floats:
-    """Returns the winner of each game, (N, 2): 1 the answer shown first, -1 the second, 0 a tie, nan if
-    there is no verdict."""
+    """Returns the winner of each game, (N, 2): 1 for the answer shown first, -1 for the second, 0 for a tie,
+    nan without a verdict."""
     points = [
         [np.nan if game.score is None else 2 * POINTS[game.score] - 1 for game in judgment.games]
         for judgment in judged

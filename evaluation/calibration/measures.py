@@ -1,9 +1,9 @@
-"""Measures how far a judge can be trusted: its agreement with people and its biases, with intervals. Pure
-functions of arrays and seeds.
+"""Measures how far a judge can be trusted: its agreement with people and its biases, with intervals. All
+functions are pure.
 
 Signs are 1 (answer A is better), 0 (a tie) and -1 (B). A judge's sign for a pair is the sign of the mean of
-its two games, as in an evaluation: games that name different winners make a tie. Every measure is a
-function of sums over pairs.
+its two games, as in an evaluation: games that name different winners make a tie. Every measure is a function
+of sums over pairs.
 
 agreement           share of pairs with the same sign; a tie on one side only is a disagreement
 agreement_decided   the same over pairs that neither calls a tie (Zheng et al. 2023, arXiv:2306.05685,
@@ -40,7 +40,7 @@ from rlhf_core.mean_interval import mean_interval
 
 Signs = NDArray[np.int64]
 STYLES = ("length", "markdown")
-OVER = {  # for measures that are not means: the term that counts the pairs they are about
+OVER = {  # for measures that are not means: the term that counts their pairs
     "kappa": "judged",
     "length_error_gap": "length_pairs",
     "markdown_error_gap": "markdown_pairs",
@@ -49,7 +49,7 @@ OVER = {  # for measures that are not means: the term that counts the pairs they
 
 
 class Mean(NamedTuple):
-    """A measure that is a mean: per uid the sums of values and their counts, (uids,) each, and the least
+    """A measure that is a mean: the sum and the number of values per uid, (uids,) each, and the smallest
     possible value."""
 
     sums: Floats
@@ -58,10 +58,11 @@ class Mean(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """N pairs. `games` (N, 2): who won game 0 (A shown first) and game 1 (B shown first): 1 the answer
-    shown first, -1 the second, 0 a tie, nan no verdict. `human`, `longer`, `marked` (N,): signs given by
-    people, by length and by markdown. `votes` (N, 3): numbers of annotators who chose A, tie, B. `repeats`
-    (N, 2): number of repeated labels, and of those with the same sign as the first label."""
+    """N pairs. `games` (N, 2): the winners of game 0 (A shown first) and game 1 (B shown first): 1 for the
+    answer shown first, -1 for the second, 0 for a tie, nan without a verdict. `human`, `longer`, `marked`
+    (N,): signs given by people, by length and by markdown. `votes` (N, 3): numbers of annotators who chose A,
+    tie, B. `repeats` (N, 2): number of repeated labels, and how many of them have the same sign as the first
+    label."""
 
     uids: Sequence[str]
     games: Floats
@@ -90,7 +91,8 @@ def confusion(observed: Observed) -> NDArray[np.int64]:
 
 
 def measure(observed: Observed, resamples: int, seed: int) -> dict[str, Estimate]:
-    """Returns each measure with its 95 % interval over uids. Leaves out measures that no pair defines."""
+    """Returns each measure with its 95 % interval over uids. Leaves out measures for which there are no
+    pairs."""
     _, index = np.unique(np.array(observed.uids, dtype=object).astype(str), return_inverse=True)
     terms = _terms(observed)
     sums = np.zeros((int(index.max()) + 1, len(terms)))
@@ -115,8 +117,8 @@ def _mean_estimate(mean: Mean) -> Estimate:
 def _resampled(names: Sequence[str], sums: Floats, resamples: int, seed: int) -> dict[str, Estimate]:
     """Returns the measures in OVER with percentile bootstrap intervals over uids (Efron & Tibshirani 1993).
 
-    If all resamples are equal, the half width is that of the interval of a share that is 0 or 1, over the
-    number of uids that the measure is about, so that a few equal verdicts are not taken as proof.
+    If all resamples are equal, uses the half width of the interval of a share that is 0 or 1, for the number
+    of uids that the measure covers, so that a few equal verdicts are not taken as proof.
     """
     count = len(sums)
     generator = np.random.default_rng(seed)
@@ -144,7 +146,7 @@ def _resampled(names: Sequence[str], sums: Floats, resamples: int, seed: int) ->
 
 
 def _terms(observed: Observed) -> dict[str, Floats]:
-    """Returns each pair's contribution to the sums, by name, (N,) each."""
+    """Returns each pair's contribution to each sum, (N,), by the sum's name."""
     judge = judge_signs(observed.games)
     human = observed.human
     held = np.isfinite(judge)
@@ -181,7 +183,7 @@ def _terms(observed: Observed) -> dict[str, Floats]:
 
 
 def _means(of: Mapping[str, Floats]) -> dict[str, Mean]:
-    """Returns the measures that are means, from the terms of each uid."""
+    """Returns the measures that are means, computed from the terms of each uid."""
     same_winner = of["cell00"] + of["cell22"]
     gaps = {name: of[f"{name}_judge"] - of[f"{name}_human"] for name in STYLES}
     biases = {f"{name}_bias": Mean(gap, of[f"{name}_pairs"], -1.0) for name, gap in gaps.items()}
@@ -215,6 +217,6 @@ def _ratios(names: Sequence[str], sums: Floats) -> dict[str, Floats]:
 
 
 def _beyond(agreement: Floats, chance: Floats) -> Floats:
-    """Returns the agreement beyond chance as a share of what is possible; nan if chance alone always
+    """Returns the agreement beyond chance as a share of the largest possible; nan if chance alone always
     agrees."""
     return np.where(chance < 1 - 1e-12, (agreement - chance) / (1 - chance), np.nan)

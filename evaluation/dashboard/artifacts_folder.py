@@ -1,8 +1,8 @@
 """Reads an artifacts folder for the dashboard. Writes nothing, does not follow links, and treats damaged or
 huge files as missing.
 
-What was read is kept in memory by path, inode, size and mtime, for a bounded number of files, so that an
-open page costs little while nothing changes.
+File contents are cached by path, inode, size and mtime, for a bounded number of files, so that an open page
+costs little while nothing changes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rlhf_core.system.files import tail
 FRESH = 180.0  # seconds
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 STAGES = "stages"
-MAX_JSON = 16 << 20  # bytes of a file that is read whole
+MAX_JSON = 16 << 20  # size limit, in bytes, of a file that is read whole
 MAX_FILES = 8192
-MAX_GROWING = 256  # files that grow, kept in memory
+MAX_GROWING = 256  # growing files kept in memory
 Identity = tuple[int, int, int]
 Found = TypeVar("Found")
 Reader = TypeVar("Reader", bound=Growing[Any])
@@ -43,7 +43,7 @@ class Missing(LookupError):
 
 
 class Folder:
-    """An artifacts folder. Any thread may call it."""
+    """An artifacts folder. Methods may be called from any thread."""
 
     def __init__(self, artifacts: Path):
         self.path = artifacts.absolute()
@@ -53,7 +53,7 @@ class Folder:
         self.locks = Locks()
 
     def look(self) -> None:
-        """Reads again which locks are held. Call it before building a page."""
+        """Finds out again which locks are held. Call it before building a page."""
         self.locks = Locks()
 
     def stage(self, name: str) -> Path:
@@ -64,8 +64,8 @@ class Folder:
         return path
 
     def requests(self, without: Container[str] = ()) -> dict[str, dict[str, Any]]:
-        """Returns the requests of all run directories that have one, by the directory's name, except those
-        in `without`."""
+        """Returns the requests of all run directories that have one, by the directory's name, except the
+        directories in `without`."""
         try:
             names = sorted(
                 entry.name for entry in os.scandir(self.path / STAGES) if entry.is_dir(follow_symlinks=False)
@@ -89,7 +89,7 @@ class Folder:
         return found if whole else {}
 
     def runs(self) -> list[RunRecord]:
-        """Returns the recorded runs, the newest first."""
+        """Returns the recorded runs, newest first."""
         return records(self.path, self._run)
 
     def run(self, recipe: str, identity: str) -> RunRecord:
@@ -102,8 +102,8 @@ class Folder:
         return found
 
     def report(self, recipe: str, identity: str = "") -> Path | None:
-        """Returns the report of a run, or without an id the report of the recipe's last run. Returns None
-        when there is none."""
+        """Returns the report of a run or, without an id, of the recipe's last run; None when there is
+        none."""
         home = self.path / recipe
         if not NAME.fullmatch(recipe) or not _is(home, stat.S_ISDIR):
             return None
@@ -116,12 +116,12 @@ class Folder:
         return file if _is(file, stat.S_ISREG) else None
 
     def json(self, file: Path) -> dict[str, Any]:
-        """Returns the JSON object in a file; {} under the same conditions as `read_json`, and when the file
-        is a link or larger than MAX_JSON bytes."""
+        """Returns the JSON object in a file; {} where `read_json` returns that, and when the file is a link
+        or larger than MAX_JSON bytes."""
         return self._kept(file, ("json",), lambda: _object(file))
 
     def keys(self, file: Path) -> list[str]:
-        """Returns the keys of an iteration's recorded answers, as in `keys_of`."""
+        """Returns the keys of an iteration's recorded answers, as `keys_of` does."""
         return self._kept(file, ("keys",), lambda: keys_of(file))
 
     def curves(self, run_dir: Path) -> Metrics:
@@ -141,8 +141,8 @@ class Folder:
         return self.locks.held(run_dir / LOCK)
 
     def changed(self, run_dir: Path) -> float | None:
-        """Returns when the files of a stage were last written, in seconds since 1970; None when there are
-        none."""
+        """Returns the time when the files of a stage were last written, in seconds since 1970; None when
+        there are none."""
         times = [
             found[2] for name in (REQUEST, METRICS, LOG, RESULT) if (found := identity_of(run_dir / name))
         ]
@@ -160,7 +160,7 @@ class Folder:
         found = self._kept(file, ("run", running, pinned), lambda: read(file, lambda _: running))
         elsewhere = found.state == "killed" and found.host not in ("", socket.gethostname())
         if elsewhere and any(self.fresh(self.path / stage.run_dir) for stage in found.stages):
-            # judged by its files alone: the other machine's locks cannot be seen from here
+            # judged by its files alone, because another machine's locks cannot be seen from here
             return found.model_copy(update={"state": "running"})
         return found
 
@@ -191,7 +191,8 @@ class Folder:
 
 
 def key_of(run: RunRecord) -> str:
-    """Returns the key of a run in an address: its id, or `last` for a recipe's `run.json`, which has none."""
+    """Returns the key that identifies a run in an address: its id, or `last` for a recipe's `run.json`, which
+    has no id."""
     return run.file.stem if run.file.parent.name == "runs" else "last"
 
 
@@ -201,8 +202,8 @@ def recipe_of(run: RunRecord) -> str:
 
 
 def identity_of(file: Path) -> Identity | None:
-    """Returns inode, size and mtime of a file; None when it is missing. They change when the file is
-    written to or replaced."""
+    """Returns the inode, size and mtime of a file, which change when it is written to or replaced; None when
+    it is missing."""
     try:
         about = file.lstat()
     except (OSError, ValueError):

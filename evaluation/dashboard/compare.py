@@ -1,5 +1,5 @@
-"""Puts two stages, or two runs, side by side: the differences in their configurations and results, and
-their curves in one panel."""
+"""Compares two stages or two runs: the differences in their configurations and results, and their curves in
+shared panels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_TEXT = 300
 
 
 class Side(NamedTuple):
-    """One of the two. `title`: its name; `link`: its page; `stages`: run directories by stage name; `run`:
-    None for a stage."""
+    """One of the two stages or runs. `title`: its name; `link`: its page; `stages`: run directories by stage
+    name; `run`: None for a stage."""
 
     title: str
     link: str
@@ -33,8 +33,8 @@ class Overlay(NamedTuple):
 
 
 def side(folder: Folder, given: str) -> Side:
-    """Returns the side for an address's run directory or RECIPE/RUN. Raises Missing when it
-    does not exist.
+    """Returns the side that an address names as a run directory or RECIPE/RUN. Raises Missing when it does
+    not exist.
     """
     recipe, _, identity = given.rpartition("/")
     if not recipe:
@@ -46,7 +46,7 @@ def side(folder: Folder, given: str) -> Side:
 
 
 def differences(folder: Folder, one: Side, other: Side) -> list[RunDifference]:
-    """Returns at most MAX_DIFFERENCES differences, with values cut to MAX_TEXT characters."""
+    """Returns at most MAX_DIFFERENCES differences, with values truncated to MAX_TEXT characters."""
     found: list[RunDifference] = []
     if one.run and other.run:
         tops = [folder.json(run.file).get("config") for run in (one.run, other.run)]
@@ -98,8 +98,8 @@ def _short(text: str) -> str:
 
 
 def _pairs(one: Side, other: Side) -> list[tuple[str, str, str]]:
-    """Returns (stage, run directory of the first side, of the second); '' if a side lacks the stage. Two
-    single stages always form a pair."""
+    """Returns (stage, run directory of the first side, run directory of the second), with '' for a side that
+    lacks the stage. Two single stages always form a pair."""
     if not one.run and not other.run:
         (name, mine), (_, theirs) = *one.stages.items(), *other.stages.items()
         return [(name, mine, theirs)]

@@ -1,9 +1,9 @@
-"""Adds up the GPU-hours and money of a run: the GPUs that its stages reserve times the time of their
-processes, and the fees of judges.
+"""Adds up the GPU-hours and money of a run: the GPUs that its stages reserve, multiplied by the run time of
+their processes, and the fees of judges.
 
 A stage's GPUs are counted as it reserves them in Ray; if its parts run one after the other, the largest
-counts. An attempt whose starter was killed has no recorded end: its time is left out, and the sums are then
-"at least". Stages that the run found finished cost it nothing.
+counts. An attempt has no recorded end if the process that started it was killed. The time of such attempts is
+left out, and the sums are then shown as "at least". Stages that were already finished cost the run nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FEES = ("judge_cost", "answer_cost")  # US dollars, in the results of evaluation
 
 
 class UsageLine(NamedTuple):
-    """The usage of one stage in a run. `gpus` None: not known; `unended`: attempts without a recorded end,
-    which `seconds` leaves out."""
+    """The usage of one stage in a run. `gpus`: None if unknown; `unended`: number of attempts without a
+    recorded end, which `seconds` leaves out."""
 
     stage: str
     attempts: int
@@ -45,7 +45,7 @@ class UsageLine(NamedTuple):
 
 
 class Bill(NamedTuple):
-    """The total of a run. `price`: price of a GPU-hour; None: the recipe gives none."""
+    """The total of a run. `price`: price of a GPU-hour; None if the recipe gives none."""
 
     lines: list[UsageLine]
     price: Cost | None
@@ -65,7 +65,7 @@ class Bill(NamedTuple):
 
     @property
     def money(self) -> str:
-        """The price of the GPUs and the fees, as text; '' when neither is known."""
+        """The cost of the GPUs and the fees, as text; '' when neither is known."""
         sums: dict[str, float] = {}
         if self.price:
             sums[self.price.currency] = self.gpu_hours * self.price.gpu_hour
@@ -84,7 +84,7 @@ def bill(folder: Folder, run: RunRecord, stages: Sequence[Stage]) -> Bill:
 
 
 def price_of(folder: Folder, run: RunRecord) -> Cost | None:
-    """Returns the price in the recipe that was run; None when it has none or it cannot be read."""
+    """Returns the price in the recipe that was run; None when the recipe has none or cannot be read."""
     config = folder.json(run.file).get("config")
     try:
         return (

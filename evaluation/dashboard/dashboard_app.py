@@ -1,9 +1,9 @@
-"""Serves the dashboard: pages, their script and style, and a stream of the parts that changed. It only
-answers GET requests, and writes nothing.
+"""Serves the dashboard: pages, their script and style, and a stream of changed parts. It only answers GET
+requests and writes nothing.
 
-Put `Protected` (rlhf_core/system/pages/page_server.py) in front: this application does not check a token.
-An open page has one stream of server-sent events. Once a second, the stream checks the sizes and times of the
-page's files, and only if they changed are its parts rebuilt and sent.
+Put `Protected` (rlhf_core/system/pages/page_server.py) in front, because this application does not check a
+token. An open page has one stream of server-sent events. Once a second, the stream checks the sizes and times
+of the page's files, and rebuilds and sends the page's parts only if these have changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATIC = Path(__file__).parent / "templates"
 FILES = {"live.js": "text/javascript", "dashboard.css": "text/css"}
 LOOK_SECONDS = 1.0
 SLOW_SECONDS = 15.0  # LOOK_SECONDS: between checks of the files; SLOW_SECONDS: between rebuilds of all parts
-GRACE_SECONDS = 2.0  # for streams to end when the server stops
+GRACE_SECONDS = 2.0  # time for streams to end when the server stops
 MAX_STREAMS = 64
 MAX_REPORT = 64 << 20  # MAX_STREAMS: open pages; MAX_REPORT: bytes
 
@@ -66,7 +66,7 @@ def dashboard(artifacts: Path) -> Starlette:
         return HTMLResponse(content)
 
     def of_report(request: Request) -> Response:
-        """Leads from a report to the answers of one of its stages."""
+        """Redirects from a report to the recorded answers of one of its stages."""
         page = request.path_params["page"]
         name = page.removesuffix(f".{VALIDATION}")
         query = "" if name == page else f"?of={VALIDATION}"
@@ -110,9 +110,9 @@ async def changes(
     streams: set[object],
     ended: anyio.Event,
 ) -> AsyncIterator[dict[str, str]]:
-    """Yields an event `parts`, {part: {digest, html}} as JSON, with the parts of a page that differ from
-    `known` (digests by part), and again after each change. Yields an event `gone` when the page does not
-    exist, or stops existing. Ends when `ended` is set."""
+    """Yields events `parts`, {part: {digest, html}} as JSON: first with the parts of a page that differ from
+    `known` (digests by part), then after each change. Yields an event `gone` if the page does not exist or
+    ceases to exist. Ends when `ended` is set."""
     this = object()
     before = None
     made = 0.0

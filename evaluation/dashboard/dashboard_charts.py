@@ -1,8 +1,8 @@
-"""Draws curves as SVG, without matplotlib: a small panel per chart of the stage's kind, with one line per
-run and metric.
+"""Draws curves as SVG without matplotlib, in a small panel for each chart of the stage's kind, with one line
+per run and metric.
 
-An open page redraws them at each new step, so a panel takes about a millisecond. Colours match the
-report's.
+A panel takes about a millisecond, because an open page redraws all of them at each new step. Colours match
+the report's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlhf_core.config import KINDS
 from rlhf_core.config.metrics.metric import Panel
 
 COLOURS = ("#2563a8", "#d9822b", "#2e8b6f", "#a8437a", "#6f5bb0", "#7a8794", "#b8a11f", "#3aa0b8")
-FLAT = 1e-5  # relative difference of values that are drawn as a flat line
+FLAT = 1e-5  # relative difference below which values are drawn as a flat line
 WIDTH = 340.0
 HEIGHT = 170.0
 LEFT = 46.0
@@ -27,8 +27,8 @@ Points = Sequence[tuple[float, float]]
 
 
 class CurveLine(NamedTuple):
-    """A line of a panel. `path`: SVG path data; `band`: path of the area around it, '' for none; `dots`:
-    (x, y) of the points if there are few; `last`: its last value."""
+    """A line of a panel. `path`: SVG path data; `band`: path of the area around the line, '' for none;
+    `dots`: (x, y) of the points if there are few; `last`: the last value."""
 
     label: str
     colour: str
@@ -47,8 +47,8 @@ class AxisTick(NamedTuple):
 
 
 class DrawnPanel(NamedTuple):
-    """A panel. `level`: y of the dashed line that means "no difference"; `missing`: number of values that
-    are not finite."""
+    """A panel. `level`: y of the dashed line for "no difference"; `missing`: number of values that are not
+    finite."""
 
     title: str
     lines: list[CurveLine]
@@ -59,8 +59,8 @@ class DrawnPanel(NamedTuple):
 
 
 class LabelledCurves(NamedTuple):
-    """The curves of one stage. `label`: its label when several are compared; `bad`: number of values that
-    are not finite, by metric."""
+    """The curves of one stage. `label`: the stage's label when several are compared; `bad`: number of values
+    that are not finite, by metric."""
 
     label: str
     curves: Mapping[str, Points]
@@ -68,7 +68,7 @@ class LabelledCurves(NamedTuple):
 
 
 def main_panels(kind: str, runs: Sequence[LabelledCurves]) -> list[DrawnPanel]:
-    """Returns the panels for a kind of stage that have points, as in the report."""
+    """Returns the panels for a kind of stage, the same as in the report, that have points."""
     panels = KINDS[kind].panels if kind in KINDS else ()
     return [drawn for panel in panels if (drawn := draw(panel, runs))]
 

@@ -33,15 +33,15 @@ class Graph(NamedTuple):
 
 
 class DataSource(NamedTuple):
-    """A data set of a stage: the config field that names it, and its path or Hub id."""
+    """A data set of a stage: the config field that names it and its path or Hub id."""
 
     field: str
     name: str
 
 
 class Relatives(NamedTuple):
-    """The origins and descendants of a stage. `models`: input models that no stage here made; `parents`,
-    `children`: names of run directories."""
+    """The origins and descendants of a stage. `models`: input models that no stage in this folder made;
+    `parents`, `children`: names of run directories."""
 
     graph: Graph
     parents: list[str]
@@ -60,8 +60,8 @@ def of_run(stages: Sequence[Stage]) -> Graph:
 
 
 def of_stage(folder: Folder, name: str) -> Relatives:
-    """Returns the ancestors and descendants of a stage (the nearest MAX_NODES of each), and its own models
-    and data."""
+    """Returns the ancestors and descendants of a stage (at most the nearest MAX_NODES of each) and its own
+    models and data."""
     requests = folder.requests()
     above = {one: _parents(one, request, requests) for one, request in requests.items()}
     below: dict[str, list[str]] = {}
@@ -115,8 +115,8 @@ def _parents(name: str, request: Mapping[str, Any], stages: Collection[str]) -> 
 
 
 def _stage_in(stages: Collection[str], place: str) -> str:
-    """Returns the name of the run directory that contains a path, even if the artifacts were moved or
-    copied; '' if none does."""
+    """Returns the name of the run directory that contains a path, even if the artifacts were moved or copied;
+    '' if there is none."""
     return next(
         (name for before, name in pairwise(Path(place).parts) if before == STAGES and name in stages), ""
     )

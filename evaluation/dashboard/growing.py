@@ -1,8 +1,8 @@
-"""Reads files that grow: reads only what was appended since the last call, in bounded memory. A replaced or
-truncated file is read from its start.
+"""Reads growing files: each call reads only the lines appended since the last one, in bounded memory. A
+replaced or truncated file is read from its start.
 
 `metrics.jsonl` is appended to while a stage runs and replaced when it resumes (runs/metrics_log.py);
-`log.txt` is only appended to (runs/launch.py). A last line without a line end is left until it has one.
+`log.txt` is only appended to (runs/launch.py). A last line without a line end is not read until it has one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple, TypeGuard, TypeVar
 CHUNK = 1 << 20
 MAX_LINE = 1 << 20
 MAX_LOG = 64 << 20  # bytes
-TAIL = 64  # bytes before the position that are compared to notice a replaced file
+TAIL = 64  # bytes before the current position that are compared to detect a replaced file
 MAX_POINTS = 600
 MAX_METRICS = 500
 MARK = re.compile(
@@ -29,7 +29,7 @@ MARK = re.compile(
     rb" (-?\d{1,5})$)?"
 )
 STEP = re.compile(rb"step (\d{1,12})/(\d{1,12})(?:\s|$)")
-# How stages without steps report progress: answers that are sampled, scored, judged.
+# Progress of stages without steps, in answers sampled, scored or judged.
 PARTS = re.compile(
     rb"(?:sampled answers to |scored |.{1,300} \(|.{1,300}: )(\d{1,12}) of (\d{1,12})"
     rb" (?:prompts,|answers$|models\)$|done$)"
@@ -40,13 +40,13 @@ Seen = TypeVar("Seen")
 
 
 class Growing(Generic[Seen]):
-    """Passes each complete line of a file to `take` once. Calls `restart` first if the file is a different
-    one than before. Links are not followed.
+    """Passes each complete line of a file to `take` once. Calls `restart` first if the file has been
+    replaced. Does not follow links.
 
     `look` returns the result of `snapshot`; any thread may call it.
     """
 
-    most: int | None = None  # read only this many bytes before the end at first; None: all
+    most: int | None = None  # at first, read only this many bytes before the end; None: all
 
     def __init__(self, path: Path):
         self._path = path
@@ -60,8 +60,8 @@ class Growing(Generic[Seen]):
         self.restart()
 
     def look(self) -> Seen:
-        """Reads what is new, and returns all that is known. Returns the same object while nothing was
-        added."""
+        """Reads the new lines and returns the state after all lines. Returns the same object as long as
+        nothing is added."""
         with self._guard:
             before = self._identity, self._offset
             self.update()
@@ -70,7 +70,7 @@ class Growing(Generic[Seen]):
             return self._seen
 
     def update(self) -> None:
-        """Reads what is new. A missing or unreadable file counts as empty."""
+        """Reads the new lines. A missing or unreadable file counts as empty."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
@@ -99,7 +99,7 @@ class Growing(Generic[Seen]):
         """Receives one line, without its line end."""
 
     def snapshot(self) -> Seen:
-        """Returns the state after all lines, in objects that do not change later."""
+        """Returns the state after all lines, in objects that will not change later."""
         raise NotImplementedError
 
     def _forget(self) -> None:
@@ -131,8 +131,8 @@ class Growing(Generic[Seen]):
 
 
 class Series:
-    """The points of one metric: at most MAX_POINTS; beyond that, neighbours are averaged. Values that are
-    not finite are only counted."""
+    """The points of one metric, at most MAX_POINTS; beyond that, neighbours are averaged. Values that are not
+    finite are only counted."""
 
     def __init__(self) -> None:
         self.not_finite = 0
@@ -161,14 +161,14 @@ class Series:
 
 
 def _mean(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the last step and the mean value."""
+    """Returns the last step and the mean value of the points."""
     steps, values = zip(*points, strict=True)
     return steps[-1], sum(values) / len(values)
 
 
 class Metrics(NamedTuple):
-    """The metrics of a stage: by name its points, the number of values that are not finite, and the last
-    finite value. `step`, `time`: from the last line; `pace`: seconds per step, from the last lines."""
+    """The metrics of a stage. Keyed by metric: its points, its number of values that are not finite, and its
+    last finite value. `step`, `time`: from the last line; `pace`: seconds per step, over the last lines."""
 
     points: dict[str, list[tuple[float, float]]]
     not_finite: dict[str, int]
@@ -225,8 +225,8 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 class Attempt(NamedTuple):
-    """A start of a stage's process. `seconds`, `code`: recorded at its end; None while it runs, or if
-    whoever started it was killed."""
+    """A start of a stage's process. `seconds`, `code`: recorded at its end; None while it runs, or if its
+    starter was killed."""
 
     started: float
     seconds: float | None = None
@@ -270,7 +270,7 @@ class Attempts(Growing[Log]):
 
 
 def _seconds(text: str) -> float:
-    """Returns a log's local time as seconds since 1970; 0 when it cannot be parsed."""
+    """Converts the local time in a log to seconds since 1970; returns 0 when it cannot be parsed."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%d %H:%M:%S"))
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Finds out which lock files are held without touching them: Linux lists all locks in /proc/locks.
+"""Finds out which lock files are held without touching them, from the list of locks in Linux's /proc/locks.
 
 `is_locked` in system/files.py takes a lock for a moment and writes to its file; a page that did so every
 second could keep a stage from getting its own lock. Locks of processes in other containers and on other

@@ -1,4 +1,4 @@
-"""Builds the dashboard's pages from parts. Each part is HTML from its own template, so that an open page
+"""Builds the dashboard's pages from parts. Each part is rendered from its own template, so that an open page
 replaces only the parts that changed.
 
 All strings from runs (names, answers, logs, configurations) are escaped by Jinja, and their control
@@ -38,7 +38,7 @@ MAX_RUNS = 300
 MAX_CHOICES = 50
 MAX_CONFIG = 200_000
 MAX_PANELS = 3
-MAX_FILTER = 200  # characters of the filter text
+MAX_FILTER = 200  # length limit of the filter text, in characters
 COLOURS = {
     "done": "#2e8b6f",
     "running": "#2563a8",
@@ -52,8 +52,8 @@ COLOURS = {
 
 
 class Page(NamedTuple):
-    """A page. `parts`: functions that return the HTML of each part; `slow`: parts that an open page
-    rebuilds only now and then; `watched` returns a value that stays equal while nothing changes on disk."""
+    """A page. `parts`: functions that return the HTML of each part; `slow`: parts that an open page rebuilds
+    only now and then; `watched`: returns a value that stays the same while nothing changes on disk."""
 
     title: str
     parts: dict[str, Callable[[], str]]
@@ -61,13 +61,13 @@ class Page(NamedTuple):
     watched: Callable[[], object]
 
     def make(self, name: str) -> str:
-        """Returns the HTML of a part, or a sentence if the files on disk (damaged, or from another version)
-        cannot be shown."""
+        """Returns the HTML of a part, or a sentence if the files on disk cannot be shown (because they are
+        damaged or from another version)."""
         try:
             return self.parts[name]()
         except Exception as error:
             title = plain(self.title).replace("\n", " ")
-            told = plain(traceback.format_exc())  # a log is read in a terminal
+            told = plain(traceback.format_exc())  # because a log is read in a terminal
             logging.getLogger(__name__).error(
                 "the part %s of the page %s could not be made\n%s", name, title, told
             )
@@ -282,8 +282,8 @@ def rollouts_page(folder: Folder, name: str, query: dict[str, str]) -> Page:
 
 
 def compare_page(folder: Folder, a: str, b: str) -> Page:
-    """Returns the page that shows two stages or two runs side by side. Raises Missing when one does not
-    exist, or when one is a stage and the other a run."""
+    """Returns the page that compares two stages or two runs. Raises Missing when one does not exist, or when
+    one is a stage and the other a run."""
     one = compare.side(folder, a)
     other = compare.side(folder, b)
     if (one.run is None) != (other.run is None):
@@ -304,7 +304,7 @@ def compare_page(folder: Folder, a: str, b: str) -> Page:
 
 
 def fill(part: str, **values: Any) -> str:
-    """Returns the HTML of a part, which is named TEMPLATE.BLOCK."""
+    """Returns the HTML of the part named TEMPLATE.BLOCK."""
     name, _, block = part.partition(".")
     template = templates().get_template(f"{name}.html.j2")
     html = "".join(template.blocks[block](template.new_context(values)))
@@ -313,7 +313,7 @@ def fill(part: str, **values: Any) -> str:
 
 @cache
 def templates() -> jinja2.Environment:
-    """Returns the environment that fills in this folder's templates: the report's, with more filters."""
+    """Returns the Jinja environment for this folder's templates, which is the report's with more filters."""
     made = environment(Path(__file__).parent / "templates")
     made.filters.update(plain=plain, moment=moment, quoted=quoted)
     made.globals.update(colours=COLOURS, address=graph.address)
@@ -341,7 +341,7 @@ def quoted(text: object) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """Formats seconds since 1970 as local date and time; – when missing."""
+    """Formats seconds since 1970 as local date and time, or – when missing."""
     return "–" if not seconds else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 
@@ -355,8 +355,8 @@ def link(run: RunRecord) -> str:
 
 
 class Row(NamedTuple):
-    """What the list of runs shows besides a run's record. `to`: address of its page; `done` of `stages` are
-    done; `rate`, `champion`: as in state.py."""
+    """A row in the list of runs: a run's record and further values. `to`: address of the run's page; `done`:
+    how many of its `stages` are done; `rate`, `champion`: as in state.py."""
 
     to: str
     done: int
@@ -370,14 +370,14 @@ def _row(folder: Folder, run: RunRecord) -> Row:
 
 
 def _counts(folder: Folder, run: RunRecord) -> tuple[int, int]:
-    """Returns how many stages of a run are done, and how many it has."""
+    """Returns how many stages of a run are done and how many it has."""
     if run.ended is not None:
         return sum(stage.status in ("done", "skipped") for stage in run.stages), len(run.stages)
     return sum(stage.state == "done" for stage in state.run_stages(folder, run)), len(run.stages)
 
 
 def _text(run: RunRecord, champion: str) -> str:
-    """Returns the text about a run that the filter searches for its words."""
+    """Returns the text about a run that the filter searches."""
     texts = [recipe_of(run), run.file.stem, run.recipe, run.label, run.state, run.why]
     if run.pinned:
         texts.append("pinned")

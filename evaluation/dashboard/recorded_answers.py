@@ -1,5 +1,5 @@
-"""Selects what the page of a stage's recorded answers shows: one iteration's answers by prompt, or the
-answers of two iterations to one prompt. Reads only the files it shows, and an index of prompts."""
+"""Selects the answers for the page of a stage's recorded answers: those of one iteration by prompt, or those
+of two iterations to one prompt. Reads only the files of these iterations and an index of prompts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from evaluation.report.rollouts.token_turns import advantage_range
 from rlhf_core.runs.run_dir import ROLLOUTS, VALIDATION
 
 MAX_ANSWERS = 16  # in each of a page's two columns
-MAX_TOKENS = 40_000  # likewise; an answer with more is shown alone
+MAX_TOKENS = 40_000  # likewise; a longer answer is shown alone
 MAX_LINKS = 40  # to other iterations
-MAX_OTHERS = 12  # iterations beside which a prompt's answers can be shown
-INDEX_BYTES = 1 << 30  # of files searched for other iterations of a prompt
+MAX_OTHERS = 12  # other iterations whose answers to the prompt can be shown beside
+INDEX_BYTES = 1 << 30  # total size of the files searched for other iterations of a prompt
 
 
 class PromptAnswers(NamedTuple):
-    """A prompt and its answers as HTML by iteration. `others`: other iterations that answered it."""
+    """A prompt, and its answers as HTML by iteration. `others`: other iterations that answered the prompt."""
 
     key: str
     prompt: str
@@ -34,9 +34,9 @@ class PromptAnswers(NamedTuple):
 
 
 class RecordedPage(NamedTuple):
-    """What the page shows: `iteration` of `iterations`, and `shown` of its `answers`, at most `step`, from
-    index `first` on. `most`: the largest absolute advantage. `unsearched`: how many iterations were not
-    searched for other answers to a prompt."""
+    """The content of the page: `iteration` out of `iterations`, and `shown` of its `answers`, at most `step`,
+    from index `first` on. `most`: the largest absolute advantage. `unsearched`: the number of iterations that
+    were not searched for other answers to a prompt."""
 
     iteration: int
     iterations: list[int]
@@ -97,8 +97,8 @@ def folder_of(query: Mapping[str, str]) -> str:
 
 
 def chosen_iterations(run_dir: Path, query: Mapping[str, str]) -> tuple[int, int]:
-    """Returns the iteration that a query asks for, and the one to show beside it, which may be the same; 0 if
-    none is recorded. Raises Missing if either is not recorded."""
+    """Returns the iteration that a query asks for, and the one to show beside it, which may be the same; (0,
+    0) if none is recorded. Raises Missing if either is not recorded."""
     files = iteration_files(run_dir, folder_of(query))
     iteration = number_of(query.get("iteration", ""), max(files, default=0))
     beside = number_of(query.get("beside", ""), iteration)
@@ -108,8 +108,8 @@ def chosen_iterations(run_dir: Path, query: Mapping[str, str]) -> tuple[int, int
 
 
 def index(folder: Folder, files: Mapping[int, Path]) -> tuple[dict[str, list[int]], int]:
-    """Returns the iterations that answered each prompt, by key, and how many iterations were not searched
-    because the files exceed INDEX_BYTES together."""
+    """Returns the iterations that answered each prompt, by key, and the number of iterations that were not
+    searched because the files would exceed INDEX_BYTES."""
     found: dict[str, list[int]] = {}
     left = INDEX_BYTES
     unsearched = 0
@@ -124,13 +124,13 @@ def index(folder: Folder, files: Mapping[int, Path]) -> tuple[dict[str, list[int
 
 
 def neighbours(numbers: list[int], number: int) -> list[int]:
-    """Returns a number with the one before it and the one after it."""
+    """Returns a number together with its neighbours in the list."""
     place = numbers.index(number)
     return numbers[max(0, place - 1) : place + 2]
 
 
 def number_of(text: str, default: int) -> int:
-    """Parses a number of a query string. Returns `default` for any other text."""
+    """Parses a number in a query string. Returns `default` for any other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else default
 
 

@@ -1,9 +1,9 @@
-"""Determines what is happening in a run directory and in a run: its state, why it waits or ended, and its
-progress. Uses only files and held locks.
+"""Determines the state of a stage or a run, why it waits or ended, and its progress, from files and held
+locks alone.
 
-States of a stage: done; running (a process holds its lock); failed; killed (its process is gone without an
-end); waiting (its run is in progress); not begun. Locks on another machine cannot be seen; there, a stage
-counts as running while its files are less than FRESH seconds old.
+States of a stage: done; running (a process holds its lock); failed; killed (its process is gone without a
+recorded end); waiting (its run is in progress); not begun. Locks on another machine cannot be seen, so a
+stage there counts as running while its files are less than FRESH seconds old.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ STOPPED = {
 
 
 class Stage(NamedTuple):
-    """A stage at one moment. `folder`: the name of its run directory; `told`: the reason for its state, a
-    sentence or ''.
+    """A stage at one moment. `folder`: the name of its run directory; `told`: a sentence that explains its
+    state, or ''.
 
-    `steps`: (done, all) while it runs; `left`: estimated seconds remaining; `seconds`: duration of the
-    process that finished it; `changed`: when its files were last written, in seconds since 1970; `parents`:
-    names of stages; `gates`: the gates that it does not pass, in words.
+    `steps`: (done, all) while it runs; `left`: estimated remaining seconds; `seconds`: duration of the
+    process that finished it; `changed`: the time when its files were last written, in seconds since 1970;
+    `parents`: names of stages; `gates`: the gates that it does not pass, in words.
     """
 
     folder: str
@@ -71,7 +71,8 @@ class Stage(NamedTuple):
 def stage_of(
     folder: Folder, run_dir: Path, name: str = "", kind: str = "", parents: tuple[str, ...] = ()
 ) -> Stage:
-    """Returns a stage's state from its run directory. `name`, `kind`: used if it has no request yet."""
+    """Returns a stage's state from its run directory. `name`, `kind`: used if the stage has no request
+    yet."""
     request = folder.request(run_dir)
     result = folder.json(run_dir / RESULT)
     config = request.get("config", {})
@@ -107,7 +108,8 @@ def stage_of(
 
 
 def _ended(holder: str, last: Attempt | None, elsewhere: bool) -> tuple[str, str]:
-    """Returns the state and its reason for a stage that nobody works on and that has no result."""
+    """Returns the state, and the reason for it, of a stage that has no result and that no process works
+    on."""
     goes_on = "the next run goes on from its last checkpoint"
     if elsewhere:
         return "killed", f"no news for {FRESH:.0f} s from {holder}"
@@ -121,7 +123,7 @@ def _ended(holder: str, last: Attempt | None, elsewhere: bool) -> tuple[str, str
 
 
 def run_stages(folder: Folder, run: RunRecord) -> list[Stage]:
-    """Returns the stages of a run: as recorded if it has ended, otherwise from their run directories."""
+    """Returns the stages of a run, as recorded if it has ended, otherwise read from their run directories."""
     found: list[Stage] = []
     for recorded in run.stages:
         try:
@@ -142,12 +144,12 @@ def run_stages(folder: Folder, run: RunRecord) -> list[Stage]:
 
 
 def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
-    """Returns the stages of a run in progress with what each waits for."""
+    """Returns the stages of a run in progress, with the reason why each one waits."""
     done = {stage.name for stage in stages if stage.state == "done"}
     others = [stage.name for stage in stages if stage.state == "running"]
     told = []
     for stage in stages:
-        # others may still be running beside it
+        # other stages may still be running beside it
         failed_now = stage.state == "failed" and (stage.changed or 0) >= run.started
         if stage.state == "done" or failed_now:
             told.append(stage)
@@ -203,8 +205,8 @@ def approval_of(folder: Folder, run_dir: Path) -> Approval | None:
 
 
 def open_gates(config: Mapping[str, Any], metrics: Mapping[str, float], asked: Approval | None) -> list[str]:
-    """Returns part of a sentence for each gate that a finished stage does not pass. `asked`: the question
-    to a person; it is not asked while another gate stops the stages that depend on this one."""
+    """Returns part of a sentence for each gate that a finished stage does not pass. `asked`: the question to
+    a person, which is not asked while another gate stops the dependent stages."""
     found: list[str] = []
     waits = held = False
     gates = config.get("gates")
@@ -244,7 +246,7 @@ def numbers(found: object) -> dict[str, float]:
 
 
 def watched(folder: Folder, run_dir: Path) -> tuple[object, ...]:
-    """Returns a value that stays equal while nothing changes in a run directory."""
+    """Returns a value that stays the same while nothing changes in a run directory."""
     names = (REQUEST, METRICS, LOG, RESULT, HOLDER, ROLLOUTS, APPROVAL)
     return (folder.held(run_dir), *(identity_of(run_dir / name) for name in names))
 
@@ -267,8 +269,8 @@ def win_rate(folder: Folder, run: RunRecord) -> str:
 
 
 def _win_rate_text(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """Returns the win rate of an evaluation's last model, or of the last judged model if that one was not
-    judged (such as the baseline)."""
+    """Returns the win rate of an evaluation's last model, or of the last judged model if the last one was not
+    judged (because it is the baseline, for example)."""
     judged = [name.removeprefix(WIN_RATE) for name in metrics if name.startswith(WIN_RATE)]
     if not judged:
         return ""
@@ -283,8 +285,7 @@ def _win_rate_text(config: Mapping[str, Any], metrics: Mapping[str, float]) -> s
 
 
 def champion(folder: Folder, run: RunRecord) -> str:
-    """Returns the champion of a run's recipe if a publication of this run made it the champion; ''
-    otherwise."""
+    """Returns the champion of a run's recipe if this run published it; '' otherwise."""
     reigns = folder.json(folder.path / recipe_of(run) / CHAMPION).get("reigns")
     last = reigns[-1] if isinstance(reigns, list) and reigns else None
     if not isinstance(last, dict):

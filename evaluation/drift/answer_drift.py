@@ -12,7 +12,7 @@ from evaluation.drift.drift_report import Signal
 from evaluation.drift.resampling import Floats, Interval, paired_ratio
 from evaluation.scores.scoring import QuestionSums, difference_interval, rate_interval
 
-HEAD = 200  # characters at the start of an answer in which a refusal must begin
+HEAD = 200  # a refusal must begin within this many characters from the start of an answer
 REFUSALS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -34,16 +34,16 @@ REFUSALS = tuple(
 
 
 def refuses(answer: str) -> bool:
-    """Returns whether an answer begins with a refusal in the English wordings of REFUSALS. Other refusals
-    are not found."""
+    """Returns whether an answer begins with a refusal in one of the English wordings in REFUSALS. Other
+    refusals are not found."""
     head = answer.strip()[:HEAD].replace("\u2019", "'")
     return any(pattern.search(head) for pattern in REFUSALS)
 
 
 def answer_signals(model: Sequence[str], reference: Sequence[str], rounds: int, seed: int) -> list[Signal]:
     """Returns `answers/length` (ratio of the mean lengths in characters, model to reference; left out when
-    all reference answers are empty), `refusals/model`, `refusals/reference` and `refusals/rise`, whose test
-    is McNemar's exact one (1947) on the questions that only one of the two refuses.
+    all reference answers are empty), `refusals/model`, `refusals/reference` and `refusals/rise`, which is
+    tested with McNemar's exact test (1947) on the questions that only one of the two refuses.
     """
     lengths = [
         np.array([len(text.strip()) for text in side], dtype=np.float64) for side in (model, reference)
@@ -70,8 +70,8 @@ def share_interval(values: Floats) -> Interval:
 
 
 def sign_test(differences: Floats) -> float:
-    """Returns the two-sided exact p-value for positive and negative differences being equally likely; 1
-    when all differences are 0."""
+    """Returns the two-sided exact p-value for the hypothesis that positive and negative differences are
+    equally likely; 1 when all differences are 0."""
     risen = int((differences > 0).sum())
     fallen = int((differences < 0).sum())
     return float(binomtest(risen, risen + fallen).pvalue) if risen + fallen else 1.0

@@ -1,4 +1,4 @@
-"""Defines the content of `report/drift.json`, written by a drift stage. Torch-free."""
+"""Defines the content of `report/drift.json`, which a drift stage writes. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DRIFT = "drift.json"
 class Signal(Frozen):
     """One measure of drift over `count` prompts, questions or pairs, with its 95 % interval.
 
-    `p` is the p-value of the test against no drift, or None if there is none. `change` is `value` minus the
-    value in the previous result.
+    `p`: the p-value of a test for drift, None if there is no test. `change`: `value` minus the value in the
+    previous result.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Earlier(Frozen):
 
 class DriftReport(Frozen):
     """The content of `drift.json`. `at`: when it was written (UTC). `anchors_at`: when the anchors were
-    judged. `history`: oldest first."""
+    judged. `history`: earlier results, oldest first."""
 
     at: datetime
     model: str

@@ -1,8 +1,8 @@
-"""Runs the drift stage: compares present prompts, answers and judges with past ones, and writes
+"""Runs the drift stage, which compares current prompts, answers and judges with past ones and writes
 `report/drift.json`.
 
 It reads the answers and judgments of a finished evaluation. It generates no answers, and loads a model only
-for the KL (`kl`) and for a judge of anchors that needs one.
+for the KL (`kl`) and for an anchor judge that needs one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ REPORT = "report"
 
 
 class AnchorSignals(NamedTuple):
-    """Signals of the anchors, a key of what was judged and by which judge, and when (UTC)."""
+    """The signals of the anchors, a key that identifies the anchors and their judge, and the time of judging
+    (UTC)."""
 
     signals: list[Signal]
     key: str
@@ -107,9 +108,9 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def prompt_texts(config: Drift, seed: int) -> tuple[list[str], list[str]]:
-    """Returns the distinct present and past prompts as strings, at most `max_prompts` each: the last ones
-    of the present, and a sample of the past drawn with the seed. Raises ValueError like `load_rows` and
-    `prompt_of`."""
+    """Returns the distinct current and past prompts as strings, at most `max_prompts` each: the last of the
+    current ones, and a sample of the past ones drawn with the seed. Raises ValueError as `load_rows` and
+    `prompt_of` do."""
 
     def texts(name: str, data: Data) -> list[str]:
         rows = load_rows(data, seed, "prompt")
@@ -126,7 +127,7 @@ def prompt_texts(config: Drift, seed: int) -> tuple[list[str], list[str]]:
 def kl(config: Drift, judged: Judged, request: StageRequest) -> Signal:
     """Returns `kl`: the mean of log p(answer | model) - log p(answer | reference) over the model's answers,
     in nats per answer."""
-    # imports torch's model code, so only when needed
+    # loads torch and model code, so import it only when needed
     from evaluation.answers.kl import log_ratios
 
     asked = judged.config.model_copy(update={"baseline": judged.reference})
@@ -145,8 +146,8 @@ def anchors(
     earlier: Sequence[EarlierResult],
     now: datetime,
 ) -> AnchorSignals:
-    """Judges the anchors, or reuses the signals of an earlier result if its verdicts on the same anchors
-    are younger than `anchors.days`."""
+    """Judges the anchors, or reuses the signals of an earlier result whose verdicts on the same anchors are
+    less than `anchors.days` old."""
     if config.anchors is None:
         return AnchorSignals([], "", None)
     pairs = load_anchors(config.anchors.pairs, request.seed)

@@ -1,7 +1,8 @@
 """Finds earlier results of a drift stage in the same artifacts folder. Torch-free.
 
 An earlier result is a finished run directory of the same stage with a different digest and the same
-reference. The result depends on what has finished when the stage runs, and is not part of its digest.
+reference. A stage's report therefore depends on the results that exist when it runs, and these are not part
+of its digest.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def earlier_results(request: StageRequest, config: Drift, run: RunDir) -> list[E
 
 
 def with_changes(signals: list[Signal], earlier: list[EarlierResult]) -> list[Signal]:
-    """Returns the signals with each one's change from the newest earlier result that has it."""
+    """Returns the signals, each with its change from the newest earlier result that has the signal."""
     before: dict[str, float] = {}
     for one in earlier:
         before |= one.report.values

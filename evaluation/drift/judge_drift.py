@@ -1,5 +1,5 @@
-"""Measures judge drift: the judge's agreement with the reward model, and changes to verdicts that it gave
-in the past. Torch-free."""
+"""Measures judge drift: the judge's agreement with the reward model, and changes from its past verdicts.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def agreement(
     judged: Sequence[Judgment], rewarded: Sequence[Judgment], rounds: int, seed: int
 ) -> Signal | None:
     """Returns `judge/reward_correlation`: Spearman's correlation, over questions, between the judge's score
-    of the model (0 to 1) and the difference of the reward model's scores of model and baseline.
+    of the model (0 to 1) and the difference between the reward model's scores of model and baseline.
 
-    Returns None when both judged fewer than FEWEST common questions, or when one gives all of them the same
-    score.
+    Returns None when fewer than FEWEST questions were judged by both, or when one of the two gives all of
+    them the same score.
     """
     wins = {judgment.uid: judgment.score for judgment in judged if judgment.score is not None}
     gaps = {judgment.uid: gap for judgment in rewarded if (gap := score_gap(judgment.games[1])) is not None}
@@ -42,8 +42,8 @@ def agreement(
 
 def judge_anchors(judge: Judge, anchors: AnchorPairs) -> list[Signal]:
     """Returns `anchors/changed`, the share of anchors with a different winner than in the past, and
-    `anchors/shift`, the change of answer B's win rate, tested with an exact sign test on the anchors whose
-    points rose or fell. Raises ValueError when no game has a verdict."""
+    `anchors/shift`, the change in answer B's win rate, which is tested with an exact sign test on the anchors
+    whose score rose or fell. Raises ValueError when no game has a verdict."""
     judged = battles(judge, anchors.questions, anchors.answers, [("b", "a")])
     scores = np.array(
         [np.nan if judgment.score is None else judgment.score for judgment in judged], dtype=np.float64

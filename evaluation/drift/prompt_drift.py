@@ -1,11 +1,11 @@
-"""Measures how far present prompts are from past ones. Torch-free; uses neither a model nor a classifier.
+"""Measures how much current prompts differ from past ones. Torch-free; uses neither a model nor a classifier.
 
 Words: the Jensen-Shannon divergence (Lin 1991) in bits, from 0 to 1, of two distributions of hashed words
 (Weinberger et al. 2009). Each prompt has the same weight. The divergence of two finite samples from one
-distribution is above 0, so its mean under permutations, which make present and past alike by construction,
-is subtracted. The test is a permutation test over prompts (Phipson & Smyth 2010), exact when prompts are
-independent. The interval has the spread of bootstrap resamples around the result; it is wide, so gates use
-the test. Lengths: the ratio of the means in characters, tested with the two-sample Kolmogorov-Smirnov test.
+distribution is above 0, so its mean over permutations, which mix current and past prompts at random, is
+subtracted. The test is a permutation test over prompts (Phipson & Smyth 2010), exact when prompts are
+independent. The interval is the spread of bootstrap resamples around the result; it is wide, so gates use the
+test. Lengths: the ratio of the means in characters, tested with the two-sample Kolmogorov-Smirnov test.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Singles = NDArray[np.float32]
 
 
 def prompt_signals(present: Sequence[str], past: Sequence[str], rounds: int, seed: int) -> list[Signal]:
-    """Returns `prompts/divergence` and `prompts/length`. The strings are whole prompts; each side has at
+    """Returns `prompts/divergence` and `prompts/length`. The strings are complete prompts; each side has at
     least one."""
     count = len(present) + len(past)
     lengths = [np.array([len(text) for text in side], dtype=np.float64) for side in (present, past)]
@@ -46,8 +46,8 @@ def prompt_signals(present: Sequence[str], past: Sequence[str], rounds: int, see
 
 
 def words(texts: Sequence[str]) -> Singles:
-    """Returns the distribution of each text's words over buckets, (N, BUCKETS). Texts without words have a
-    bucket of their own."""
+    """Returns the distribution of each text's words over buckets, (N, BUCKETS). Texts without words get a
+    separate bucket."""
     found = np.zeros((len(texts), BUCKETS), dtype=np.float32)
     for row, text in enumerate(texts):
         buckets = [
@@ -86,7 +86,7 @@ def _divergence(present: Singles, past: Singles, rounds: int, seed: int) -> Sign
     value = seen - float(null.mean())
     low, high = (
         value + np.quantile(again, ENDS) - again.mean()
-    )  # resamples repeat rows and are more biased than `seen`, so only their spread is used
+    )  # resamples repeat rows and are more biased than `seen`, so use only their spread
     return Signal(
         name="prompts/divergence",
         value=value,

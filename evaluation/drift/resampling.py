@@ -30,7 +30,7 @@ def weights(rows: int, resamples: int, generator: np.random.Generator) -> Floats
 
 
 def ends(values: Floats) -> Interval:
-    """Returns the 2.5 % and 97.5 % quantiles, ignoring resamples without a value."""
+    """Returns the 2.5 % and 97.5 % quantiles. Ignores resamples without a value."""
     low, high = np.nanquantile(values, ENDS)
     return Interval(float(low), float(high))
 
@@ -41,7 +41,7 @@ def mean(values: Floats, resamples: int, seed: int) -> Interval:
 
 
 def paired_ratio(above: Floats, below: Floats, resamples: int, seed: int) -> Interval:
-    """Returns the interval of mean(above) / mean(below) for rows that have both, each (N,)."""
+    """Returns the interval of mean(above) / mean(below) for rows that have both values, (N,) each."""
     drawn = weights(len(above), resamples, np.random.default_rng(seed))
     return ends((drawn @ above) / (drawn @ below))
 
@@ -54,7 +54,7 @@ def ratio(above: Floats, below: Floats, resamples: int, seed: int) -> Interval:
 
 
 def spearman(one: Floats, other: Floats) -> Floats:
-    """Returns Spearman's rank correlation for each row of two (R, N) arrays, (R,); nan if all values in a
+    """Returns Spearman's rank correlation for each row of two (R, N) arrays, (R,); nan where all values in a
     row are equal."""
     ranks = [rankdata(values, axis=1) for values in (one, other)]
     a, b = (rank - rank.mean(1, keepdims=True) for rank in ranks)

@@ -1,4 +1,4 @@
-"""Reads the data that a drift stage compares from a finished evaluation. Torch-free."""
+"""Reads the data for a drift stage from a finished evaluation. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 @dataclass(frozen=True)
 class Judged:
-    """A finished evaluation: its request, its names for the two models, and their answers, by name and in
-    the order of `questions`."""
+    """A finished evaluation: its request, its names for the two models, and the answers by model name, in the
+    order of `questions`."""
 
     request: StageRequest
     folder: Path
@@ -95,8 +95,8 @@ def read_evaluation(report: Path, inputs: Mapping[str, str], model: str, referen
 
 
 def place_of(place: str) -> str:
-    """Returns the last three parts of a model's path, which include its stage's digest, or its Hub id. The
-    result is the same wherever the artifacts are."""
+    """Returns a model's Hub id, or the last three parts of its path, which include its stage's digest and do
+    not depend on the location of the artifacts."""
     return "/".join(PurePosixPath(place).parts[-3:])
 
 

@@ -1,12 +1,11 @@
-"""Measures how far annotators agree with each other and with themselves. Pure functions of labels and a
-seed.
+"""Measures how far annotators agree with each other and with themselves. All functions are pure.
 
-Cohen's kappa of two annotators (Cohen 1960) and, with squared weights for the five degrees, weighted kappa
-(Cohen 1968); Krippendorff's alpha of all (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"),
-nominal for the winner and ordinal for the degrees, which allows any number of annotators per pair.
-Intervals are 95 % intervals over pairs of answers: `rate_interval` for shares, percentile bootstraps for
-kappa and alpha. Annotators are not resampled, so the numbers describe these annotators only. If all agree,
-every resample is the same, and a kappa's interval follows from that of the share of agreement.
+Two annotators: Cohen's kappa (Cohen 1960) and, with squared weights for the five degrees, weighted kappa
+(Cohen 1968). All annotators: Krippendorff's alpha (Krippendorff 2011, "Computing Krippendorff's
+Alpha-Reliability"), nominal for the winner and ordinal for the degrees, which allows any number of annotators
+per pair. Intervals are 95 % intervals over pairs of answers: `rate_interval` for shares, percentile
+bootstraps for kappa and alpha. Annotators are not resampled, so the results describe only these annotators.
+If all agree, all resamples are equal, and a kappa's interval is derived from that of the share of agreement.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ Statistic = Callable[[Floats], Floats]  # of tables (R, C, C) -> (R,)
 
 
 class TwoAnnotators(NamedTuple):
-    """Agreement on the `pairs` that both labelled. `same`: share with the same winner. Kappas are None if
-    undefined."""
+    """Agreement on the `pairs` that both annotators labelled. `same`: share of pairs with the same winner.
+    Kappas are None if undefined."""
 
     one: str
     other: str
@@ -45,9 +44,9 @@ class TwoAnnotators(NamedTuple):
 
 
 class OneAnnotator(NamedTuple):
-    """Statistics of one annotator. `first_side`: share of verdicts with a winner that name the answer shown
-    first, 0.5 without a bias. `consistent`: share of the `repeats` pairs shown twice that got the same
-    winner again. `seconds`: median time per verdict. None if the labels lack the data."""
+    """Statistics of one annotator. `first_side`: among verdicts with a winner, the share that prefer the
+    answer shown first (0.5 without bias). `consistent`: share of the `repeats` pairs shown twice that got the
+    same winner again. `seconds`: median time per verdict. Values are None if the labels lack the data."""
 
     name: str
     labels: int
@@ -60,8 +59,8 @@ class OneAnnotator(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Agreement of all annotators. `pairs`: number with a verdict; `shared`: number labelled by two or more
-    annotators. Alphas are None if undefined."""
+    """Agreement of all annotators. `pairs`: number of pairs with a verdict; `shared`: number of pairs
+    labelled by two or more annotators. Alphas are None if undefined."""
 
     pairs: int
     shared: int
@@ -72,7 +71,7 @@ class Agreement(NamedTuple):
 
 
 def agreement(labels: Sequence[Rated], rounds: int = ROUNDS, seed: int = 0) -> Agreement:
-    """Returns the agreement in all lines of a labels file. Labels that were taken back do not count."""
+    """Returns the agreement over all lines of a labels file. Withdrawn labels do not count."""
     rows = in_force(labels)
     given: dict[str, dict[str, Rated]] = defaultdict(dict)  # by key and annotator
     for row in rows:
@@ -105,11 +104,11 @@ def agreement(labels: Sequence[Rated], rounds: int = ROUNDS, seed: int = 0) -> A
 def cohen(
     ratings: Sequence[tuple[int, int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0
 ) -> IntervalEstimate | None:
-    """Returns Cohen's kappa of two annotators' ratings, 0 to `count` - 1; with `ordinal`, weighted by
-    squared distance.
+    """Returns Cohen's kappa of two annotators' ratings, which range from 0 to `count` - 1; with the metric
+    `ordinal`, weighted by squared distance.
 
-    Returns None if there are no ratings, or if chance alone gives full agreement because both annotators
-    always gave the same rating.
+    Returns None if there are no ratings, or if both annotators always gave the same rating, so that chance
+    alone gives full agreement.
     """
     places = np.arange(count, dtype=np.float64)
     distance = (places[:, None] != places) * 1.0 if metric == "nominal" else (places[:, None] - places) ** 2
@@ -127,8 +126,8 @@ def cohen(
 def krippendorff(
     ratings: Sequence[Sequence[int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0
 ) -> IntervalEstimate | None:
-    """Returns Krippendorff's alpha of the ratings of each unit, 0 to `count` - 1, by any number of
-    annotators. Units with one rating are left out.
+    """Returns Krippendorff's alpha. `ratings`: for each unit, the ratings by any number of annotators, from 0
+    to `count` - 1. Units with one rating are left out.
 
     Returns None if there are no units or all ratings are equal.
     """
@@ -149,8 +148,8 @@ def krippendorff(
 
 
 def _distances(totals: Floats, metric: Metric) -> Floats:
-    """Returns Krippendorff's squared differences between ratings, (R, C, C). Ordinal: the number of ratings
-    between the two, counting the two themselves by half, squared."""
+    """Returns Krippendorff's squared differences between ratings, (R, C, C). An ordinal difference is the
+    number of ratings from one to the other, of which the two ends count by half."""
     count = totals.shape[1]
     if metric == "nominal":
         return np.broadcast_to(1 - np.eye(count), (len(totals), count, count))
@@ -159,13 +158,13 @@ def _distances(totals: Floats, metric: Metric) -> Floats:
 
 
 def _ratio(observed: Floats, expected: Floats) -> Floats:
-    """Returns observed / expected disagreement, NaN if none is expected."""
+    """Returns observed / expected disagreement; NaN if no disagreement is expected."""
     return np.divide(observed, expected, out=np.full_like(observed, np.nan), where=expected > 1e-12)
 
 
 def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> IntervalEstimate | None:
-    """Returns the statistic of the sum of `cells` (units, C, C), with its interval over resampled units;
-    None when it is undefined."""
+    """Returns the statistic of the summed `cells` (units, C, C), with its interval over resampled units; None
+    when it is undefined."""
     if not len(cells):
         return None
     table = cells.sum(0)
@@ -182,7 +181,7 @@ def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> In
     found = []
     step = max(1, CELLS // units)
     for start in range(0, rounds, step):
-        # how often each unit was drawn, (R, units)
+        # draws of each unit, (R, units)
         times = generator.multinomial(units, np.full(units, 1 / units), size=min(step, rounds - start))
         found.append(statistic((times @ flat).reshape(-1, *table.shape)))
     values = np.concatenate(found)
@@ -227,7 +226,7 @@ def _one_annotator(name: str, rows: Sequence[Rated]) -> OneAnnotator:
 
 
 def _share(rows: Sequence[tuple[str, bool]]) -> IntervalEstimate | None:
-    """Returns the share of true rows, with its interval over keys of pairs; None if there are no rows."""
+    """Returns the share of true values, with its interval over pair keys; None if there are no rows."""
     if not rows:
         return None
     sums = sums_of([(key, float(value), 1.0) for key, value in rows])

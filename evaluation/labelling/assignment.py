@@ -1,9 +1,9 @@
-"""Assigns pairs to annotators, and turns their choices into labels.
+"""Assigns pairs to annotators and turns their choices into labels.
 
-A pair is assigned until `per_item` annotators have labelled it; only then does a new one begin. The side of
-each answer is drawn for each pair and annotator. A share of an annotator's pairs comes a second time, with
-the sides swapped, after GAP others. Assignments follow from the labels, so a killed server can continue;
-only reservations of pairs that pages currently show are lost.
+A pair is assigned until `per_item` annotators have labelled it; only then does the next pair begin. The side
+of each answer is drawn for each pair and annotator. A share of an annotator's pairs is shown a second time,
+with the sides swapped, after GAP other pairs. Assignments follow from the labels, so a killed server can
+continue and loses only the reservations of pairs that pages are showing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from evaluation.labelling.label_records import LABELS, ComparedPair, HumanLabel,
 from evaluation.labelling.label_store import LabelFile
 
 GAP = 10  # labels of other pairs before a pair is shown again
-HOLD_SECONDS = 900.0  # how long a pair that a page shows stays reserved
+HOLD_SECONDS = 900.0  # time for which a pair shown by a page stays reserved
 NAME_LENGTH = 40
-MOST_HOLDS = 200  # names with a reserved pair: anybody who has the page's address can ask under any name
+MOST_HOLDS = 200  # names with a reserved pair; anybody with the page's address can use any name
 
 
 class Stale(Exception):
-    """Raised when a page shows a pair that its annotator has labelled already, or that this server did not
+    """Raised when a page shows a pair that its annotator has already labelled or that this server did not
     assign."""
 
 
@@ -45,7 +45,7 @@ class LabelTask(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Counts of one annotator's pairs. `left`: pairs still to be assigned."""
+    """Counts of one annotator's pairs. `left`: number of pairs still to be assigned."""
 
     labelled: int
     skipped: int
@@ -59,8 +59,8 @@ class _Hold(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of assignment. `per_item`: annotators per pair; `repeat`: share of pairs shown to an
-    annotator twice; `seed`: draws sides and repeats."""
+    """The rules of assignment. `per_item`: annotators per pair; `repeat`: share of pairs that an annotator is
+    shown twice; `seed`: seed for sides and repeats."""
 
     per_item: int = 2
     repeat: float = 0.05
@@ -68,7 +68,8 @@ class Rules:
 
 
 class Assignment:
-    """Tracks who labelled what. Not thread-safe: the server calls it from its event loop."""
+    """Tracks which annotator labelled which pair. Not thread-safe; the server calls it from its event
+    loop."""
 
     def __init__(
         self,
@@ -78,8 +79,8 @@ class Assignment:
         secret: str,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Prepares the assignment from the labels in `file`. `secret` keeps task ids and sides from being
-        computed from texts, names and the seed; no page and no annotator knows it."""
+        """Prepares the assignment from the labels in `file`. `secret`, which no page or annotator knows,
+        prevents task ids and sides from being computed from texts, names and the seed."""
         self.pairs = {pair.key: pair for pair in pairs}
         self.file = file
         self.rules = rules
@@ -88,7 +89,7 @@ class Assignment:
         # by annotator and key, in label order
         self._firsts: defaultdict[str, dict[str, HumanLabel]] = defaultdict(dict)
         self._repeats: defaultdict[str, dict[str, HumanLabel]] = defaultdict(dict)
-        self._decided: Counter[str] = Counter()  # by key: number of annotators who gave a verdict
+        self._decided: Counter[str] = Counter()  # number of annotators who gave a verdict, by key
         self._holds: dict[str, _Hold] = {}
         for label in in_force(file.labels):
             self._count(label)
@@ -117,8 +118,8 @@ class Assignment:
         return Progress(len(mine) - skipped, skipped, len(self._open(annotator)))
 
     def next(self, annotator: str) -> LabelTask | None:
-        """Returns the next task for an annotator and reserves its pair; None if nothing is left. Returns
-        the same task when asked again."""
+        """Returns the next task for an annotator and reserves its pair; None if nothing is left. Repeated
+        calls return the same task."""
         held = self._holds.get(annotator)
         if (
             held is not None
@@ -134,7 +135,7 @@ class Assignment:
             self._holds.pop(annotator, None)
             return None
         others = self._held_by_others(annotator)
-        # the first of those with the most labels
+        # the first of the pairs with the most labels
         key = max(open_keys, key=lambda key: self._decided[key] + others[key])
         task = self._task(annotator, key)
         assert task is not None, "an open pair has no label of this annotator"
@@ -143,8 +144,8 @@ class Assignment:
     def label(
         self, annotator: str, task_id: str, choice: int | None, seconds: float, note: str | None = None
     ) -> HumanLabel:
-        """Writes the verdict on a task. `choice`: its index in LABELS with the left answer as A; None:
-        skipped.
+        """Writes the verdict on a task. `choice`: index in LABELS, with the left answer as A; None if the
+        task was skipped.
 
         Raises Stale when the task is not open for this annotator, and OSError when the label cannot be
         written.
@@ -170,7 +171,7 @@ class Assignment:
         return label
 
     def undo(self, annotator: str) -> HumanLabel | None:
-        """Takes back an annotator's last label and reserves its pair, so that `next` returns it again.
+        """Withdraws an annotator's last label and reserves its pair, so that `next` returns that pair again.
         Returns None if there is no label."""
         mine = [
             label
@@ -204,7 +205,7 @@ class Assignment:
         return self._firsts if label.repeat_of is None else self._repeats
 
     def _open(self, annotator: str) -> list[str]:
-        """Returns the keys of the pairs that this annotator may begin, in the order in which they were
+        """Returns the keys of the pairs that this annotator may start, in the order in which they were
         drawn."""
         others = self._held_by_others(annotator)
         mine = self._firsts.get(annotator, {})
@@ -220,7 +221,7 @@ class Assignment:
         return Counter(hold.key for name, hold in holds.items() if hold.key not in self._firsts.get(name, {}))
 
     def _given(self, annotator: str, task: LabelTask) -> LabelTask:
-        self._holds.pop(annotator, None)  # puts the newest last
+        self._holds.pop(annotator, None)  # so that the newest is last
         self._holds[annotator] = _Hold(task.pair.key, self._clock() + HOLD_SECONDS)
         while len(self._holds) > MOST_HOLDS:
             del self._holds[next(iter(self._holds))]
@@ -231,8 +232,8 @@ class Assignment:
         return decided and self._drawn("repeat", annotator, first.key) < self.rules.repeat
 
     def _task(self, annotator: str, key: str) -> LabelTask | None:
-        """Returns an annotator's task for a pair: the first, or the repeat if the pair comes again; None
-        when both are labelled."""
+        """Returns an annotator's task for a pair: the first one, or the repeat if the pair is shown twice;
+        None when both are labelled."""
         first = self._firsts.get(annotator, {}).get(key)
         if first is None:
             side: Side = "a" if self._drawn("side", annotator, key) < 0.5 else "b"

@@ -1,7 +1,8 @@
 """Reads the pairs that annotators compare: answers of an evaluation's models, or rows of preferences.
 Torch-free.
 
-A row of a file with half a character is refused, as in training; in a model's answer, U+FFFD replaces it.
+A row of a file that contains an unpaired surrogate is refused, as in training; in a model's answer, U+FFFD
+replaces it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ HALVES = re.compile("[\ud800-\udfff]")
 
 
 class DrawnPairs(NamedTuple):
-    """The pairs to compare, in the order in which they are assigned. `found`: number of pairs in the
-    source; `same`: number with equal answers, which are left out."""
+    """The pairs to compare, in the order in which they are assigned. `found`: number of pairs in the source;
+    `same`: number of pairs with equal answers, which are left out."""
 
     pairs: list[ComparedPair]
     found: int
@@ -36,12 +37,12 @@ class DrawnPairs(NamedTuple):
 
 
 def draw(source: str, count: int, seed: int, artifacts: Path, models: Sequence[str] = ()) -> DrawnPairs:
-    """Draws `count` pairs at random; a larger count draws the same pairs and more. For a file of rows,
-    memory is bounded by `count`.
+    """Draws `count` pairs at random; a larger `count` draws the same pairs and more. For a file of rows,
+    memory use is bounded by `count`.
 
-    `source`: a data file, an evaluation's directory, or the name of an evaluation or a recipe in
-    `artifacts`. `models`: two models of an evaluation to compare; without them, all that its judges
-    compared. Raises ValueError if the source cannot be read or has nothing to compare.
+    `source`: a data file, an evaluation's directory, or the name of an evaluation or a recipe in `artifacts`.
+    `models`: two models of an evaluation to compare; default: all pairs that its judges compared. Raises
+    ValueError if the source cannot be read or has nothing to compare.
     """
     found = 0
     same = 0
@@ -51,7 +52,7 @@ def draw(source: str, count: int, seed: int, artifacts: Path, models: Sequence[s
         if pair.answer_a == pair.answer_b:
             same += 1
             continue
-        kept.setdefault(digest([seed, pair.key]), pair)  # only once if rows are repeated
+        kept.setdefault(digest([seed, pair.key]), pair)  # only once if a row is repeated
         if len(kept) > 2 * count + 1000:
             kept = dict(sorted(kept.items())[:count])
     if not kept:
@@ -81,8 +82,8 @@ def _pairs(source: str, seed: int, artifacts: Path, models: Sequence[str]) -> It
 
 
 def _evaluation(source: str, artifacts: Path) -> Path | None:
-    """Returns the directory of an evaluation, found by its path, or by the name of a stage (the newest) or
-    a recipe (from its last run)."""
+    """Returns the directory of an evaluation, which is named by its path, its stage (whose newest is taken)
+    or a recipe (whose last run is taken)."""
     for recipe in (Path(source), artifacts / source):
         stages = read_json(recipe / RUN).get("stages", [])
         last = [stage["run_dir"] for stage in stages if stage.get("kind") == "evaluation"]
@@ -100,8 +101,8 @@ def _is_evaluation(folder: Path) -> bool:
 
 
 def _battles(folder: Path, models: Sequence[str]) -> Iterator[ComparedPair]:
-    """Yields the battles of an evaluation. A is the baseline's answer and B the model's, as in game 0 of a
-    judgment."""
+    """Yields the battles of an evaluation. As in game 0 of a judgment, A is the baseline's answer and B the
+    model's."""
     places = folders(folder)
     place = places.answers or next(
         (place for place in (folder / "report/answers", folder / "answers") if place.is_dir()), None
@@ -152,8 +153,8 @@ def _battles(folder: Path, models: Sequence[str]) -> Iterator[ComparedPair]:
 
 
 def _rows(file: str, seed: int) -> Iterator[ComparedPair]:
-    """Yields the rows of a file: `answer_a` and `answer_b` (and `uid`, `model_a`, `model_b`), or a
-    preference, whose `chosen` is A."""
+    """Yields the rows of a file: `answer_a` and `answer_b` (with `uid`, `model_a`, `model_b`), or a
+    preference, whose `chosen` becomes A."""
     source = Source(path=file)
     first = next(iter(raw_rows(source, 1)), {})
     if "answer_a" in first:
@@ -203,6 +204,5 @@ def _pair(
 
 
 def whole(text: str) -> str:
-    """Returns a text with U+FFFD in place of each half of a character (an unpaired surrogate), which UTF-8
-    cannot encode."""
+    """Returns `text` with U+FFFD in place of each unpaired surrogate, which UTF-8 cannot encode."""
     return HALVES.sub("\ufffd", text)

@@ -16,10 +16,10 @@ LABELS = VERDICTS
 
 
 class ComparedPair(Frozen):
-    """Two answers to one prompt. `uid`: uid of the question; `model_...`: who answered, None if unknown;
-    `source`: the file or run.
+    """Two answers to one prompt. `uid`: uid of the question; `model_...`: the model that answered, None if
+    unknown; `source`: the file or run that the pair comes from.
 
-    The texts contain no half characters: code that reads them from elsewhere puts U+FFFD in their place.
+    The texts contain no unpaired surrogates; code that reads texts from elsewhere replaces them with U+FFFD.
     """
 
     uid: str
@@ -32,17 +32,18 @@ class ComparedPair(Frozen):
 
     @cached_property
     def key(self) -> str:
-        """A key that is the same for all labels of this pair, whatever file it was read from."""
+        """A key that is the same for all labels of this pair, regardless of the file that it was read
+        from."""
         return digest([self.uid, list(self.prompt), self.answer_a, self.answer_b, self.model_a, self.model_b])
 
 
 class HumanLabel(ComparedPair):
-    """One annotator's verdict on a pair. None: skipped. `at`: ISO time, UTC; `seconds`: time from display
-    to verdict.
+    """One annotator's verdict on a pair, None if it was skipped. `at`: ISO time, UTC; `seconds`: time from
+    display to verdict.
 
-    The verdict is about `answer_a` and `answer_b`, whichever was shown first (on the left). `repeat_of`:
-    the id of this annotator's first label of the pair. A line with `undone` takes back the label with that
-    id; its own verdict is None.
+    The verdict is about `answer_a` and `answer_b`, whichever was shown first (on the left). `repeat_of`: the
+    id of this annotator's first label of the pair. A line with `undone` withdraws the label with that id; its
+    own verdict is None.
     """
 
     id: str
@@ -57,8 +58,8 @@ class HumanLabel(ComparedPair):
 
     @property
     def strength(self) -> int:
-        """The index of the verdict in LABELS: 0 (A is much better) to 4 (B is). The label must not be
-        skipped."""
+        """The index of the verdict in LABELS, from 0 (A is much better) to 4 (B is). Must not be used for a
+        skipped label."""
         assert self.verdict is not None, "a skipped pair has no verdict"
         return LABELS.index(self.verdict)
 
@@ -72,7 +73,7 @@ AnyLabel = TypeVar("AnyLabel", bound=HumanLabel | LabelLine)
 
 
 def in_force(labels: Iterable[AnyLabel]) -> list[AnyLabel]:
-    """Returns the labels that were not taken back, in their order, including skipped ones."""
+    """Returns the labels that were not withdrawn, in their order, including skipped ones."""
     rows = list(labels)
     undone = {row.undone for row in rows}
     return [row for row in rows if row.undone is None and row.id not in undone]

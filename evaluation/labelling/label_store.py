@@ -1,8 +1,8 @@
-"""Appends labels to a JSONL file that survives a kill at any byte: an acknowledged label is on disk,
-complete and exactly once.
+"""Appends labels to a JSONL file that survives a kill at any byte: an acknowledged label is on disk
+completely and exactly once.
 
-One process writes (file lock). A line is written and synced before `append` returns. A line cut by a kill
-has no line end, was not acknowledged, and is removed at the next start.
+Only one process writes, enforced by a file lock. A line is written and synced before `append` returns. A line
+truncated by a kill has no line end, was not acknowledged, and is removed at the next start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ START = b'{"uid":'  # start of each line
 
 
 def read_labels(path: Path) -> list[HumanLabel]:
-    """Returns all lines of a labels file, including `undone` ones, without a last line that was cut.
+    """Returns all lines of a labels file, including `undone` ones, except a truncated last line.
 
     Raises ValueError for a missing file and for a line that is not a label.
     """
@@ -37,8 +37,8 @@ class LabelFile:
     """An open labels file. `labels`: its lines, including `undone` ones."""
 
     def __init__(self, path: Path):
-        """Opens or creates the file, with mode 0600. Raises ValueError when it is not a labels file, and
-        then leaves it unchanged."""
+        """Opens the file, or creates it with mode 0600. Raises ValueError, and leaves the file unchanged,
+        when it is not a labels file."""
         self._path = path
         there = path.read_bytes() if path.exists() else b""
         self.labels = _parsed(path, there)
@@ -52,7 +52,7 @@ class LabelFile:
         os.close(folder)
 
     def append(self, label: HumanLabel) -> None:
-        """Writes a label to disk. Raises OSError and leaves the file unchanged if that fails."""
+        """Writes a label to disk. If that fails, raises OSError and leaves the file unchanged."""
         if not os.path.exists(self._path) or not os.path.samestat(os.stat(self._path), os.fstat(self._file)):
             raise OSError(f"{self._path} was moved, removed or replaced: put it back, or start again")
         os.ftruncate(self._file, self._size)  # removes a partial line left by an earlier failure
@@ -75,8 +75,9 @@ class LabelFile:
 
 @contextmanager
 def opened(path: Path) -> Iterator[LabelFile]:
-    """Yields the labels file, which no other process can open meanwhile. Raises MachineLacks when another
-    process has it open, and ValueError when the folder does not exist or the file is not a labels file."""
+    """Opens a labels file for the block, during which no other process can open it. Raises MachineLacks when
+    another process has it open, and ValueError when the folder does not exist or the file is not a labels
+    file."""
     if not path.absolute().parent.is_dir():
         raise ValueError(
             f"{path}: there is no folder {path.absolute().parent}: make it, or give another --out"
@@ -84,7 +85,7 @@ def opened(path: Path) -> Iterator[LabelFile]:
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: is no file: give another --out")
     if path.exists():
-        read_labels(path)  # fails before a lock is left beside a file of another kind
+        read_labels(path)  # fails before leaving a lock beside a file of another kind
     path = path.absolute()
     with locked(path.with_name(f".{path.name}.lock")) as ours:
         if not ours:
@@ -101,7 +102,7 @@ def opened(path: Path) -> Iterator[LabelFile]:
 
 def _parsed(path: Path, content: bytes) -> list[HumanLabel]:
     *lines, cut = content.split(b"\n")
-    start = cut.rstrip(b"\0")  # after a power failure the end of a file may be zeros
+    start = cut.rstrip(b"\0")  # after a power failure, the end of a file may be zeros
     if start and not START.startswith(start[: len(START)]):
         raise ValueError(
             f"{path}: its last line is no label: give a file that `alignflow label` wrote, or a new one"

@@ -1,8 +1,8 @@
-"""Serves the labelling page: `alignflow label`. Browsers receive texts and counts, but never a model's
-name, a source, or which answer is chosen.
+"""Serves the labelling page for `alignflow label`. Browsers receive texts and counts, but never a model's
+name, a source, or which answer is the chosen one.
 
 Pages are small HTML files; label.js asks for one pair at a time. The event loop handles requests one after
-the other, including the writing of a label, so that no two of them see the same state.
+the other, including writing a label, so no two of them see the same state.
 `rlhf_core/system/pages/page_server.py` controls access.
 """
 
@@ -33,12 +33,12 @@ TEMPLATES = Path(__file__).parent / "templates"
 STATIC = {"label.js": "text/javascript", "label.css": "text/css"}
 LARGEST_REQUEST = 1 << 17
 NOTE_LENGTH = 10_000  # LARGEST_REQUEST: bytes; NOTE_LENGTH: characters
-SEND_SECONDS = 30.0  # for a browser to send its request in
-LONGEST = 86_400.0  # seconds recorded for one label
+SEND_SECONDS = 30.0  # time limit for a browser to send its request
+LONGEST = 86_400.0  # most seconds recorded for one label
 
 
 class Undo(Frozen):
-    """A request to take back an annotator's last label."""
+    """A request to withdraw an annotator's last label."""
 
     annotator: str
 
@@ -49,8 +49,8 @@ class Undo(Frozen):
 
 
 class SentVerdict(Undo):
-    """A verdict sent by the page. `choice`: 0 (the left answer is much better) to 4 (the right one is);
-    None: skipped."""
+    """A verdict sent by the page. `choice`: from 0 (the left answer is much better) to 4 (the right one is);
+    None if skipped."""
 
     task: str
     choice: int | None = Field(ge=0, le=4)
@@ -70,7 +70,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def application(assignment: Assignment) -> Starlette:
-    """Returns the application with the pages and their API, for an open labels file."""
+    """Returns the application, with the pages and their API, for an open labels file."""
 
     async def start(request: Request) -> Response:
         known = assignment.annotators
@@ -157,7 +157,7 @@ async def _read(request: Request, kind: type[Any]) -> Any:
     """Returns the record in a request's body. Raises WrongRequest when the body is too large, late or
     invalid."""
     length = request.headers.get("content-length", "")
-    # otherwise a chunked request would pass the check
+    # a chunked request would otherwise pass the check
     if not length.isdigit() or int(length) > LARGEST_REQUEST or "transfer-encoding" in request.headers:
         raise WrongRequest(413, f"the request needs a content-length of at most {LARGEST_REQUEST} bytes")
     try:

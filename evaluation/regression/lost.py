@@ -20,10 +20,10 @@ def lost_questions(
     folder: Path, model: str, lost_to: str | None = None, judge: str | None = None
 ) -> list[SuiteQuestion]:
     """Returns the questions that `model` lost to `lost_to` (None: the baseline) in both games according to
-    `judge` (None: the first). Each has the other model's answer as reference, and the known answer if a
-    rule judges.
+    `judge` (None: the first). Each question has the other model's answer as its reference, and the known
+    answer if a rule is among the judges.
 
-    Raises ValueError when the directory does not hold a finished evaluation or lacks what is named.
+    Raises ValueError when the directory does not hold a finished evaluation, or lacks a named model or judge.
     """
     run = RunDir(folder)
     try:
@@ -65,7 +65,7 @@ def _question(
 
 
 def _answers(folder: Path, model: str) -> dict[str, dict[str, Any]]:
-    """Returns the rows of a model's answers by uid. The file is found by the model's name in its rows."""
+    """Returns the rows of a model's answers by uid, from the file whose rows name the model."""
     for file in sorted((folder / "report" / "answers").glob("*.jsonl")):
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         if rows and rows[0]["model"] == model:

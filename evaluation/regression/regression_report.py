@@ -1,5 +1,5 @@
-"""Defines the report of a regression suite, `report/regression.json`, and the band of earlier results.
-Torch-free, pure functions."""
+"""Defines the report of a regression suite, `report/regression.json`, and computes the band of earlier
+results. Torch-free; all functions are pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QuestionOutcome = Literal["passed", "failed", "no verdict"]
 
 
 class QuestionResult(Frozen):
-    """A question of the suite, why it is in the suite, and its outcome by model."""
+    """A question of the suite, the reason why it is included, and its outcome by model."""
 
     uid: str
     prompt: str
@@ -26,9 +26,9 @@ class QuestionResult(Frozen):
 
 
 class Band(Frozen):
-    """The range that earlier results of their final models on the same questions predict. `deviation`:
-    distance of the final model's share from `mean`, in units of `spread`; `low`, `high`: the ends of the
-    band."""
+    """The range of the passed share that earlier results predict, from their final models on the same
+    questions. `deviation`: distance of the final model's share from `mean`, in units of `spread`; `low`,
+    `high`: the ends of the band."""
 
     results: int
     questions: int
@@ -45,8 +45,8 @@ class RegressionReport(Frozen):
     """The content of `regression.json`.
 
     `final`: the last model of the config; `judge`: identity of the deciding judge
-    (config/judging/calibration.py); `before`: outcomes of the final model in the last trusted result, by
-    uid; `band` None: there is no such result.
+    (config/judging/calibration.py); `before`: outcomes of the final model in the last trusted result, by uid;
+    `band`: None if there is no such result.
     """
 
     baseline: str
@@ -63,7 +63,8 @@ class RegressionReport(Frozen):
         return {question.uid: question.outcomes[self.final] for question in self.questions}
 
     def newly_failed(self, model: str) -> list[str]:
-        """The uids of questions that passed in the last trusted result and that the model does not pass."""
+        """Returns the uids of questions that passed in the last trusted result but that the model does not
+        pass."""
         return [
             q.uid
             for q in self.questions
@@ -71,7 +72,8 @@ class RegressionReport(Frozen):
         ]
 
     def recovered(self, model: str) -> list[str]:
-        """The uids of questions that did not pass in the last trusted result and that the model passes."""
+        """Returns the uids of questions that did not pass in the last trusted result but that the model
+        passes."""
         return [
             q.uid
             for q in self.questions
@@ -80,8 +82,8 @@ class RegressionReport(Frozen):
 
     @property
     def rows(self) -> list[tuple[str, QuestionResult]]:
-        """Each question with its change for the final model (newly failed, recovered or nothing), those
-        that it does not pass first."""
+        """Each question with its change for the final model (newly failed, recovered or none),
+        starting with those that it does not pass."""
         changed = dict.fromkeys(self.newly_failed(self.final), "newly failed") | dict.fromkeys(
             self.recovered(self.final), "recovered"
         )
@@ -95,10 +97,10 @@ def band_of(
     """Compares the share of passed questions with earlier results, over the questions that all of them
     have. Returns None if there are no earlier results or no shared questions.
 
-    Uses a control chart (Shewhart 1931): mean -+ `width` standard deviations. The standard deviation is
-    that of the earlier shares, but at least that of a binomial share, sqrt(p (1 - p) / n) with two passed
-    and two failed questions added to p (Agresti & Coull 1998), so that equal results do not give a band of
-    width 0. It is multiplied by sqrt(1 + 1 / results), because the mean is also estimated.
+    Uses a control chart (Shewhart 1931): mean +- `width` standard deviations. The standard deviation is that
+    of the earlier shares, but at least that of a binomial share, sqrt(p (1 - p) / n), with two passed and two
+    failed questions added to p (Agresti & Coull 1998), so that equal results do not give a band of width 0.
+    It is multiplied by sqrt(1 + 1 / results), because the mean is also estimated.
     """
     shared = [uid for uid in now if all(uid in one for one in earlier)]
     if not earlier or not shared:
@@ -125,7 +127,7 @@ def band_of(
 
 
 def metrics(report: RegressionReport) -> dict[str, float]:
-    """Returns `passed/MODEL`, `newly_failed/MODEL`, ..., and for the final model `deviation` and
+    """Returns `passed/MODEL`, `newly_failed/MODEL`, ... and, for the final model, `deviation` and
     `out_of_band`, which are 0 if there is no band."""
     found: dict[str, float] = {"history": float(report.band.results) if report.band else 0.0}
     for model in report.models:
@@ -139,8 +141,8 @@ def metrics(report: RegressionReport) -> dict[str, float]:
 
 
 def regression_table(report: RegressionReport) -> str:
-    """Returns each question's outcome as a markdown table, questions that the final model does not pass
-    first."""
+    """Returns each question's outcome as a markdown table that starts with the questions that the final model
+    does not pass."""
     rows = [
         (q.uid, *(q.outcomes[model] for model in report.models), change, q.reason, q.source)
         for change, q in report.rows

@@ -1,10 +1,10 @@
-"""Runs the regression stage: evaluates the suite's questions, then determines which of them each model
-passes and the band of earlier results.
+"""Runs the regression stage, which evaluates the suite's questions, then determines which of them each model
+passes and computes the band of earlier results.
 
-A question is passed when the model does not lose it: the mean of its two games is at least a tie. If the
-first judge is a rule, it is passed when the answer is right, whatever the baseline's answer is. A question
-without a verdict is not passed. `report/regression.json` has every question; the rest of `report/` is as in
-an evaluation.
+A model passes a question if it does not lose: the mean of its two games is at least a tie. If the first judge
+is a rule, the model passes if its answer is right, regardless of the baseline's answer. Without a verdict,
+the question is not passed. `report/regression.json` has every question; the rest of `report/` is as in an
+evaluation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlhf_core.system.files import write_text
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Evaluates, and writes the report of the suite. Raises ValueError like `evaluation_stage.run`."""
+    """Evaluates the suite and writes its report. Raises ValueError as `evaluation_stage.run` does."""
     config = request.config
     assert isinstance(config, configs.Regression), f"regression got the config of a {config.stage} stage"
     evaluated = evaluate(request, run)
@@ -106,8 +106,8 @@ def outcomes_of(
 
 
 def trusted_history(run: RunDir, request: StageRequest, judge: str) -> list[RegressionReport]:
-    """Returns the reports of earlier finished stages with the same name, baseline and judge, whose gates
-    all passed, oldest first."""
+    """Returns, oldest first, the reports of earlier finished stages that have the same name, baseline and
+    judge and whose gates all passed."""
     found: list[tuple[float, RegressionReport]] = []
     assert isinstance(request.config, configs.Regression)
     for folder in run.path.parent.glob(f"{request.name}-*") if run.artifacts else ():

@@ -1,4 +1,4 @@
-"""Finds problems that make a run's other numbers worthless, for the top of its page: cut answers, and
+"""Finds problems that make a run's other results worthless, for the top of its page: truncated answers, and
 rewards or gradients without a signal."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RAISE = "raise generate_max_len, or train the model to end its answers"
 
 
 class Alarm(NamedTuple):
-    """A sentence about a stage or a model."""
+    """A warning sentence about a stage or a model."""
 
     about: str
     sentence: str

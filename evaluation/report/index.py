@@ -1,5 +1,5 @@
-"""Writes `<artifacts>/index.html`: a table of every recipe's last run, from `run.json` and `summary.json`,
-and a table of the newest runs of all recipes, both with links to the runs' pages.
+"""Writes `<artifacts>/index.html`, with a table of every recipe's last run, from `run.json` and
+`summary.json`, and a table of the newest runs of all recipes. Both link to the runs' pages.
 
 A folder whose records are missing or damaged gets a row with the state `damaged`; the other rows are not
 affected.
@@ -26,8 +26,8 @@ MAX_RUNS = 200  # in the table of all runs
 
 
 class RecipeLine(NamedTuple):
-    """A recipe's run. `state`: done, failed, stopped at a gate, unfinished or damaged; `gates`: the failed
-    gates as text."""
+    """A recipe's last run. `state`: done, failed, stopped at a gate, unfinished or damaged; `gates`: the
+    failed gates as text."""
 
     name: str
     page: str
@@ -41,7 +41,7 @@ class RecipeLine(NamedTuple):
 
 
 class RunLine(NamedTuple):
-    """A run in the table of all runs. `page`: address of its own page, '' if it has none."""
+    """A run in the table of all runs. `page`: address of its page, '' if it has none."""
 
     recipe: str
     label: str
@@ -74,7 +74,7 @@ def run_lines(artifacts: Path) -> list[RunLine]:
 
 
 def line_of(folder: Path) -> RecipeLine:
-    """Returns a folder's row. Accepts any content in the records; unexpected content gives the state
+    """Returns the row of a folder. Records may have any content; unexpected content gives the state
     `damaged`."""
     when = datetime.fromtimestamp((folder / RUN).stat().st_mtime if (folder / RUN).exists() else 0)
     page = f"{quote(folder.name)}/{REPORT}" if (folder / REPORT).is_file() else ""

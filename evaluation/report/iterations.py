@@ -1,5 +1,5 @@
-"""Reads PPO's records of its iterations: sampled answers, and the seconds of each phase next to their
-floors. Does not import matplotlib."""
+"""Reads PPO's records of its iterations: sampled answers, and the seconds of each phase with their lower
+bounds. Does not import matplotlib."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rlhf_core.data.rows.columns import written
 from rlhf_core.runs.run_dir import ROLLOUTS
 
 SHOWN_ROLLOUTS = 4  # per iteration
-MAX_LINE = 4 << 20  # bytes of a rollout to show
+MAX_LINE = 4 << 20  # size limit of a rollout that is shown, in bytes
 
 
 class ShownRollout(NamedTuple):
-    """A sampled answer or episode: its messages as (role, text), its rewards by source (None: failed), and
-    why a reward is missing."""
+    """A sampled answer or episode: its messages as (role, text), its rewards by source (None if the source
+    failed), and the reason for a missing reward."""
 
     messages: list[tuple[str, str]]
     rewards: dict[str, float | None]
@@ -25,8 +25,8 @@ class ShownRollout(NamedTuple):
 
 
 def rollouts(run_dir: Path) -> list[tuple[int, list[ShownRollout]]]:
-    """Returns a few rollouts from PPO's first and last logged iterations; an empty list for other stages.
-    Leaves out iterations that cannot be read."""
+    """Returns a few rollouts from PPO's first and last logged iterations, skipping iterations that cannot be
+    read; an empty list for other stages."""
     named = {
         file.stem.removeprefix("iteration"): file
         for file in (run_dir / ROLLOUTS).glob("iteration*.jsonl")
@@ -37,7 +37,7 @@ def rollouts(run_dir: Path) -> list[tuple[int, list[ShownRollout]]]:
     for iteration in sorted({min(files), max(files)}) if files else ():
         try:
             with files[iteration].open("rb") as file:
-                # a longer line is cut, and then is not valid JSON
+                # a longer line is truncated, so it is not valid JSON
                 rows = [json.loads(line) for _ in range(SHOWN_ROLLOUTS) if (line := file.readline(MAX_LINE))]
             found.append((iteration, [_rollout(row) for row in rows]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -60,8 +60,8 @@ WAIT = "wait/"
 
 
 class TimedPhase(NamedTuple):
-    """Seconds of one phase, and its floor: the time for its operations and bytes at the rates measured on
-    the GPU; None if unknown."""
+    """The seconds of one phase, and its floor: the time that its operations and bytes take at the rates
+    measured on the GPU; None if unknown."""
 
     name: str
     seconds: float

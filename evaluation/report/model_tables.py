@@ -1,5 +1,5 @@
-"""Collects the report's tables and charts about models: win rates, judges, alignment tax, regression
-suites, rounds of loops."""
+"""Collects the report's tables and charts about models: judges, alignment tax, regression suites, drift, and
+win rates over the rounds of loops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JUDGE_DESCRIPTIONS = {
     "reward": "A reward model prefers the answer that it scores higher.",
     "openai": "A chat model compares the answers with Arena-Hard's prompt, twice for each question.",
 }
-SHOWN_QUESTIONS = 200  # questions shown on the page; the stage's regression.md has all
+SHOWN_QUESTIONS = 200  # on the page; the stage's regression.md has all questions
 
 
 class Tax(NamedTuple):
@@ -33,8 +33,8 @@ class Tax(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """A finished regression stage. `rows`: each question with its change, those that the final model does
-    not pass first."""
+    """A finished regression stage. `rows`: each question with its change, starting with those that the final
+    model does not pass."""
 
     name: str
     report: RegressionReport
@@ -71,8 +71,8 @@ def suites(stages: Sequence[Evidence]) -> list[Suite]:
 
 
 class Drifted(NamedTuple):
-    """A drift stage: its report, the results in its history and its own, newest first, and the curves of
-    its signals (None: no history)."""
+    """A drift stage: its report, its own result and those in its history, newest first, and the curves of its
+    signals (None without a history)."""
 
     name: str
     report: DriftReport
@@ -93,8 +93,8 @@ def drifts(stages: Sequence[Evidence]) -> list[Drifted]:
 
 
 def rounds(stages: Sequence[Evidence]) -> list[list[Evidence]]:
-    """Returns the chains of training stages in loops. Each stage trains on a preferences stage and starts
-    from the stage before it."""
+    """Returns the chains of training stages in loops. Each stage in a chain trains on the output of a
+    preferences stage and starts from the previous stage's model."""
     pairs = {stage.view.name for stage in stages if KINDS[stage.view.kind].makes == "pairs"}
     chains: list[list[Evidence]] = []
     for stage in stages:
@@ -114,7 +114,7 @@ def rounds_svg(
     """Draws the win rates over the rounds. Returns None when no chain has two evaluated models."""
     if evaluated is None:
         return None
-    # by stage, not by alias
+    # keyed by stage, not by alias
     rates = {evaluated.stage.stage_of(model, stages): rate for model, rate in evaluated.decided.items()}
     baseline = evaluated.stage.stage_of(evaluated.report.baseline, stages)
     lines = []

@@ -1,9 +1,9 @@
-"""Writes the report of a run, `report.html`: one HTML page with the verdict, the DAG, charts, example
-battles, lineage and configuration.
+"""Writes the report of a run, `report.html`, an HTML page with the verdict, the DAG, charts, example battles,
+lineage and configuration.
 
-The page is self-contained: inline CSS, inline SVG, no script, no external resources. Jinja2 escapes all
-text; only our own charts are marked safe. A sentence replaces a missing part (no evaluation, a failed
-stage, no metrics).
+The page is self-contained: it has inline CSS and SVG, no script and no external resources. Jinja2 escapes all
+text; only our own charts are marked safe. A sentence replaces a missing part (no evaluation, a failed stage,
+no metrics).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def rollout_pages(out_dir: Path, stages: Sequence[StageView]) -> dict[str, list[
 
 
 def in_subfolder(page: str) -> str:
-    """Returns the text of a page for a file in a folder below: its links lead one folder up."""
+    """Returns the HTML of a page for use one folder deeper: its links lead one folder up."""
     return page.replace(f'href="{FOLDER}/', f'href="../{FOLDER}/')
 
 
@@ -68,7 +68,8 @@ def render(
     run: str = "",
     pages: Mapping[str, Sequence[RolloutPage]] = MappingProxyType({}),
 ) -> str:
-    """Returns the page as text. `run`: as in `write_report`; `pages`: of recorded answers, by stage."""
+    """Returns the page's HTML. `run`: as in `write_report`; `pages`: the pages of recorded answers, by
+    stage."""
     evaluated = read_evaluation(stages)
     chains = rounds(stages)
     reward_models = RewardReports.read(evaluated.folder / REWARD_MODELS) if evaluated else None

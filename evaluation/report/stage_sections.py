@@ -1,4 +1,4 @@
-"""Collects the report's parts about stages: charts, data, origins, lineage, versions, configuration,
+"""Collects the report's sections about stages: charts, data, origins, lineage, versions, configuration,
 publications and the time per phase."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rlhf_core.system.redaction import without_passwords
 
 
 class Chart(NamedTuple):
-    """The chart of one stage or loop: its curves, the metrics that have one value instead of a curve
-    (`values`), and its result's metrics (`notes`) at `when`. For PPO also its phases, the share of an
+    """The chart of one stage or loop: its curves, the metrics that have a single value instead of a curve
+    (`values`), and the metrics of its result (`notes`) at `when`. PPO also has its phases, the share of an
     iteration during which each role waits for others, the timeline of the last logged iteration, and the
     pages of recorded answers."""
 
@@ -47,8 +47,8 @@ def charts(
     chains: Sequence[Sequence[Evidence]],
     pages: Mapping[str, Sequence[RolloutPage]],
 ) -> list[Chart]:
-    """Returns one chart per training stage; the rounds of a loop share one. `pages`: of recorded answers, by
-    stage."""
+    """Returns one chart per training stage; the rounds of a loop share one. `pages`: the pages of recorded
+    answers, by stage."""
     later = {stage.view.name for chain in chains for stage in chain[1:]}
     found = []
     for stage in stages:
@@ -82,7 +82,8 @@ def charts(
 
 
 def last_timeline(title: str, run_dir: Path) -> tuple[int, Markup] | None:
-    """Returns the last logged iteration of PPO and the drawing of its timeline; None for other stages."""
+    """Returns the number of PPO's last logged iteration and the drawing of its timeline; None for other
+    stages."""
     stored = read_timeline(run_dir)
     if stored is None or not stored.timeline.seconds > 0:
         return None
@@ -122,7 +123,7 @@ def origins(stage: Evidence, stages: Sequence[Evidence]) -> list[str]:
 
 
 def families(stages: Sequence[Evidence]) -> list[tuple[str, Markup]]:
-    """Returns a drawing of the lineage of every trained model that no other stage was trained from."""
+    """Returns a drawing of the lineage of each trained model from which no other stage was trained."""
     models = [stage for stage in stages if stage.result and "checkpoint" in stage.result.outputs]
     used = {parent for stage in models for parent in stage.view.parents}
     found = []
@@ -134,8 +135,8 @@ def families(stages: Sequence[Evidence]) -> list[tuple[str, Markup]]:
 
 
 def published(stages: Sequence[Evidence]) -> list[tuple[Evidence, str]]:
-    """Returns every finished publication and its location: on the Hub with branch, commit and tag, or in a
-    folder."""
+    """Returns every finished publication and its location: a folder, or the Hub with branch, commit and
+    tag."""
     rows = []
     for stage in stages:
         config = stage.request.config if stage.request else None

@@ -1,8 +1,8 @@
 """Reads the results of a recipe's run from its run directories, for `summary.json` and `report.html`.
 
-Torch-free and Prefect-free. Nothing is cached: the same directories give the same summary in every process.
-Missing parts (a failed stage, no evaluation, a file cut by a kill) become None or empty values, not
-exceptions.
+Torch-free and Prefect-free. Nothing is cached, so the same directories give the same summary in every
+process. Missing parts (a failed stage, no evaluation, a file truncated by a kill) become None or empty values
+rather than exceptions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 Status = Literal["done", "skipped", "failed", "interrupted", "not run", "running"]
-Curve = list[tuple[float, float]]  # (step, value), steps rising
+Curve = list[tuple[float, float]]  # (step, value), with increasing steps
 
 
 @dataclass(frozen=True)
 class StageView:
-    """One node of the plan, for the report. `parents`: names of other nodes; `status`: its outcome in this
-    run; `gates`: verdicts on its result."""
+    """A stage of the plan as the report shows it. `parents`: names of other stages; `status`: its outcome in
+    this run; `gates`: verdicts on its result."""
 
     name: str
     kind: str
@@ -50,7 +50,8 @@ class Evidence:
 
     @property
     def digest(self) -> str:
-        """The stage's digest; before it ran, taken from the directory's name, `<stage name>-<digest>`."""
+        """The stage's digest, which is taken from the directory's name, `<stage name>-<digest>`, if the stage
+        has not run yet."""
         return self.result.digest if self.result else self.view.run_dir.name.rpartition("-")[2]
 
     @property
@@ -81,7 +82,7 @@ class Evidence:
 @dataclass(frozen=True)
 class Evaluated:
     """A finished evaluation: its stage, the judges' reports (the first judge decides), and the final model
-    (the config's last)."""
+    (the last in the config)."""
 
     stage: Evidence
     reports: tuple[EvalReport, ...]
@@ -95,7 +96,7 @@ class Evaluated:
 
     @property
     def models(self) -> list[str]:
-        """The judged models; the baseline comes first unless it was judged itself."""
+        """The judged models, preceded by the baseline unless it was itself judged."""
         return list(
             dict.fromkeys(
                 [*(() if self.report.baseline in self.decided else [self.report.baseline]), *self.decided]
@@ -109,7 +110,7 @@ class Evaluated:
 
     @property
     def against_parent(self) -> dict[str, WinRate]:
-        """Win rates of models against the model that each was trained from, if that is not the baseline."""
+        """Win rates of models against their parents, for parents other than the baseline."""
         return {rate.model: rate for rate in self.report.against_parent}
 
     @property
@@ -147,8 +148,8 @@ def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
 def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
     """Returns the content of `summary.json`. Each stage has its name, kind, status, seconds, checkpoint,
     digest, final metrics and gates, and the win rate of its model against the baseline with a 95 % interval
-    (all in [0, 1]). `evaluation` has the final model's win rate, and every model's under `models`; it is
-    None when no evaluation finished.
+    (all in [0, 1]). `evaluation` has the win rate of the final model and, under `models`, those of all
+    models; it is None when no evaluation has finished.
     """
     evaluated = read_evaluation(stages)
     summary: dict[str, Any] = {
@@ -192,8 +193,8 @@ def as_json(summary: dict[str, Any]) -> str:
 
 
 class Trend(NamedTuple):
-    """Means of the first and last fifth of a curve. `errors`: their difference in standard errors (None
-    when the error is 0)."""
+    """The means of the first and last fifth of a curve. `errors`: their difference in standard errors; None
+    when the standard error is 0."""
 
     first: float
     last: float
@@ -201,7 +202,8 @@ class Trend(NamedTuple):
 
 
 def trend(curve: Curve) -> Trend | None:
-    """Compares the ends of a noisy curve. Returns None below ten points, when a fifth is a single value."""
+    """Compares the ends of a noisy curve. Returns None if it has fewer than ten points, of which a fifth
+    would be a single value."""
     values = [value for _, value in curve if math.isfinite(value)]
     fifth = len(values) // 5
     if fifth < 2:

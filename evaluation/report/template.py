@@ -1,5 +1,5 @@
-"""Fills in the HTML templates of this folder and formats numbers for them. All values are escaped; a
-missing value is an error."""
+"""Renders the HTML templates of this folder and formats numbers for them. All values are escaped; a missing
+value is an error."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MAX_TEXT = 1500  # characters of a prompt or an answer
 
 
 def fill(template: str, **values: object) -> str:
-    """Returns a template filled in with values. Raises jinja2.UndefinedError when one is missing."""
+    """Renders a template with values. Raises jinja2.UndefinedError when one is missing."""
     page = environment(Path(__file__).parent / "templates").get_template(template).render(**values)
     return page.encode("utf-8", "replace").decode()  # replaces unpaired surrogates in answers
 
 
 @cache
 def environment(folder: Path) -> jinja2.Environment:
-    """Returns the environment that fills in a folder's templates. They can use the functions below as
+    """Returns the Jinja environment for a folder's templates, which can use the functions below as
     filters."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
@@ -38,7 +38,7 @@ def environment(folder: Path) -> jinja2.Environment:
 
 
 def percent(value: float | None, digits: int = 0) -> str:
-    """Formats a share in [0, 1] as a percentage; – when missing."""
+    """Formats a share in [0, 1] as a percentage, or – when missing."""
     return "–" if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f} %"
 
 
@@ -58,20 +58,21 @@ def interval(rate: WinRate, digits: int = 0) -> str:
 
 
 def cut(text: str) -> str:
-    """Returns at most MAX_TEXT characters of a prompt or an answer, and the number of characters left out."""
+    """Returns at most MAX_TEXT characters of a prompt or answer, followed by the number of characters left
+    out."""
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT} more characters)"
 
 
 def number(value: float | None) -> str:
-    """Formats a number with three digits, or as a whole number from 1,000 on; – when missing
-    or not finite."""
+    """Formats a number with three digits, or as a whole number from 1,000 on, or – when missing or not
+    finite."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.3g}"
 
 
 def duration(seconds: float | None) -> str:
-    """Formats seconds as `9.9 s`, `2 min 03 s` or `1 h 02 min`; – when missing."""
+    """Formats seconds as `9.9 s`, `2 min 03 s` or `1 h 02 min`, or – when missing."""
     if seconds is None:
         return "–"
     if seconds < 9.95:

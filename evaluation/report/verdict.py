@@ -14,7 +14,7 @@ from rlhf_core.recipe.gate_checks import holding
 
 
 class Tile(NamedTuple):
-    """A main number on the page."""
+    """A headline number on the page."""
 
     title: str
     value: str
@@ -22,8 +22,8 @@ class Tile(NamedTuple):
 
 
 def verdict(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
-    """Returns one sentence on whether the final model is better than the baseline, with the 95 % interval,
-    or on why there is no evaluation."""
+    """Returns a sentence that says whether the final model is better than the baseline, with the 95 %
+    interval, or why there is no evaluation."""
     if evaluated is None:
         stopped = [stage.view.name for stage in stages if stage.view.status == "failed"]
         if stopped:
@@ -52,7 +52,7 @@ def verdict(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
 
 
 def tiles(stages: Sequence[Evidence], evaluated: Evaluated | None) -> list[Tile]:
-    """Returns the main numbers of the evaluation, the reward during training, and the reward models."""
+    """Returns the main numbers of the evaluation, of the reward during training, and of the reward models."""
     found = []
     if evaluated:
         rate = evaluated.decided[evaluated.final]
@@ -85,7 +85,7 @@ def _title(model: str) -> str:
 
 
 class Suspect(NamedTuple):
-    """A question, the stage it is about, and the answer. `bad` is None if unknown."""
+    """A question, the stage that it concerns, and the answer. `bad`: None if unknown."""
 
     question: str
     stage: str
@@ -97,7 +97,7 @@ def suspects(stages: Sequence[Evidence]) -> list[Suspect]:
     """Returns a question for each SFT, reward model and PPO stage, in the recipe's order; an empty list
     when no stage has a gate.
 
-    Rounds of a loop are left out; the table of gates has them.
+    Rounds of a loop are left out, since the table of gates has them.
     """
     if not any(stage.view.gates for stage in stages):
         return []

@@ -1,11 +1,11 @@
-"""Reads files of judgments and answers in Arena-Hard's formats, v2.0 and v0.1, and writes judgments in
-v2.0's. Torch-free.
+"""Reads files of judgments and answers in Arena-Hard's formats, v2.0 and v0.1, and writes judgments in the
+v2.0 format. Torch-free.
 
-Judgments, one per line: v2.0 {uid, category, judge, model, baseline, games[2]{score, judgment, prompt}},
-v0.1 {question_id, model, judge, games[2]{user_prompt, judgment, score}}. Answers: v2.0 {uid, model,
-messages, metadata}, v0.1 {question_id, model_id, choices, conv_metadata}. Scores that the original's regex
-accepts by mistake (`[A]`, `A>>>B`) and failed ones (null) count as games without a verdict. Our files
-follow v2.0; extra fields are outside `metadata`, because the original counts its columns.
+Judgments, one per line: v2.0 {uid, category, judge, model, baseline, games[2]{score, judgment, prompt}}, v0.1
+{question_id, model, judge, games[2]{user_prompt, judgment, score}}. Answers: v2.0 {uid, model, messages,
+metadata}, v0.1 {question_id, model_id, choices, conv_metadata}. Scores that the original's regex accepts by
+mistake (`[A]`, `A>>>B`) and failed ones (null) count as games without a verdict. Our files follow v2.0; extra
+fields are outside `metadata`, because the original code counts the columns of `metadata`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TokenCount = Callable[[str], int]
 
 
 class Folders(NamedTuple):
-    """The folders of judgments and answers (None: there are no answers)."""
+    """The folders of judgments and of answers (None if there are no answers)."""
 
     judgments: Path
     answers: Path | None
@@ -36,8 +36,8 @@ class Folders(NamedTuple):
 
 def folders(folder: Path) -> Folders:
     """Finds the two folders of a benchmark (`model_judgment/`, `model_answer/`), of an evaluation's report
-    (`judgments/`, `answers/`), or of an evaluation's run directory. Any other folder counts as one of
-    judgments. Raises ValueError when it is not a folder."""
+    (`judgments/`, `answers/`), or of an evaluation's run directory. Any other folder is taken as a folder of
+    judgments. Raises ValueError when `folder` is not a folder."""
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is no folder: give one with judgments (model_judgment/<judge>/<model>.jsonl, or a"
@@ -58,7 +58,7 @@ def read_judgments(folder: Path) -> list[Judgment]:
     without duplicates.
 
     Raises ValueError for a line that is not a judgment, for two different judgments of one battle by one
-    judge, and when there are none.
+    judge, and when there are no judgments.
     """
     found: dict[tuple[str, ...], Judgment] = {}
     for where, row in rows_of(folder):
@@ -95,8 +95,8 @@ def to_judgment(row: dict[str, Any]) -> Judgment:
 
 
 def read_styles(folder: Path, count_tokens: TokenCount | None = None) -> dict[tuple[str, str], Style]:
-    """Returns the style of every answer in a folder, by (model, uid), with counts from the metadata or from
-    the text.
+    """Returns the style of every answer in a folder, by (model, uid). Counts come from the metadata, or else
+    from the text.
 
     Raises ValueError for a line that is not an answer, and when a length is missing and `count_tokens` is
     None.
@@ -112,7 +112,7 @@ def read_styles(folder: Path, count_tokens: TokenCount | None = None) -> dict[tu
             length = metadata.get(
                 "token_len", row["choices"][0]["turns"][-1].get("token_len") if old else None
             )
-            text = "" if text is None else text  # a request that failed
+            text = "" if text is None else text  # after a failed request
             counted = markdown(text)
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(
@@ -129,8 +129,8 @@ def read_styles(folder: Path, count_tokens: TokenCount | None = None) -> dict[tu
 
 
 def token_counter(name: str) -> TokenCount:
-    """Returns a function that counts tokens: with "gpt-4o" like arena-hard-auto (tiktoken, which downloads
-    the encoding once), otherwise with a model's tokenizer."""
+    """Returns a function that counts tokens: for "gpt-4o" as arena-hard-auto does (with tiktoken, which
+    downloads the encoding once), otherwise with a model's tokenizer."""
     if name == "gpt-4o":
         import tiktoken
 

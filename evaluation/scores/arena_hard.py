@@ -1,14 +1,14 @@
-"""Computes style-controlled scores of Arena-Hard's battles. Pure functions of judgments and seeds.
+"""Computes style-controlled scores of Arena-Hard's battles. All functions are pure.
 
-Fits Bradley-Terry with style features like arena-hard-auto (`show_result.py`, 2025-06), with two
-differences. Intervals come from random weights of questions (all their games and models together), not of
-rows. Features are not centred, so that answers of the same style are compared even with a single model.
-Functions with style control need rows with styles.
+Fits Bradley-Terry with style features as arena-hard-auto does (`show_result.py`, 2025-06), with two
+differences. Intervals come from random weights of questions (with all their games and models), not of rows.
+Features are not centred, so that answers of the same style are compared even with a single model. Functions
+with style control need rows with styles.
 
-The weights are those of `rlhf_core.mean_interval`: Dirichlet(1, ..., 1) over the questions and one more
-question. That one is in two halves, each won by all models or lost by all, with answers whose style is one
-standard deviation above and below each model's average. So a few equal verdicts still have an interval, and
-the effects of style are as uncertain as the scores.
+The weights are those of `rlhf_core.mean_interval`: Dirichlet(1, ..., 1) over the questions and one additional
+question. The additional question has two halves, each either won or lost by all models, with answers whose
+style is one standard deviation above or below each model's average. Thus a few equal verdicts still have an
+interval, and the style effects are as uncertain as the scores.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class IntervalEstimate(NamedTuple):
 
 
 class BattleRows(NamedTuple):
-    """N rows: outcomes in [0, 1] for the model and weights, (N,), each row's question and model, and style
-    features if known. `heaviest`: the largest weight that a row can have."""
+    """N rows: the model's outcomes in [0, 1] and the weights, (N,) each, the question and model of each row,
+    and style features if known. `heaviest`: the largest weight that a row can have."""
 
     uids: list[str]
     models: list[str]
@@ -60,7 +60,7 @@ class BattleRows(NamedTuple):
 
 
 class Controlled(NamedTuple):
-    """Style-controlled scores by model, and the effect of each feature: how much the log-odds change for a
+    """Style-controlled scores by model, and the effect of each feature: the change in log-odds for a
     difference of typical size (root mean square)."""
 
     scores: dict[str, IntervalEstimate]
@@ -91,10 +91,10 @@ def controlled(rows: BattleRows, controls: Sequence[Control], resamples: int, se
     """Computes style control: each model's score against the baseline for answers of the same style, with
     95 % intervals.
 
-    `rows` come from `question_rows`. All models share the effects of style. `resamples`: how often the
-    questions get random weights.
+    `rows` come from `question_rows`. All models share the style effects. `resamples`: number of random
+    weightings of the questions.
     """
-    rows = rows.sorted()  # makes sums independent of the order of the files
+    rows = rows.sorted()  # so that sums do not depend on the order of the files
     assert rows.features is not None, "style control needs the styles of the answers"
     values = scaled(rows.features[:, columns(controls)])
     indicators, names = one_hot(rows.models)
@@ -120,8 +120,9 @@ def controlled(rows: BattleRows, controls: Sequence[Control], resamples: int, se
 
 
 def _weights(rows: BattleRows, models: int, resamples: int, seed: int) -> Floats:
-    """Returns weights of all rows and of the added ones, (1 + R, N + 4 M). The first row is the data itself,
-    without the added question; the others are in four parts, by which of its halves are won."""
+    """Returns weights of all rows and of the added rows, (1 + R, N + 4 M). The first weighting is the data
+    itself, without the added question; the others are in four parts, which differ in the halves that are
+    won."""
     uids, index = np.unique(rows.uids, return_inverse=True)
     draws = (resamples + 3) // 4
     drawn = np.random.default_rng(seed).standard_exponential((draws, len(uids) + 1))
@@ -135,8 +136,8 @@ def _weights(rows: BattleRows, models: int, resamples: int, seed: int) -> Floats
 
 
 def _estimate(values: Floats) -> IntervalEstimate:
-    """Returns the first value with the 2.5 % and 97.5 % quantiles of the others, which come from random
-    weights."""
+    """Returns the first value as the estimate, with the 2.5 % and 97.5 % quantiles of the others, which come
+    from random weights."""
     low, high = np.quantile(values[1:], [0.025, 0.975])
     return IntervalEstimate(float(values[0]), float(low), float(high))
 

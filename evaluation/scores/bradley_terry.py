@@ -1,9 +1,9 @@
 """Fits Bradley-Terry strengths with covariates (Bradley & Terry 1952) by logistic regression, for many
 weightings of the same rows.
 
-arena-hard-auto minimises the same convex loss with L-BFGS. Newton's method reaches the same minimum, and
-fits all resamples together. A ridge penalty keeps strengths finite when a model wins everything. The loss
-is a mean, so repeating all rows has no effect.
+arena-hard-auto minimises the same convex loss with L-BFGS. Newton's method reaches the same minimum and fits
+all resamples together. A ridge penalty keeps strengths finite when a model wins everything. The loss is a
+mean, so repeating all rows has no effect.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from scipy.special import expit
 
 Floats = NDArray[np.float64]
 
-RIDGE = 1e-5  # limits a model that always wins to about 99.99 %
-# on features of size one: if a model always has the same style, its wins count towards its strength
+RIDGE = 1e-5  # limits the score of a model that always wins to about 99.99 %
+# for features of unit size; if a model always has the same style, its wins count towards its strength
 STYLE_RIDGE = 1e-3
 STEPS = 100
 HALVINGS = 30
@@ -33,7 +33,7 @@ def one_hot(names: Sequence[str]) -> tuple[Floats, list[str]]:
 
 
 def fit(design: Floats, outcomes: Floats, weights: Floats, ridge: Floats) -> Floats:
-    """Returns coefficients c (R, P): row r minimises the mean cross-entropy under weights[r] plus sum(ridge *
+    """Returns coefficients c (R, P). Row r minimises the mean cross-entropy under weights[r] plus sum(ridge *
     c^2) / 2.
 
     `design` (N, P), `ridge` (P,), `outcomes` (N,) in [0, 1] (a tie is 0.5: half a win and half a loss),

@@ -1,7 +1,7 @@
 """Computes the leaderboard of a folder of judgments, without any model, for `alignflow leaderboard FOLDER`.
 
-There is one board for each judge, category and baseline. It has the arena score with our interval (over
-questions), and the style-controlled score if the answers are known. Torch-free.
+Each judge, category and baseline has a board, with the arena score with our interval (over questions), and
+the style-controlled score if the answers are known. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhf_core.records import Judgment
 
 
 class Standing(NamedTuple):
-    """One model. All scores are in [0, 1] against the board's baseline; `tokens` is the mean length of its
+    """One model's scores, all in [0, 1] and against the board's baseline. `tokens`: the mean length of its
     answers."""
 
     model: str
@@ -30,8 +30,8 @@ class Standing(NamedTuple):
 
 
 class Board(NamedTuple):
-    """Models, best first. `effects`: how much the log-odds of winning change for a style difference of
-    typical size."""
+    """The models of a board, best first. `effects`: the change in the log-odds of winning for a style
+    difference of typical size."""
 
     judge: str
     category: str
@@ -51,7 +51,7 @@ class How(NamedTuple):
 
 
 def boards(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> list[Board]:
-    """Returns all boards. With `styles` None there is no style control. Raises ValueError when too many
+    """Returns all boards. If `styles` is None, there is no style control. Raises ValueError when too many
     games of a board have no verdict."""
     groups: dict[tuple[str, str, str], list[Judgment]] = {}
     for judgment in judgments:
@@ -60,7 +60,7 @@ def boards(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> li
 
 
 def as_json(found: Sequence[Board]) -> str:
-    """Returns the boards as JSON; estimates are {"value", "low", "high"}."""
+    """Returns the boards as JSON, with estimates as {"value", "low", "high"}."""
 
     def plain(value: Any) -> Any:
         if hasattr(value, "_asdict"):

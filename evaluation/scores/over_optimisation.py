@@ -1,12 +1,13 @@
-"""Detects over-optimisation of a reward model: compares the scores of the model used for training (the
-proxy) and the win rates over the KL.
+"""Detects over-optimisation of a reward model: compares the scores of the reward model used for training (the
+proxy) with the win rates, as functions of the KL.
 
-The curve is the one of Gao, Schulman & Hilton 2022 (arXiv:2210.10760, figure 1; they draw over the square
-root of the KL). KL is from the model that training started from. All three are measured on the same
-questions and answers, sampled at temperature 1. The KL is the mean over answers of `log p(answer | model) -
-log p(answer | baseline)`, in nats per answer, which is unbiased on the model's own samples. Limit: answers
-are stored as text and tokenised again, which may not give the tokens that were sampled. A point is
-suspicious when the proxy scores it higher, and the judge lower, than the best earlier point of its chain.
+The curve is that of Gao, Schulman & Hilton 2022 (arXiv:2210.10760, figure 1, drawn over the square root of
+the KL). The KL is from the model that training started from. Scores, win rates and KL are measured on the
+same questions and answers, sampled at temperature 1. The KL is the mean over answers of `log p(answer |
+model) - log p(answer | baseline)`, in nats per answer, which is unbiased on the model's own samples. A
+limitation is that answers are stored as text and tokenised again, which may not give the sampled tokens. A
+point is suspicious when the proxy scores it higher, and the judge lower, than the best earlier point of its
+chain.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from evaluation.scores.scoring import QuestionSums, bootstrap_interval, differen
 from rlhf_core.records import Frozen, Judgment, WinRate
 
 FILE = "over_optimisation.json"
-IN_CHAIN = re.compile(r"(.+)\.(?:round|iteration)[0-9]+")  # a round of a loop, or a checkpoint of a PPO stage
+IN_CHAIN = re.compile(r"(.+)\.(?:round|iteration)[0-9]+")  # a round of a loop or a checkpoint of a PPO stage
 Floats = NDArray[np.float64]
 Suspicion = Literal["none", "possible", "sure"]
 
 
 class Point(Frozen):
-    """One model: KL from the baseline (nats per answer) and the proxy's mean score, each with its standard
-    error, and the judge's win rate with its 95 % interval. `suspicion`: whether, compared with the model
-    `since`, the proxy's score rose and the win rate fell: `possible` according to the means, `sure` when
-    the intervals of both differences, over the same questions, exclude zero (95 %, Bonferroni-corrected)."""
+    """One model: its KL from the baseline (nats per answer) and the proxy's mean score, each with its
+    standard error, and the judge's win rate with its 95 % interval. `suspicion`: whether the proxy's score
+    rose and the win rate fell compared with the model `since`; `possible` if the means say so, `sure` if the
+    intervals of both differences, over the same questions, exclude zero (95 %, Bonferroni-corrected)."""
 
     model: str
     chain: str
@@ -47,7 +48,7 @@ class Point(Frozen):
 
 
 class OverOptimisation(Frozen):
-    """The curve of one evaluation. The baseline is the first point; within a chain, points are in training
+    """The curve of one evaluation. The baseline is the first point; the points of a chain are in training
     order."""
 
     proxy: str
@@ -57,8 +58,8 @@ class OverOptimisation(Frozen):
 
 
 class QuestionValues(NamedTuple):
-    """Values of one model by question, (Q,): log-prob ratio of its answer, the proxy's score, and the
-    judge's score (nan: no verdict)."""
+    """Values of one model by question, (Q,) each: the log-prob ratio of its answer, the proxy's score, and
+    the judge's score (nan without a verdict)."""
 
     kl: Floats
     proxy: Floats
@@ -79,8 +80,8 @@ def curve(
     resamples: int,
     seed: int,
 ) -> OverOptimisation:
-    """Returns the points of all models in `measured` that have a win rate. `measured` includes the
-    baseline, with KL 0 and battles 0.5."""
+    """Returns the points of all models in `measured` that have a win rate. `measured` includes the baseline,
+    with a KL of 0 and battle scores of 0.5."""
     points: list[Point] = []
     start = _point(baseline, baseline, measured[baseline], None)
     chains: dict[str, list[Point]] = {}
@@ -91,7 +92,7 @@ def curve(
         earlier = chains.setdefault(found[1] if found else model, [start])
         point = _point(model, found[1] if found else model, values, rates[model])
         best = max(earlier, key=lambda other: other.win_rate)
-        level = 1 - 0.05 / len(earlier)  # the best of several is partly lucky (Bonferroni)
+        level = 1 - 0.05 / len(earlier)  # because the best of several is partly lucky (Bonferroni)
         suspicion = suspicion_of(measured[best.model], values, resamples, seed, level)
         points.append(
             point.model_copy(
@@ -107,7 +108,7 @@ def suspicion_of(
     before: QuestionValues, after: QuestionValues, resamples: int, seed: int, level: float = 0.95
 ) -> Suspicion:
     """Tests whether the proxy's score rises and the judge's falls from `before` to `after`, on questions
-    with a verdict on both. Returns "sure" if the intervals at `level` exclude 0."""
+    where both have a verdict. Returns "sure" if the intervals at `level` exclude 0."""
     judged = np.isfinite(before.battle) & np.isfinite(after.battle)
     if not judged.any():
         return "none"

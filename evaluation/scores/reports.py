@@ -1,4 +1,5 @@
-"""Computes the report of each judge and the stage's metrics from judgments and answers. Pure functions."""
+"""Computes the report of each judge and the stage's metrics from judgments and answers. All functions are
+pure."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def make_reports(
 ) -> list[EvalReport]:
     """Returns one report per judge, in the order of `judgments`.
 
-    `about` has the shares and means of each model's answers (right, mean_tokens, truncated); `use` has each
-    judge's counts and costs. Raises ValueError when a judge gave no verdict.
+    `about`: shares and means over each model's answers (right, mean_tokens, truncated); `use`: each judge's
+    counts and costs. Raises ValueError when a judge gave no verdict.
     """
     main = {judge: [j for j in judged if j.baseline == baseline] for judge, judged in judgments.items()}
     reports = []
@@ -57,8 +58,8 @@ def make_reports(
 
 
 def rate_of(judged: Sequence[Judgment], styles: Styles, resamples: int, seed: int) -> WinRate:
-    """Returns the win rate of one side, raw and length-controlled (`arena_hard.controlled` fitted to this
-    side alone)."""
+    """Returns one model's win rate, raw and length-controlled (`arena_hard.controlled` fitted to this model
+    alone)."""
     rate = win_rate(judged)
     held = controlled(question_rows(judged, styles, arena=False), ("length",), resamples, seed).scores[
         rate.model

@@ -1,8 +1,8 @@
-"""Evaluates reward models on held-out preference pairs: accuracy, calibration, length bias, subsets,
-agreement. Torch-free.
+"""Evaluates reward models on held-out preference pairs: accuracy, also by subset, calibration, length bias
+and agreement. Torch-free.
 
-A model prefers the answer that it scores higher; equal scores count as half right. Its predicted
-probability is the sigmoid of the difference.
+A model prefers the answer that it scores higher; equal scores count as half right. Its predicted probability
+is the sigmoid of the score difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REWARD_MODELS = "reward_models.json"
 
 
 class HeldOutPairs(NamedTuple):
-    """N held-out pairs. Intervals are over `prompts`; lengths are the answers' tokens."""
+    """N held-out pairs. Intervals are over `prompts`; lengths are in tokens of the answers."""
 
     prompts: list[str]
     subsets: list[str]
@@ -31,8 +31,8 @@ class HeldOutPairs(NamedTuple):
 
 
 class Bin(Frozen):
-    """A bin of pairs by predicted probability (of the preferred answer, so at least one half), with means
-    over its pairs."""
+    """A bin of pairs with similar predicted probabilities (of the preferred answer, so at least one half),
+    with means over its pairs."""
 
     pairs: int
     confidence: float
@@ -51,10 +51,11 @@ class Accuracy(Frozen):
 class RewardReport(Frozen):
     """One reward model.
 
-    `calibration_error` is the expected calibration error (Guo et al. 2017, eq. 3) over `calibration`.
-    Length bias is measured over pairs of different length: `longer_preferred` by the model against
-    `longer_chosen` in the data, accuracy when the chosen answer is the longer and when it is the shorter
-    one (None: no such pair), and Spearman's correlation between the differences in score and in length.
+    `calibration_error` is the expected calibration error (Guo et al. 2017, eq. 3) over `calibration`. Length
+    bias is measured over pairs of different length: how often the model prefers the longer answer
+    (`longer_preferred`) and how often the data does (`longer_chosen`), the accuracy when the chosen answer is
+    longer and when it is shorter (None without such pairs), and Spearman's correlation between the
+    differences in score and in length.
     """
 
     model: str
@@ -70,8 +71,8 @@ class RewardReport(Frozen):
 
 
 class RewardModelAgreement(Frozen):
-    """Two reward models on the same pairs: share with the same preference, and Spearman's correlation of
-    their score differences."""
+    """Two reward models on the same pairs: the share of pairs with the same preference, and Spearman's
+    correlation of their score differences."""
 
     first: str
     second: str
@@ -120,12 +121,12 @@ def metrics(reports: RewardReports) -> dict[str, float]:
 
 
 def right(differences: Floats) -> Floats:
-    """Returns 1 if the chosen answer scores higher, 0.5 for equal scores, otherwise 0; (N,)."""
+    """Returns, (N,), 1 where the chosen answer scores higher, 0.5 for equal scores, and 0 otherwise."""
     return (np.sign(differences) + 1) / 2
 
 
 def calibration(differences: Floats, bins: int) -> list[Bin]:
-    """Returns the bins of [0.5, 1] that have pairs, by increasing confidence."""
+    """Returns the bins of [0.5, 1] that have pairs, in order of increasing confidence."""
     confidence = expit(np.abs(differences))
     correct = right(differences)
     index = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)

@@ -1,12 +1,12 @@
-"""Computes win rates, their intervals, consistency and agreement from judgments. Pure functions of
-judgments.
+"""Computes win rates, their intervals, consistency and agreement from judgments. All functions are pure.
 
 A `Judgment` (a battle) is one question judged in two games with the answers swapped. A game gives the model
 0, 0.5 or 1, or has no verdict. A question's score is the mean of its games; the win rate is the mean over
 questions. Intervals are over *questions* (both games together). Treating games as independent, as
 arena-hard-auto treats its rows, understates the standard deviation by about a third. Every interval of a
-rate, or of a mean of scores from 0 to 1, is `rate_interval`; `bootstrap_interval` is for means of other
-values. Style control and Bradley-Terry scores are in `arena_hard`, the fit of the latter in `bradley_terry`.
+rate, or of a mean of scores from 0 to 1, is a `rate_interval`; `bootstrap_interval` is for means of other
+values. Style control and Bradley-Terry scores are in `arena_hard`, and the Bradley-Terry fit is in
+`bradley_terry`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 
 
 class QuestionSums(NamedTuple):
-    """Holds the weighted score sum (`total`) and the weight sum (`weight`) per question, each (Q,), sorted
+    """The weighted sum of scores (`total`) and the sum of weights (`weight`) per question, (Q,) each, sorted
     by question id. `heaviest`: the largest weight that a question can have."""
 
     total: Floats
@@ -55,7 +55,7 @@ def arena_sums(judgments: Sequence[Judgment]) -> QuestionSums:
         for game, score in zip(judgment.games, judgment.scores, strict=True)
         if score is not None
     ]
-    # Not the largest weight seen: if a strong win became a weak one, that weight would fall, and the
+    # Not the largest weight in the data, which would fall if a strong win became a weak one, so that the
     # interval might rise.
     return sums_of(rows)._replace(heaviest=float(GAMES * STRONG_ROWS))
 
@@ -134,8 +134,8 @@ def win_rate(judgments: Sequence[Judgment]) -> WinRate:
 
 
 def swap_consistency(judgments: Sequence[Judgment]) -> float:
-    """Returns the share of questions whose two games name the same winner, among those with two verdicts (0
-    if there are none)."""
+    """Returns the share of questions whose two games name the same winner, among questions with two verdicts
+    (0 if there are none)."""
     same = [
         first == second
         for first, second in (j.scores for j in judgments)
@@ -152,8 +152,8 @@ def by_category(judgments: Sequence[Judgment]) -> dict[str, float]:
 
 
 def agreement(ours: Sequence[Judgment], theirs: Sequence[Judgment]) -> float | None:
-    """Returns the share of battles (same question and models) in which two judges name the same winner;
-    None if there is no common battle."""
+    """Returns the share of common battles (same question and models) in which two judges name the same
+    winner; None if there are none."""
     others = {(j.uid, j.model, j.baseline): j.score for j in theirs}
     pairs = [(j.score, others.get((j.uid, j.model, j.baseline))) for j in ours]
     same = [

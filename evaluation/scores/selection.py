@@ -1,8 +1,8 @@
-"""Chooses the best of several models on the questions of one evaluation. Pure functions of scores.
+"""Chooses the best of several models on the questions of one evaluation. All functions are pure.
 
-Two models are compared on the same questions. The interval is that of the mean of the questions'
-differences, at a level of 1 - 0.05 / pairs of models (Bonferroni). All pairs count, because the same
-questions choose which model is compared with the others.
+Two models are compared on the same questions. The interval is that of the mean difference over questions, at
+a level of 1 - 0.05 / (number of pairs of models) (Bonferroni). All pairs count, because the same questions
+also determine which model is compared with the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from evaluation.scores.scoring import difference_interval
 from rlhf_core.records import Frozen
 
-ERROR_RATE = 0.05  # chance that any of several equal models counts as worse
+ERROR_RATE = 0.05  # probability that any of several equal models counts as worse
 
 
 class WinRateDifference(Frozen):
@@ -29,9 +29,9 @@ class WinRateDifference(Frozen):
 
 
 class Choice(Frozen):
-    """The chosen model. `clear`: the best is better than each other model. Otherwise the first of `equal`
-    is chosen, which lists the best model and those not shown to be worse. `questions`: number of questions
-    on which all models have a verdict."""
+    """The chosen model. `clear`: whether the best model is better than every other one. If not, the first of
+    `equal` is chosen, which lists the best model and those not shown to be worse. `questions`: number of
+    questions on which all models have a verdict."""
 
     chosen: str
     best: str
@@ -62,7 +62,7 @@ class Choice(Frozen):
 
 def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> Choice:
     """Returns the best of the models in `order`, or the first one that is not shown to be worse. `scores`:
-    model -> question -> 0 to 1. Raises ValueError when no question has a verdict on all of them."""
+    model -> question -> score from 0 to 1. Raises ValueError when no question has a verdict on all models."""
     common = sorted(set.intersection(*(set(scores[model]) for model in order)))
     if not common:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Measures the style of answers like arena-hard-auto: length, and markdown outside code blocks. Pure
-functions, torch-free.
+"""Measures the style of answers as arena-hard-auto does: length, and markdown outside code blocks.
+Torch-free; all functions are pure.
 
 A battle's features compare the model's answer (m) with the baseline's (b), as in `show_result.py` and
-`add_markdown_info.py`: the length (Lm - Lb) / (Lm + Lb) in tokens; for headers, lists and bold the
-densities d = count / (tokens + 1), (dm - db) / (dm + db + 1). Two empty answers differ by 0 in length; the
-original divides by zero.
+`add_markdown_info.py`. Length, in tokens: (Lm - Lb) / (Lm + Lb). Headers, lists and bold, with densities d =
+count / (tokens + 1): (dm - db) / (dm + db + 1). Two empty answers differ by 0 in length, where the original
+divides by zero.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def columns(controls: Sequence[Control]) -> list[int]:
 
 
 def style_of(metadata: Mapping[str, Any]) -> Style:
-    """Returns the style from an answer's metadata, whose counts are numbers or mappings to numbers. Raises
+    """Returns the style from an answer's metadata, in which counts are numbers or mappings to numbers. Raises
     KeyError when one is missing."""
     counts = (metadata[name] for name in ("token_len", "header_count", "list_count", "bold_count"))
     return Style(*(float(sum(count.values()) if isinstance(count, Mapping) else count) for count in counts))
@@ -55,11 +55,11 @@ def features(models: Sequence[Style], baselines: Sequence[Style]) -> Floats:
 
 
 def scaled(values: Floats) -> Floats:
-    """Returns values divided by each column's root mean square, not centred: 0 still means the same style.
-    A column of zeros stays unchanged.
+    """Returns values divided by each column's root mean square. They are not centred, so 0 still means the
+    same style. A column of zeros is left unchanged.
 
-    The original subtracts the mean over all rows. With one model, the strength then applies to its own
-    average style, and nothing is controlled for.
+    The original subtracts the mean over all rows. With a single model, the strength is then that at the
+    model's own average style, and nothing is controlled for.
     """
     size = np.sqrt((values**2).mean(0))
     return values / np.where(size > 1e-12, size, 1)

@@ -1,4 +1,4 @@
-"""Sets the style of the report's charts, and renders a matplotlib figure as inline SVG text.
+"""Sets the style of the report's charts, and renders matplotlib figures as inline SVG.
 
 The `<svg>` element has no size (the report's CSS sets the width), its text is kept as text, and its ids are
 salted with the chart's name, so that one HTML file can contain many charts. Avoids pyplot, which has global
@@ -50,7 +50,7 @@ STYLE: dict[Any, Any] = {  # matplotlib types its keys as one long Literal
 
 
 def short(label: str, limit: int = 28) -> str:
-    """Returns a label of at most `limit` characters, cut with an ellipsis."""
+    """Returns a label truncated with an ellipsis to at most `limit` characters."""
     return label if len(label) <= limit else label[: limit - 1] + "…"
 
 

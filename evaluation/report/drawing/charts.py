@@ -1,4 +1,4 @@
-"""Draws the report's charts of training: panels from a stage's metrics."""
+"""Draws the report's training charts, as panels of a stage's metrics."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rlhf_core.config import KINDS
 from rlhf_core.config.metrics.metric import Panel
 
 MAX_POINTS = 300
-FLAT = 1e-5  # relative difference of the ends of an axis whose ticks would have equal labels
+FLAT = 1e-5  # relative length of an axis below which its ticks would have equal labels
 ROW = 2.15  # inches: height of a row of panels
 PHASES = "phase/"
 X_LABEL: dict[str, Any] = {"fontsize": 7.5, "labelpad": 1.5}
 
 
 class StageCurves(NamedTuple):
-    """The curves of one stage, and its label when several (rounds) are drawn together."""
+    """The curves of one stage, and its label when several stages (rounds) are drawn together."""
 
     label: str
     curves: Mapping[str, Curve]
@@ -32,7 +32,7 @@ class StageCurves(NamedTuple):
 @matplotlib.rc_context(STYLE)
 def stage_chart(name: str, kind: str, runs: Sequence[StageCurves]) -> str | None:
     """Draws the curves of one stage, or of the rounds of one loop, as small panels. Returns None when there
-    is nothing to draw: a line needs two points."""
+    is nothing to draw, since a line needs two points."""
     panels = [panel for panel in KINDS[kind].panels if _longest(panel, runs) > 1]
     every = (
         {name: _points(curve) for name, curve in runs[0].curves.items() if name.startswith(PHASES)}

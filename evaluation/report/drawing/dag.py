@@ -1,9 +1,10 @@
-"""Draws a graph of stages, or a lineage, as SVG: nodes in layers from left to right, edges around nodes.
+"""Draws a graph of stages or a lineage as SVG, with nodes in layers from left to right and edges routed
+around nodes.
 
-Uses a small form of the layered drawing of Sugiyama, Tagawa and Toda (1981). A node's layer is its longest
-path from a root. An edge that spans several layers passes through one waypoint in each (edges from the same
-node share them). Barycentre sweeps order each layer. Crossings are not minimised, since recipes have only
-tens of stages.
+Uses a simple form of the layered drawing of Sugiyama, Tagawa and Toda (1981). A node's layer is the length of
+its longest path from a root. An edge that spans several layers passes through a waypoint in each of them;
+edges from the same node share waypoints. Barycentre sweeps order each layer. Crossings are not minimised,
+since recipes have only tens of stages.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ GAP_Y = 20.0
 WAYPOINT = 6.0  # height of a waypoint
 SWEEPS = 16
 LINE = 14
-MAX_LINES = 3  # LINE: most characters per line; MAX_LINES: most lines
+MAX_LINES = 3  # LINE: characters per line; MAX_LINES: lines per name
 COLOURS = {
     "data": "#b7791f",
     "hub": "#6b46c1",
@@ -43,7 +44,7 @@ class DagNode(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """SVG path data. `arrow`: the edge ends at a node."""
+    """SVG path data. `arrow`: whether the edge ends at a node."""
 
     path: str
     arrow: bool
@@ -66,8 +67,8 @@ class LayerSlot(NamedTuple):
 
 
 def draw(parents: Mapping[str, Sequence[str]]) -> Drawing:
-    """Lays out a graph. `parents` maps each node to its parents, in topological order. Parents that are not
-    nodes are left out."""
+    """Lays out a graph. `parents` maps each node to its parents, in topological order. Ignores parents that
+    are not nodes."""
     layer: dict[str, int] = {}
     for name, above in parents.items():
         layer[name] = max((layer[parent] + 1 for parent in above if parent in layer), default=0)
@@ -105,8 +106,8 @@ def draw(parents: Mapping[str, Sequence[str]]) -> Drawing:
 def _links(
     parents: Mapping[str, Sequence[str]], layer: Mapping[str, int]
 ) -> list[tuple[LayerSlot, LayerSlot]]:
-    """Returns edges between neighbouring layers: each node's path to its farthest child, and the branches
-    from it."""
+    """Returns edges between neighbouring layers: each node's path to its farthest child, and the branches off
+    that path."""
     links: dict[tuple[LayerSlot, LayerSlot], None] = {}
     for child, above in parents.items():
         for parent in above:
@@ -122,8 +123,8 @@ def _place(
     links: Sequence[tuple[LayerSlot, LayerSlot]],
     heights: Mapping[LayerSlot, float],
 ) -> dict[LayerSlot, float]:
-    """Returns the vertical middle of every slot. A sweep moves each slot towards the mean of its
-    neighbours, keeping gaps within a column."""
+    """Returns the vertical centre of every slot. A sweep moves each slot towards the mean of its neighbours
+    and keeps gaps within a column."""
     near: dict[LayerSlot, list[LayerSlot]] = {slot: [] for column in columns for slot in column}
     for start, end in links:
         near[start].append(end)

@@ -12,13 +12,13 @@ from evaluation.drift.drift_report import DriftReport, Earlier
 from evaluation.report.drawing.chart_style import COLOURS, DASHED, STYLE, WIDTH, short, svg
 
 COLUMNS = 3
-RATIOS = ("prompts/length", "answers/length")  # for these, 1 means no drift; for the other signals, 0
+RATIOS = ("prompts/length", "answers/length")  # 1 means no drift for these, 0 for the other signals
 
 
 @matplotlib.rc_context(STYLE)
 def drift_chart(report: DriftReport, results: Sequence[Earlier]) -> str:
-    """Draws one panel for each signal of `report`: its value in each of `results`, oldest first, and the
-    newest value's interval."""
+    """Draws a panel for each signal of `report`, with its value in each of `results`, oldest first, and the
+    interval of the newest value."""
     rows = math.ceil(len(report.signals) / COLUMNS)
     figure = Figure(figsize=(WIDTH, 1.7 * rows), layout="constrained")
     for number, signal in enumerate(report.signals):

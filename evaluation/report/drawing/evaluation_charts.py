@@ -1,4 +1,5 @@
-"""Charts of evaluations: win rates, reward models' calibration, alignment tax, over-optimisation, rounds."""
+"""Draws the charts of evaluations: win rates, reward models' calibration, alignment tax, over-optimisation
+and rounds."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from rlhf_core.records import WinRate
 
 
 class WinRateMark(NamedTuple):
-    """A win rate in the chart. `label`: opponent and kind of rate; `filled`: a raw rate, not
-    length-controlled."""
+    """A win rate in the chart. `label`: opponent and kind of rate; `filled`: whether the rate is raw rather
+    than length-controlled."""
 
     label: str
     colour: str
@@ -33,8 +34,8 @@ class WinRateMark(NamedTuple):
 def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, WinRate] | None = None) -> str:
     """Draws every model's win rates with their 95 % intervals as SVG; the dashed line is 50 %.
 
-    Rates are against the baseline and, if in `parents`, against the model it was trained from; they are raw
-    (filled) and length-controlled (hollow).
+    Rates are against the baseline and, for models in `parents`, also against the model's parent. Filled marks
+    are raw rates; hollow ones are length-controlled.
     """
     rows = {rate.model: _marks(rate, (parents or {}).get(rate.model)) for rate in rates}
     marks = [mark for row in rows.values() for mark in row]
@@ -127,8 +128,8 @@ def calibration_chart(reports: RewardReports) -> str:
 
 @matplotlib.rc_context(STYLE)
 def tax_chart(report: TaxReport) -> str:
-    """Draws losses against the baseline by task as SVG, with a colour per model. To the right of the dashed
-    line the model is worse."""
+    """Draws losses against the baseline by task as SVG, with a colour for each model. A model is worse than
+    the baseline to the right of the dashed line."""
     tasks = list(dict.fromkeys(row.task for row in report.main))
     models = list(dict.fromkeys(row.model for row in report.main))
     shares = all(0 <= value <= 1 for row in report.main for value in (row.value, row.baseline_value))
@@ -164,9 +165,9 @@ def tax_chart(report: TaxReport) -> str:
 
 @matplotlib.rc_context(STYLE)
 def over_optimisation_chart(found: OverOptimisation) -> str:
-    """Draws proxy reward and win rate over the square root of the KL from the baseline, like Gao et al.
-    (2022), as SVG. A ring marks suspicious points (see `over_optimisation.Point`), a thick ring the certain
-    ones."""
+    """Draws proxy reward and win rate over the square root of the KL from the baseline as SVG, as Gao et al.
+    (2022) do. A ring marks suspicious points (see `over_optimisation.Point`), and a thick ring those that are
+    sure."""
     start, *points = found.points
     chains = {
         name: [start, *(p for p in points if p.chain == name)]

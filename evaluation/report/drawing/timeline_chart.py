@@ -1,4 +1,5 @@
-"""Draws one PPO iteration as a timeline: a row for the stage and each role, a bar for each phase of work."""
+"""Draws one PPO iteration as a timeline with a row for the stage and for each role, and a bar for each phase
+of work."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from evaluation.report.drawing.chart_style import COLOURS, INK, STYLE, WIDTH, sh
 from rlhf_core.runs.timeline import Timeline, TimelineRow
 
 ROW = 0.26  # inches
-NAMED = 0.07  # bars of at least this share of the iteration have their phase written in them
-LEFT = 1.9  # inches for the names of the rows
+NAMED = 0.07  # bars show their phase's name from this share of the iteration on
+LEFT = 1.9  # inches for row names
 
 
 @matplotlib.rc_context(STYLE)
 def timeline_chart(name: str, timeline: Timeline) -> str:
-    """Returns the timeline as an `<svg>` element; `name` is the stage's."""
+    """Returns the timeline as an `<svg>` element. `name`: the stage's name."""
     count = len(timeline.rows)
     height = ROW * count + 0.55
     figure = Figure(figsize=(WIDTH, height))

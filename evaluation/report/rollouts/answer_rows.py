@@ -1,4 +1,4 @@
-"""Reads the answers that PPO's iterations recorded for readers (`rollouts/iterationN.jsonl`). Answers of
+"""Reads the answers that PPO's iterations recorded for display (`rollouts/iterationN.jsonl`). Answers of
 validations and of earlier versions have texts and rewards but no tokens. Damaged rows are skipped."""
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ KEY = re.compile(rb'\{"row": "([0-9a-f]+)"')  # the start of a row that has a ke
 
 
 class AnswerTokens(NamedTuple):
-    """The tokens of an answer or episode: T recorded ones, N of them sampled, within the borders in
-    `answers`. `advantages`, `engine`, `trainer` and `reference` (N,): empty if unknown; None where a value
-    is not finite. `left_out`: which of the N are left out of the loss. `total`, `sampled`: numbers of tokens
-    before the record was cut."""
+    """The tokens of an answer or episode: T recorded tokens, of which N were sampled, within the bounds in
+    `answers`. `advantages`, `engine`, `trainer` and `reference` (N,): empty if unknown; None where a value is
+    not finite. `left_out`: which of the N are left out of the loss. `total`, `sampled`: numbers of tokens
+    before the record was truncated."""
 
     ids: list[int]
     texts: list[str]
@@ -41,10 +41,10 @@ class AnswerTokens(NamedTuple):
 
 
 class RecordedAnswer(NamedTuple):
-    """A sampled answer or episode. `key` is the same for all answers to a row of the data; `number` counts
-    these answers, 0 if unknown. `messages`: (role, text). `rewards`: by source, None if failed. `reward`: the
-    numbers from their sum to the value that advantages are computed from. `trained`, `ages`, `tokens`: None
-    if unknown."""
+    """A sampled answer or episode. `key`: the same for all answers to a row of the data; `number`: counts
+    these answers, 0 if unknown. `messages`: (role, text). `rewards`: by source, None if a source failed.
+    `reward`: the numbers from the sum of the rewards to the value from which advantages are computed.
+    `trained`, `ages`, `tokens`: None if unknown."""
 
     iteration: int
     key: str
@@ -79,7 +79,7 @@ def iteration_files(run_dir: Path, folder: str = ROLLOUTS) -> dict[int, Path]:
 
 
 def read_answers(iteration: int, file: Path, keys: Container[str] = ()) -> Iterator[RecordedAnswer]:
-    """Yields the answers of an iteration; with `keys`, only those with one of these keys."""
+    """Yields the answers of an iteration. If `keys` is given, yields only answers with one of these keys."""
     for line in lines_of(file):
         if keys and key_of(line) not in keys:
             continue
@@ -95,7 +95,7 @@ def keys_of(file: Path) -> list[str]:
 
 
 def lines_of(file: Path) -> Iterator[bytes]:
-    """Yields the lines of a file. A line over MAX_LINE bytes is cut, so it is not valid JSON."""
+    """Yields the lines of a file. A line over MAX_LINE bytes is truncated, so it is not valid JSON."""
     try:
         with file.open("rb") as opened:
             while line := opened.readline(MAX_LINE):
@@ -123,8 +123,8 @@ def key_of_messages(messages: list[Any]) -> str:
 
 
 def prompt_of(row: Mapping[str, Any]) -> list[Any]:
-    """Returns the messages of a row's prompt; for an episode that does not record how many they are, those
-    before the first answer."""
+    """Returns the messages of a row's prompt. For an episode that does not record their number, returns the
+    messages before the first answer."""
     if "messages" not in row:
         return list(row["prompt"])
     messages = list(row["messages"])
@@ -159,7 +159,7 @@ def answer_of(iteration: int, row: Mapping[str, Any]) -> RecordedAnswer:
 
 
 def roles_between(messages: list[Any]) -> list[list[str]]:
-    """Returns the roles of the messages that follow each answer, up to the next one, in order."""
+    """Returns, for each answer, the roles of the messages between it and the next answer."""
     found: list[list[str]] = [[]]
     for message in messages:
         if message["role"] == "assistant":

@@ -1,5 +1,5 @@
-"""Renders recorded answers as HTML: facts about each, and its tokens by turn. The page around them switches
-between the two colourings without a script."""
+"""Renders recorded answers as HTML, with facts about each and its tokens by turn. The surrounding page
+switches between the two colourings without a script."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PARTS = {
 
 
 class AnswerView(NamedTuple):
-    """An answer on the page: facts about it as (name, text), and its turns; empty if its tokens are not
-    recorded, so that its messages are shown instead."""
+    """An answer on the page: facts about it as (name, text), and its turns. There are no turns if its tokens
+    are not recorded; its messages are then shown instead."""
 
     answer: RecordedAnswer
     facts: list[tuple[str, str]]
@@ -40,7 +40,7 @@ def answers_html(answers: Sequence[RecordedAnswer], most: float) -> Markup:
 
 
 def legend_html() -> Markup:
-    """Returns the style of tokens, the switch between colourings, and what the colours mean."""
+    """Returns the style of tokens, the switch between colourings, and the legend of the colours."""
     levels = range(1, LEVELS + 1)
     return Markup(fill("token_legend.html.j2", style=style_of_tokens(), gaps=GAPS, levels=levels))
 
@@ -79,7 +79,8 @@ def facts_of(answer: RecordedAnswer) -> list[tuple[str, str]]:
 
 
 def parts_text(answer: RecordedAnswer) -> str:
-    """Returns the numbers from the sum of the sources to the advantage, without steps that change nothing."""
+    """Returns the numbers from the sum of the reward sources to the advantage, without steps that change
+    nothing."""
     known = {name: value for name, value in answer.reward.items() if name not in ("kl", "kl_coef")}
     parts = dict(known)
     for name in ("clipped", "shaped"):
@@ -98,7 +99,7 @@ def ended_text(answer: RecordedAnswer) -> str:
 
 
 def length_text(answer: RecordedAnswer) -> str:
-    """Returns how many tokens were sampled, and how many are not recorded."""
+    """Returns how many tokens were sampled and how many of them are not recorded."""
     tokens = answer.tokens
     assert tokens is not None, "its tokens are recorded"
     told = f"{tokens.sampled:,} tokens sampled of {tokens.total:,}"
@@ -110,13 +111,13 @@ def length_text(answer: RecordedAnswer) -> str:
 
 
 def age_text(least: int, most: int) -> str:
-    """Returns by how many updates the weights that sampled an answer were behind."""
+    """Returns how many updates old the weights that sampled an answer were."""
     span = f"{least}" if least == most else f"{least} to {most}"
     return f"{span} update{'' if span == '1' else 's'} behind"
 
 
 def token_facts(answer: RecordedAnswer) -> list[tuple[str, str]]:
-    """Returns facts about the advantages and gaps of the sampled tokens."""
+    """Returns facts, (name, text), about the advantages and gaps of the sampled tokens."""
     tokens = answer.tokens
     if tokens is None:
         return []

@@ -1,8 +1,8 @@
-"""Writes the page of a stage's recorded answers, `rollouts/STAGE-DIGEST.html` beside the report: answers by
-prompt, with the iterations of a prompt side by side.
+"""Writes the page of a stage's recorded answers, `rollouts/STAGE-DIGEST.html` beside the report. It shows
+answers by prompt, with the iterations of a prompt side by side.
 
 The page has no script and loads nothing; its content security policy forbids both. It shows answers up to a
-limit of tokens and says how many it leaves out; the dashboard shows all of them.
+token limit and says how many it leaves out; the dashboard shows all of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TITLES = {ROLLOUTS: "Answers", VALIDATION: "Validation answers"}
 MAX_TOKENS = 40_000  # on a page, about 5 MB
 MAX_ANSWERS = 400
 MAX_ITERATIONS = 40  # whose files are read
-OF_ITERATION = 24  # answers read of each iteration, those with the lowest keys
-MAX_COLUMNS = 8  # iterations of a prompt to choose from
+OF_ITERATION = 24  # answers read from each iteration, those with the lowest keys
+MAX_COLUMNS = 8  # iterations to choose from for a prompt
 
 
 class PromptColumns(NamedTuple):
@@ -96,8 +96,8 @@ def spread(numbers: Sequence[int], most: int) -> list[int]:
 
 
 def within(answers: Sequence[RecordedAnswer]) -> list[RecordedAnswer]:
-    """Returns the answers that fit on the page, in order. Those of the first and the last iteration take
-    precedence, then those to prompts that most iterations answered."""
+    """Returns the answers that fit on the page, in order. Answers of the first and last iterations take
+    precedence, then answers to the prompts that most iterations answered."""
     ends = {answers[0].iteration, answers[-1].iteration}
     of_key: dict[str, set[int]] = {}
     for answer in answers:
@@ -118,7 +118,7 @@ def within(answers: Sequence[RecordedAnswer]) -> list[RecordedAnswer]:
 
 
 def prompts_of(answers: Sequence[RecordedAnswer], most: float) -> list[PromptColumns]:
-    """Returns the answers by prompt, those of the most iterations first."""
+    """Returns the answers by prompt, starting with the prompts that most iterations answered."""
     by_key: dict[str, dict[int, list[RecordedAnswer]]] = {}
     for answer in answers:
         by_key.setdefault(answer.key, {}).setdefault(answer.iteration, []).append(answer)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from evaluation.report.rollouts.answer_rows import AnswerTokens, RecordedAnswer
 from rlhf_core.system.redaction import plain
 
-GAPS = (0.01, 0.03, 0.1, 0.3)  # nats at which the levels of a gap begin
+GAPS = (0.01, 0.03, 0.1, 0.3)  # thresholds of the levels of a gap, in nats
 LEVELS = 4
 
 
@@ -38,7 +38,7 @@ class Turn(NamedTuple):
 
 def gaps_of(tokens: AnswerTokens) -> list[float | None]:
     """Returns the trainer's log-prob minus the engine's for each sampled token, in nats; None where either is
-    unknown. Empty if the trainer's are not recorded."""
+    unknown. The list is empty if the trainer's log-probs are not recorded."""
     if not tokens.trainer:
         return []
     pairs = zip(tokens.trainer, tokens.engine, strict=True)
