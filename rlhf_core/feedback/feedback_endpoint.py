@@ -2,9 +2,9 @@
 (system/pages/page_server.py).
 
 The body is a JSON object, a list of objects, or JSON lines. Rows are on disk before the response is sent, and
-a repeated request adds nothing twice. The response counts the outcomes of the rows. Errors: 400: the body is
-not JSON; 408: it was not sent in time; 413: it is too large or has too many rows; 422: no row holds feedback;
-507: the disk is full.
+a repeated request adds nothing twice. The response counts the outcomes of the rows. Error codes: 400 if the
+body is not JSON, 408 if it was not sent in time, 413 if it is too large or has too many rows, 422 if no row
+holds feedback, and 507 if the disk is full.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlhf_core.system.machine import disk_problem
 from rlhf_core.system.pages.page_server import Protected
 
 LARGEST_REQUEST = 16 << 20
-MOST_ROWS = 10_000  # maximum bytes and rows in a request
+MOST_ROWS = 10_000  # maximum numbers of bytes and rows in a request
 SEND_SECONDS = 60.0  # time limit for a client to send its request
 FIELDS = ("source", "annotator")  # query parameters that apply to all rows of a request
 
@@ -37,7 +37,8 @@ FIELDS = ("source", "annotator")  # query parameters that apply to all rows of a
 def application(
     inboxes: Mapping[str, tuple[Inbox, Callable[[], Questions]]], token: str, hosts: tuple[str, ...] = ()
 ) -> ASGIApp:
-    """Returns the application. `inboxes`: by name, with the questions that their rows must not match."""
+    """Returns the application. `inboxes`: the inboxes by name, each with the questions that its rows must not
+    match."""
 
     async def post(request: Request) -> Response:
         name = request.path_params["name"]
@@ -123,7 +124,8 @@ def rows_of_body(body: bytes) -> list[Any] | None:
 def by_name(
     folders: list[Path], questions: Callable[[], Questions]
 ) -> dict[str, tuple[Inbox, Callable[[], Questions]]]:
-    """Returns the inboxes of some folders by name. Raises ValueError when two have the same name."""
+    """Returns the inboxes in these folders by name, each with the questions. Raises ValueError when two have
+    the same name."""
     named = {folder.name.removesuffix(SUFFIX): (Inbox(folder), questions) for folder in folders}
     if len(named) < len(folders):
         raise ValueError(

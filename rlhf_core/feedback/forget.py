@@ -1,8 +1,8 @@
 """Deletes one person's feedback from the inbox, the files that stages read, run directories and their copies
 in stores.
 
-The inbox comes last, so that a killed deletion can be repeated from the start. A checkpoint that was trained
-on a row cannot forget it, so the affected stages are listed. Torch-free.
+The inbox comes last, so that a deletion that was killed can be repeated from the start. A checkpoint cannot
+forget a row that it was trained on, so the affected stages are listed. Torch-free.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ALL_KINDS = ("thumb", "edit", "ranking")
 
 
 class Forgotten(NamedTuple):
-    """Reports the results of a deletion. `rows`: number of rows in the inbox. `files`: changed files with
-    copies of rows. `trained`: stages that read the rows, and stages that used their outputs."""
+    """The results of a deletion. `rows`: number of rows deleted from the inbox. `files`: changed files that
+    held copies of rows. `trained`: stages that read the rows, and stages that used their outputs."""
 
     rows: int
     files: list[str]
@@ -38,7 +38,7 @@ def forget(
     inbox: Inbox, annotator: str, artifacts: Sequence[Path] = (), stores: Sequence[Store] = ()
 ) -> Forgotten:
     """Deletes one person's rows. Raises ValueError while a stage that reads them is running or another
-    process holds the inbox, StoreFault when a store cannot be used."""
+    process holds the inbox, and StoreFault when a store cannot be used."""
     with inbox.changing() if inbox.exists else nullcontext(True) as ours:  # no stage takes rows meanwhile
         if not ours:
             raise ValueError(
@@ -98,12 +98,12 @@ def _descendants(readers: Sequence[RunDir], runs: Sequence[RunDir]) -> list[RunD
 
 
 def _clean(run: RunDir, prompts: Collection[str], stores: Sequence[Store], reader: bool) -> Iterator[Path]:
-    """Removes rows with these prompts from a run directory's JSON lines, and the tokenised rows of an
-    unfinished stage. Yields changed files. Then updates the manifest in the stage's result and the copies in
+    """Removes rows with these prompts from a run directory's JSON lines, and the state of an unfinished stage
+    that read them. Yields changed files. Then updates the manifest in the stage's result and the copies in
     stores."""
     result = StageResult.read(run / RESULT)
     if result is None and reader and (run / STATE).is_dir():
-        shutil.rmtree(run / STATE)  # the stage restarts: its state has seen the rows
+        shutil.rmtree(run / STATE)  # the stage restarts, because its state has seen the rows
         yield run / STATE
     for file in sorted(run.path.rglob("*.jsonl")):
         if file.name != METRICS and _filter(file, lambda line: _prompt_of(line) not in prompts):
@@ -113,7 +113,7 @@ def _clean(run: RunDir, prompts: Collection[str], stores: Sequence[Store], reade
         if result
         else {}
     )
-    if result is not None and changed:  # also after an interrupted deletion
+    if result is not None and changed:  # also true after an interrupted deletion
         write_text(
             run / RESULT,
             result.model_copy(update={"files": {**result.files, **changed}}).model_dump_json(indent=2),
@@ -138,7 +138,7 @@ def _sources(config: Any) -> Iterator[str]:
 
 
 def _prompt_of(line: str) -> str:
-    """Returns the contents of a row's prompt as JSON; '' for a row without one."""
+    """Returns the contents of a row's prompt as JSON; '' for a row without a prompt."""
     try:
         row: Any = json.loads(line)
     except ValueError:
@@ -159,7 +159,7 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _filter(file: Path, keep: Callable[[str], bool]) -> bool:
-    """Removes the lines of a file that `keep` rejects. Returns whether there were any."""
+    """Removes the lines of a file that `keep` rejects. Returns whether there were any such lines."""
     if all(keep(line) for line in _lines(file)):
         return False
     temporary = file.with_name(f".{file.name}.{os.getpid()}")

@@ -1,7 +1,7 @@
-"""Stores feedback in a folder `NAME.inbox`: an SQLite database in which rows are added but not changed.
+"""Stores feedback in a folder `NAME.inbox`, in an SQLite database whose rows are added but not changed.
 Torch-free.
 
-Deletion replaces a row with a tombstone, which keeps its number and identity, so that the same row is not
+Deletion replaces a row with a tombstone, which keeps the row's number and identity, so that it is not
 imported again. Several processes may add rows. Each row is on disk before `add` returns.
 """
 
@@ -37,22 +37,22 @@ CREATE TABLE about (id TEXT NOT NULL);
 
 
 class Added(NamedTuple):
-    """Counts the rows given to `add`: new ones, and ones already present or deleted."""
+    """Counts of the rows given to `add`: new rows, and rows already present or deleted."""
 
     new: int
     duplicate: int
 
 
 class NumberedRow(NamedTuple):
-    """Holds a row and its number. Numbers only increase."""
+    """A row and its number. Numbers only increase."""
 
     seq: int
     row: Feedback
 
 
 class Inbox:
-    """Manages the rows in one folder, which is created with the first row and accessible only to its owner.
-    Raises ValueError when the database cannot be read.
+    """The rows in one folder, which is created with the first row and accessible only to its owner. Methods
+    raise ValueError when the database cannot be read.
 
     `folder` is the real path, which does not depend on the working directory.
     """
@@ -72,8 +72,8 @@ class Inbox:
 
     @cached_property
     def id(self) -> str:
-        """Returns 16 hex digits generated with the inbox. A new inbox in the same place has another id, and
-        its row numbers start again."""
+        """Returns 16 hex digits that were generated with the inbox. A new inbox in the same place has a
+        different id, and its row numbers start over."""
         with closing(self._open()) as database:
             return str(database.execute("SELECT id FROM about").fetchone()[0])
 
@@ -83,8 +83,8 @@ class Inbox:
         return locked(self.folder / LOCK, WAIT_SECONDS)
 
     def add(self, rows: Sequence[Feedback]) -> Added:
-        """Adds rows in one transaction, leaving out rows whose identity is already there. Raises OSError,
-        without adding any, when the disk is full."""
+        """Adds rows in one transaction, skipping those whose identity is already present. When the disk is
+        full, adds no rows and raises OSError."""
         self._make()
         values = [
             (row.identity(), row.about(), row.opinion(), row.kind, row.annotator, row.model_dump_json())
@@ -106,7 +106,7 @@ class Inbox:
         return Added(new, len(rows) - new)
 
     def rows(self, kinds: Iterable[str], after: int = 0, until: int | None = None) -> Iterator[NumberedRow]:
-        """Yields the rows of these kinds with numbers above `after` and at most `until`, in order, without
+        """Yields the rows of these kinds with numbers above `after` and at most `until`, in order, skipping
         deleted ones."""
         if not self.exists:
             return
@@ -120,7 +120,7 @@ class Inbox:
                 yield NumberedRow(seq, Feedback.model_validate_json(body))
 
     def count(self, kinds: Iterable[str], after: int = 0) -> int:
-        """Returns how many rows of these kinds have numbers above `after`, without deleted ones."""
+        """Returns how many rows of these kinds have numbers above `after`, not counting deleted ones."""
         if not self.exists:
             return 0
         wanted = tuple(kinds)
@@ -136,7 +136,7 @@ class Inbox:
             return int(database.execute("SELECT coalesce(max(seq), 0) FROM rows").fetchone()[0])
 
     def kinds(self) -> Counter[str]:
-        """Returns how many rows of each kind there are; `deleted` counts tombstones."""
+        """Returns the number of rows of each kind; `deleted` counts tombstones."""
         if not self.exists:
             return Counter()
         with closing(self._open()) as database:
@@ -145,8 +145,8 @@ class Inbox:
             )
 
     def contradictions(self) -> int:
-        """Returns for how many answers, or sets of answers, the rows hold differing opinions. Edits are not
-        counted."""
+        """Returns the number of answers, or sets of answers, about which rows hold different opinions. Edits
+        are not counted."""
         if not self.exists:
             return 0
         differing = (
@@ -180,7 +180,7 @@ class Inbox:
         return gone
 
     def _make(self) -> None:
-        """Creates the database. It gets its name when it is complete, so no other process sees a partial
+        """Creates the database. It gets its name once it is complete, so other processes never see a partial
         one."""
         if self.exists:
             return

@@ -1,8 +1,8 @@
-"""Finds prompts that match evaluation questions: the same text up to case and punctuation, or 13 words in a
-row. Torch-free.
+"""Finds prompts that match evaluation questions: those with the same text, up to case and punctuation, or
+with 13 consecutive words in common. Torch-free.
 
 The 13 words follow Brown et al. 2020, appendix C. A question of 5 to 12 words matches a prompt that contains
-all of it; a shorter question matches only the same text, since such words occur everywhere.
+all of it; a shorter question matches only the same text, since a few words may occur anywhere.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ WORD = re.compile(r"\w+")
 
 
 def words_of(text: str) -> list[str]:
-    """Returns the normalised words of a text: compatibility characters (NFKC), case-folded, no
-    punctuation."""
+    """Returns the words of a text, NFKC-normalised and case-folded, without punctuation."""
     return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
@@ -29,7 +28,7 @@ class Questions:
     def __init__(self, texts: Iterable[str]):
         self._whole: set[str] = set()
         self._runs: set[str] = set()
-        self._short: dict[str, list[list[str]]] = defaultdict(list)  # by their first words
+        self._short: dict[str, list[list[str]]] = defaultdict(list)  # keyed by their first words
         for text in texts:
             words = words_of(text)
             self._whole.add(" ".join(words))

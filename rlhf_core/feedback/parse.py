@@ -1,5 +1,5 @@
-"""Parses one JSON object as feedback: rows in this project's format, preference rows, labels from the
-labelling page, OpenAI's logs. Torch-free."""
+"""Parses one JSON object as feedback: a row in this project's format, a preference row, a label from the
+labelling page, or an OpenAI log. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ UP = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
 VERDICTS = {"A>>B": (0, 1), "A>B": (0, 1), "B>A": (1, 0), "B>>A": (1, 0)}
-LARGEST = 1_000_000  # maximum characters in one answer, and in all messages of a prompt
-MOST_RANKED = 16  # maximum number of ranked answers, which give up to 120 pairs
+LARGEST = 1_000_000  # maximum characters in an answer, and in all messages of a prompt
+MOST_RANKED = 16  # ranked answers, which give up to 120 pairs
 NAME_LENGTH = 200
 TIMES = ("at", "created")
 THUMBS = ("thumb", "label", "rating")
 
 
 class Unusable(ValueError):
-    """Reports why a row holds no feedback. Such rows are counted and left out."""
+    """Raised for a row that holds no feedback, with the reason. Such rows are counted and left out."""
 
 
 def feedback_of(row: Any, source: str = "", annotator: str | None = None) -> Feedback:
@@ -65,7 +65,7 @@ def feedback_of(row: Any, source: str = "", annotator: str | None = None) -> Fee
 
 
 def _judged(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, ...]]:
-    """Returns kind, answers and ranks of a row, depending on its columns."""
+    """Returns the kind, answers and ranks of a row, depending on its columns."""
     if "verdict" in row:
         if row["verdict"] in (None, "A=B"):
             raise Unusable("a tie or a skipped label")
@@ -91,7 +91,7 @@ def _judged(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, .
 
 
 def _ranking(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, ...]]:
-    """Reads `ranking`: a list of answers, best first, in which a nested list holds ties."""
+    """Reads `ranking`, a list of answers, best first, in which nested lists hold ties."""
     given = row["ranking"] if isinstance(row["ranking"], list) else []
     groups = [group if isinstance(group, list) else [group] for group in given if group != []]
     answers = tuple(answer for group in groups for answer in group)
@@ -114,8 +114,8 @@ def _ranking(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, 
 
 def _from_log(row: Mapping[str, Any]) -> dict[str, Any]:
     """Converts a logged chat completion: {request: {messages, model}, response: {choices, model, created},
-    feedback: {...}}, or a response and its request's messages in one object. The feedback may also be at the
-    top level."""
+    feedback: {...}}, or one object with the response and the messages of its request. The feedback may also
+    be at the top level."""
     request = row.get("request") or row.get("body") or row
     response = row.get("response") or row
     response = response.get("body") or response if isinstance(response, Mapping) else {}
@@ -160,7 +160,7 @@ def _read_messages(prompt: Any) -> tuple[dict[str, Any], ...]:
         role, content = (
             (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
         )
-        if isinstance(content, list):  # content in parts: only text parts are accepted
+        if isinstance(content, list):  # content in parts, of which only text parts are accepted
             parts = [
                 part.get("text")
                 for part in content
@@ -187,7 +187,7 @@ def _answer(row: Mapping[str, Any], column: str) -> str:
         and value
         and isinstance(value[-1], Mapping)
     ):
-        value = value[-1].get("content")  # a conversation: its last message
+        value = value[-1].get("content")  # the last message of a conversation
     if not isinstance(value, str) or not value.strip() or len(value) > LARGEST:
         raise ValueError(f"{column} must be a text of 1 to {LARGEST:,} characters")
     return value
@@ -205,8 +205,8 @@ def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
 
 
 def _annotator(row: Mapping[str, Any], otherwise: str | None) -> str | None:
-    """Returns the annotator's full name. With a shortened name, that person's rows would not be found for
-    deletion."""
+    """Returns the annotator's full name. It is not shortened, because the person's rows could then not be
+    found for deletion."""
     column = "annotator" if row.get("annotator") not in (None, "") else "user"
     value = row.get(column)
     name = otherwise if value in (None, "") else value
@@ -225,7 +225,7 @@ def _text(row: Mapping[str, Any], column: str, otherwise: str | None) -> str | N
 
 
 def _time(value: Any) -> datetime | None:
-    """Parses a time in ISO 8601 or seconds since 1970. Without a zone it is UTC."""
+    """Parses a time in ISO 8601 or in seconds since 1970. A time without a zone is taken as UTC."""
     if value is None or value == "":
         return None
     try:

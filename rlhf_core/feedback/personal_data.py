@@ -1,9 +1,9 @@
-"""Replaces mail addresses, phone numbers, card numbers and IBANs in texts, using presidio's pattern
+"""Replaces email addresses, phone numbers, card numbers and IBANs in texts, using presidio's pattern
 recognisers. Torch-free.
 
-Names and addresses of people are not found, which would need a language model. Presidio and its imports take
-seconds to load, so they are loaded only when a text contains the characters of such data. Digits alone count
-as a phone number only with a leading 0 or +; otherwise they are arithmetic.
+Names and addresses of people are not found, because that would need a language model. Presidio and its
+imports take seconds to load, so they are loaded only when a text contains the characters of such data. Digits
+alone count as a phone number only with a leading 0 or +; otherwise they are arithmetic.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SUSPECTS = {  # patterns that a text must contain for a recogniser to find somet
 
 
 LOCAL = 64
-DOMAIN = 255  # maximum characters before and after the @ of a mail address (RFC 5321, 4.5.3.1)
+DOMAIN = 255  # maximum characters before and after the @ of an email address (RFC 5321, 4.5.3.1)
 BEFORE = re.compile(r"[^\s@\"(),:;<>\[\]\\]+\Z")  # characters allowed before and after the @
 AFTER = re.compile(r"[^\s@!-,/:-?\[-^`{-~]*")
 MARGIN = 64
-PIECE = 2048  # characters around a suspected number; the most that a recogniser gets at once
+PIECE = 2048  # characters around a suspected number; a recogniser gets at most this many at once
 
 
 class Masked(NamedTuple):
-    """Holds texts without personal data, and how many pieces of each kind were replaced."""
+    """Texts without personal data, and the number of replaced pieces of each kind."""
 
     texts: list[str]
     found: Counter[str]
@@ -43,13 +43,13 @@ class Masked(NamedTuple):
 
 def masked(texts: list[str]) -> Masked:
     """Replaces each piece of personal data with its kind, such as `<EMAIL_ADDRESS>`. Raises MachineLacks when
-    presidio is needed and absent."""
+    presidio is needed but not installed."""
     found: Counter[str] = Counter()
     return Masked([_masked(text, found) for text in texts], found)
 
 
 class _Span(NamedTuple):
-    """Describes a piece of personal data: its place in the text, and the recogniser's confidence."""
+    """A piece of personal data: its place in the text and the recogniser's confidence."""
 
     start: int
     end: int
@@ -77,8 +77,8 @@ def _masked(text: str, found: Counter[str]) -> str:
 
 
 def _spans(kind: str, text: str) -> Iterator[_Span]:
-    """Yields the findings of a kind's recogniser. It gets small pieces, since its patterns take quadratic
-    time or more on long texts."""
+    """Yields the findings of a kind's recogniser. The recogniser gets small pieces, since its patterns take
+    quadratic time or more on long texts."""
     for start, end, first, last in (
         _mail_windows(text) if kind == "EMAIL_ADDRESS" else _pieces(SUSPECTS[kind], text)
     ):
@@ -91,7 +91,7 @@ def _spans(kind: str, text: str) -> Iterator[_Span]:
 
 
 class _Window(NamedTuple):
-    """Describes a part of a text given to a recogniser. Only spans that start in [`first`, `last`) count."""
+    """A part of a text given to a recogniser. Only spans that start in [`first`, `last`) count."""
 
     start: int
     end: int
@@ -100,8 +100,8 @@ class _Window(NamedTuple):
 
 
 def _mail_windows(text: str) -> Iterator[_Window]:
-    """Yields the characters around each @ that can belong to its mail address. A character is in at most two
-    windows."""
+    """Yields windows with the characters around each @ that can belong to its email address. A character is
+    in at most two windows."""
     for match in SUSPECTS["EMAIL_ADDRESS"].finditer(text):
         at = match.start()
         before = BEFORE.search(text[max(0, at - LOCAL) : at])
@@ -112,8 +112,8 @@ def _mail_windows(text: str) -> Iterator[_Window]:
 
 
 def _pieces(suspect: re.Pattern[str], text: str) -> Iterator[_Window]:
-    """Yields the parts of a text with a suspect, extended by MARGIN on both sides, in pieces that overlap by
-    two margins."""
+    """Yields the parts of a text that match `suspect`, extended by MARGIN on both sides, in pieces that
+    overlap by two margins."""
     parts: list[list[int]] = []
     for match in suspect.finditer(text):
         start = max(0, match.start() - MARGIN)
@@ -131,7 +131,7 @@ def _pieces(suspect: re.Pattern[str], text: str) -> Iterator[_Window]:
 
 
 def _is_phone(text: str, start: int, end: int) -> bool:
-    """Returns whether a number found by presidio is written like a phone number and is not part of a longer
+    """Returns whether a number that presidio found is written like a phone number and is not part of a longer
     or decimal number."""
     number = text[start:end]
     before = text[max(0, start - 2) : start]
@@ -151,7 +151,7 @@ def _recognisers() -> dict[str, Any]:
             "personal data is found by the package presidio-analyzer, which is not installed: pip install"
             " alignflow[feedback]"
         ) from None
-    domains = TLDExtract(suffix_list_urls=())  # uses the packaged list: presidio's own call downloads one
+    domains = TLDExtract(suffix_list_urls=())  # the packaged list; presidio itself downloads one
 
     class Email(presidio.EmailRecognizer):
         def validate_result(self, pattern_text: str) -> bool:

@@ -1,5 +1,5 @@
-"""Imports rows into an inbox: parses them, masks personal data, rejects evaluation questions, and counts.
-Memory does not grow with the number of rows."""
+"""Imports rows into an inbox: parses them, masks personal data, rejects evaluation questions, and counts the
+outcomes. Memory use does not grow with the number of rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rlhf_core.feedback.personal_data import masked
 from rlhf_core.system.redaction import public_address
 
 BATCH = 2000
-BATCH_BYTES = 32 << 20  # maximum rows in one transaction, and bytes of their lines
+BATCH_BYTES = 32 << 20  # maximum number of rows in one transaction, and of bytes in their lines
 EXAMPLES = 5
 LARGEST_LINE = 16 << 20  # bytes
 
 
 class ReceivedRow(NamedTuple):
-    """Holds a row as received, with its place for messages. `fault`: why it cannot be read, or ''. `size`:
-    bytes of its line."""
+    """A row as received, with its place for use in messages. `fault`: why it cannot be read, or ''. `size`:
+    number of bytes in its line."""
 
     where: str
     row: Any
@@ -37,8 +37,8 @@ class ReceivedRow(NamedTuple):
 
 @dataclass
 class Receipt:
-    """Counts the outcomes of rows. `wrong`: malformed rows. `faults`: the first messages about them.
-    `unusable`: rows without a judgement, by reason."""
+    """Counts of the outcomes of rows. `wrong`: malformed rows. `faults`: the first messages about malformed
+    rows. `unusable`: rows without a judgement, by reason."""
 
     read: int = 0
     new: int = 0
@@ -58,11 +58,11 @@ def receive(
     annotator: str | None = None,
     shown: Callable[[Receipt], None] = lambda receipt: None,
 ) -> Receipt:
-    """Adds the feedback in rows to an inbox. If killed at any time, it has added whole batches, and importing
-    the same rows again only yields duplicates.
+    """Adds the feedback in rows to an inbox. If it is killed, it has added only whole batches, and importing
+    the same rows again finds those to be duplicates.
 
     `source`, `annotator`: defaults for rows that name none. `shown` is called after each batch. Raises
-    ValueError like `Inbox`, MachineLacks when presidio is needed and absent.
+    ValueError as `Inbox` does, and MachineLacks when presidio is needed but not installed.
     """
     receipt = Receipt()
     rows = iter(given)
@@ -81,7 +81,7 @@ def receive(
 
 
 def _batch(rows: Iterator[ReceivedRow]) -> Iterator[ReceivedRow]:
-    """Yields the next rows, until there are BATCH or their lines have BATCH_BYTES."""
+    """Yields the next rows, until there are BATCH rows or their lines have BATCH_BYTES bytes."""
     size = 0
     for item in islice(rows, BATCH):
         yield item
@@ -93,7 +93,7 @@ def _batch(rows: Iterator[ReceivedRow]) -> Iterator[ReceivedRow]:
 def _read(
     item: ReceivedRow, receipt: Receipt, questions: Questions, source: str, annotator: str | None
 ) -> Feedback | None:
-    """Returns the feedback in a row without personal data. If the row has no feedback or matches an
+    """Returns the feedback in a row, with personal data masked. If the row has no feedback or matches an
     evaluation question, counts it and returns None."""
     try:
         if item.fault:
@@ -123,8 +123,8 @@ def _read(
 
 
 def rows_of(place: str) -> Iterator[ReceivedRow]:
-    """Yields the rows of a JSONL file or of a URL that fsspec reads. Files that end with .gz are unpacked.
-    Withdrawn labels are left out.
+    """Yields the rows of a JSONL file or of a URL that fsspec reads. Decompresses files that end with .gz.
+    Leaves out withdrawn labels.
 
     Raises ValueError when the file or URL cannot be read.
     """
@@ -150,7 +150,7 @@ def rows_of(place: str) -> Iterator[ReceivedRow]:
 
 
 def _undone(place: str) -> set[str]:
-    """Returns the ids of labels that lines in the labelling page's file withdraw."""
+    """Returns the ids of the labels that other lines in a file of the labelling page withdraw."""
     found: set[str] = set()
     for line in _lines(place):
         if b'"undone"' in line:
@@ -168,7 +168,7 @@ def _lines(place: str) -> Iterator[bytes]:
         with fsspec.open(place, "rb", compression="infer") as file:
             while line := file.readline(LARGEST_LINE + 1):
                 yield line
-                # skips the rest of a line that is too long
+                # skip the rest of a line that is too long
                 while len(line) > LARGEST_LINE and not line.endswith(b"\n"):
                     line = file.readline(LARGEST_LINE + 1)
     except (OSError, ValueError, ImportError) as error:

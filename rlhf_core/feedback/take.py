@@ -1,7 +1,7 @@
-"""Writes the inbox rows that a stage trains on to a file, which the stage reads like any other data file.
-Torch-free.
+"""Writes the inbox rows that a stage trains on to a file, which the stage reads as it reads any other data
+file. Torch-free.
 
-The file's name contains its range of rows: numbers above `after` and at most `until`. An existing file is not
+The file's name contains its range of row numbers, above `after` and at most `until`. An existing file is not
 written again.
 """
 
@@ -23,7 +23,7 @@ from rlhf_core.system.files import digest
 
 FOLDER = "taken"
 NO_QUESTIONS = partial(Questions, ())
-# the kinds of feedback that a stage can use, by the kind of its rows
+# the kinds of feedback that a stage can use, by the kind of rows that it needs
 VIEWS: Mapping[Rows, tuple[Kind, ...]] = {
     "preference": ("edit", "ranking"),
     "labelled": ("thumb",),
@@ -40,16 +40,17 @@ def take(
     questions: Callable[[], Questions] = NO_QUESTIONS,
     key: str = "",
 ) -> Path:
-    """Returns the file with these rows, except rows that match evaluation questions. `questions` is called
+    """Returns the file with these rows, without those that match evaluation questions. `questions` is called
     only if the file must be written. `key`: a digest of the questions.
 
-    preference: prompt, chosen, rejected for each pair of answers with different ranks; labelled: prompt,
-    response, label; sft: prompt and the person's text; prompt: each prompt once.
+    The columns by kind of rows are: for preference, prompt, chosen and rejected, for each pair of answers
+    with different ranks; for labelled, prompt, response and label; for sft, the prompt and the person's text;
+    for prompt, each prompt once.
     """
     file = file_of(inbox, rows, after, until, key)
     if file.is_file():
         return file
-    with inbox.changing() as ours:  # keeps others from deleting a person's rows meanwhile
+    with inbox.changing() as ours:  # so that nobody deletes a person's rows meanwhile
         if not ours:
             raise ValueError(
                 f"{inbox.folder}: another process deletes rows of it: try again when it has ended"
@@ -69,7 +70,7 @@ def _write(file: Path, inbox: Inbox, rows: Rows, after: int, until: int, asked: 
             os.fsync(out.fileno())
         os.replace(temporary, file)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(file)) from error  # no file name if the disk is full
+        raise OSError(error.errno, error.strerror, str(file)) from error  # a full disk's error names no file
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -81,7 +82,7 @@ def usable(
     questions: Callable[[], Questions] = NO_QUESTIONS,
     most: int | None = None,
 ) -> int:
-    """Returns how many rows of feedback above `after` a stage can train on, without rows that match
+    """Returns how many rows of feedback above `after` a stage can train on, not counting rows that match
     questions. Stops counting at `most`."""
     raw = inbox.count(VIEWS[rows], after)
     if raw == 0 or (most is not None and raw < most):

@@ -30,12 +30,12 @@ QUOTA = re.compile(r"quota|storage|space left|too large", re.I)
 LONGEST_WAIT = 300.0  # seconds; the Hub's rate limits are per five minutes
 
 T = TypeVar("T")
-# (error, what was requested, repository) -> the sentence for it
+# (error, name of the request, repository) -> sentence
 Refusal = Callable[[HfHubHTTPError, str, str], str]
 
 
 class Retries(NamedTuple):
-    """Sets the maximum number of attempts, and the seconds before the second attempt; the wait doubles each
+    """The maximum number of attempts, and the seconds before the second attempt; the wait doubles each
     time."""
 
     attempts: int = 6
@@ -56,8 +56,8 @@ def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retrie
     """Calls the Hub until the call succeeds or fails with a permanent error. Returns the call's result.
 
     `what` names the request in messages ("find the model"). Raises Unreachable when temporary errors outlast
-    the retries, ValueError with the sentence from `refusal` when the Hub refuses. The original error is
-    dropped on purpose: it quotes URLs, and upload URLs contain signatures.
+    the retries, and ValueError with the sentence from `refusal` when the Hub refuses. The original error is
+    dropped on purpose, because it quotes URLs, and upload URLs contain signatures.
     """
 
     def wait(state: RetryCallState) -> float:
@@ -119,7 +119,7 @@ def write_refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
 
 
 def read_refusal(revision: str, kind: str = "model") -> Refusal:
-    """Returns the function that builds the sentence for a refusal to read a repository (`kind`: model or data
+    """Returns a function that builds the sentence for a refused read of a repository (`kind`: model or data
     set) at a revision."""
 
     def sentence(error: HfHubHTTPError, what: str, repo_id: str) -> str:
@@ -138,8 +138,8 @@ def read_refusal(revision: str, kind: str = "model") -> Refusal:
 
 
 def _passes(error: BaseException) -> bool:
-    """Returns whether a later attempt may succeed: after HTTP 408, 429 or 5xx except 507, a lost connection
-    (xet raises Python's own classes), or a proxy's page instead of JSON."""
+    """Returns whether a later attempt may succeed, which holds for HTTP 408, 429 and 5xx except 507, for a
+    lost connection (xet raises Python's own classes), and for a proxy's page instead of JSON."""
     if isinstance(error, OfflineModeIsEnabled):
         return False
     cause = _http_error(error)
@@ -150,7 +150,7 @@ def _passes(error: BaseException) -> bool:
 
 
 def _http_error(error: BaseException | None) -> HTTPError | None:
-    """Returns the client's error; an upload wraps it in a RuntimeError."""
+    """Returns the client's error, which an upload wraps in a RuntimeError."""
     while error is not None and not isinstance(error, HTTPError):
         error = error.__cause__
     return error

@@ -14,8 +14,8 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", "
 
 
 def shown(place: str) -> str:
-    """Returns a file, folder, URL or Hub id in the form for public pages: a Hub id unchanged, else the last
-    path component without a query."""
+    """Returns a file, folder, URL or Hub id as public pages show it: a Hub id unchanged, anything else as its
+    last path component without a query."""
     if is_hub_id(place):
         return place
     return (
@@ -26,8 +26,8 @@ def shown(place: str) -> str:
 
 
 def is_hub_id(place: str) -> bool:
-    """Returns whether this is a Hub id (`owner/name`, `owner/name@REVISION`), not an existing path or a name
-    with a data suffix."""
+    """Returns whether this is a Hub id (`owner/name`, `owner/name@REVISION`) rather than an existing path or
+    a name with a data suffix."""
     repo_id = parted(place)[0]
     return (
         bool(HUB_ID.fullmatch(repo_id)) and not repo_id.endswith(DATA_SUFFIXES) and not os.path.exists(place)
@@ -35,8 +35,8 @@ def is_hub_id(place: str) -> bool:
 
 
 def is_remote(place: str) -> bool:
-    """Returns whether this is a Hub id, including ids without an owner (`gpt2`). An existing file or folder
-    is not one."""
+    """Returns whether this is a Hub id, including ids without an owner (`gpt2`), rather than an existing file
+    or folder."""
     return is_hub_id(place) or (
         "/" not in place and not place.endswith(DATA_SUFFIXES) and not os.path.exists(place)
     )
@@ -49,7 +49,7 @@ def parted(place: str) -> tuple[str, str | None]:
 
 
 def snapshot_of_hub(path: str | Path) -> tuple[str, str] | None:
-    """Returns the Hub repository and commit of a folder in the Hub client's cache; None for any other."""
+    """Returns the Hub repository and commit of a folder in the Hub client's cache; None for other folders."""
     parts = Path(path).parts
     for cached in (HUB_CACHE.fullmatch(folder.name) for folder in (Path(path), *Path(path).parents)):
         if cached and "snapshots" in parts:

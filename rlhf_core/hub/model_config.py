@@ -18,8 +18,8 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 TIED = ("gemma", "cohere")  # families whose embeddings and head are tied by default
 
 
-# `model_type` of the language models that the tests train and export (tests/support/families.py). Others are
-# tried before a run.
+# `model_type` of the language models that the tests train and export (tests/support/families.py). Other
+# models are tried out before a run.
 TESTED = {
     *(
         "deepseek_v3",
@@ -51,13 +51,13 @@ TESTED = {
 
 
 class Size(NamedTuple):
-    """Describes a decoder: number of parameters, shape, and bytes per token.
+    """The size of a decoder: number of parameters, shape, and bytes per token.
 
-    `active`: parameters used for one token, fewer than `parameters` with experts. `head`: parameters of the
-    output layer, included in `parameters`; 0 when tied. `kept`: bytes of activations per layer and token that
-    training keeps, in bf16, with FlashAttention and fused norms and activations. `passing`: bytes per layer
-    and token that a pass without gradients holds at once. `kv`: bytes of keys and values per token, over all
-    layers.
+    `active`: parameters used for one token, fewer than `parameters` if the model has experts. `head`:
+    parameters of the output layer, included in `parameters`; 0 if tied. `kept`: bytes of activations that
+    training keeps per layer and token, in bf16, with FlashAttention and fused norms and activations.
+    `passing`: bytes that a pass without gradients holds at once per layer and token. `kv`: bytes of keys and
+    values per token, over all layers.
     """
 
     parameters: float
@@ -94,16 +94,16 @@ def size_of(folder: str) -> Size:
         AttributeError,
         ZeroDivisionError,
         OverflowError,
-    ):  # lists, nulls and zeros instead of sizes
+    ):  # lists, nulls or zeros instead of sizes
         raise ValueError(
             f"{file} has no sizes as numbers: `alignflow plan` knows decoder models of equal layers only"
         ) from None
 
 
 def _stored(folder: Path) -> float:
-    """Returns the number of parameters in a folder's safetensors files; infinity if there are none, one
-    cannot be read, or some are packed into integers. Families whose feed-forward has no gate have fewer than
-    computed from config.json."""
+    """Returns the number of parameters in a folder's safetensors files; infinity if there are no files, one
+    cannot be read, or weights are packed into integers. Families whose feed-forward has no gate have fewer
+    parameters than their config.json suggests."""
     count = 0
     try:
         for file in folder.glob("*.safetensors"):
@@ -129,8 +129,8 @@ def experts_of_config(config: Mapping[str, Any]) -> int:
 
 
 def size_of_config(config: dict[str, Any]) -> Size:
-    """Computes the size of a decoder like Llama: gated feed-forward, grouped-query attention, possibly
-    experts.
+    """Computes the size of a Llama-like decoder, with gated feed-forward, grouped-query attention and
+    possibly experts.
 
     Raises KeyError for a missing number, and TypeError or similar for values that are not numbers.
     """
@@ -166,8 +166,8 @@ def size_of_config(config: dict[str, Any]) -> Size:
     )
 
 
-# `layer_types` whose state carries over from one document of a row into the next: convolutions, recurrent
-# states.
+# `layer_types` with a state (convolution, recurrence) that carries over from one document of a row to the
+# next.
 STATEFUL_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 
 
@@ -185,13 +185,13 @@ TEXT_PARTS = (
 
 # Families trained with images: `models/multimodal/picture_tower.py` loads their image encoders.
 PICTURE_FAMILIES = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
-# Language models that transformers has only inside the whole (`picture_language_models.py` beside it),
-# and kinds of stages that train them: vLLM cannot run them alone.
+# Language models that transformers has only as a part of the whole model (`picture_language_models.py` beside
+# it), and the stage kinds that train them; vLLM cannot run them alone.
 ONLY_TRAINED = {"qwen3_vl_text": ("sft", "reward_model", "dpo", "kto")}
 
 
 def more_than_text(place: str, named: str) -> str:
-    """Returns the message for rejecting the model at `place`, of the class `named`."""
+    """Returns the error message for rejecting the model at `place`, which has the class `named`."""
     return (
         f"{place} is {named}, which reads more than text: name a text model, or a checkpoint of its language"
         " part alone"
@@ -199,18 +199,18 @@ def more_than_text(place: str, named: str) -> str:
 
 
 def wraps_text_by_config(config: Mapping[str, Any]) -> bool:
-    """Returns whether a config.json describes a model whose language model is one part, beside parts for
-    images or sound."""
+    """Returns whether a config.json describes a model that contains a language model beside parts for images
+    or sound."""
     return any(isinstance(config.get(part), Mapping) for part in TEXT_PARTS)
 
 
-# Families whose experts vLLM loads only at its start: it drops later weights.
+# Families whose experts vLLM loads only at its start; it drops later weights.
 FIXED_EXPERTS = {"gpt_oss"}
-# Families whose activations overflow float16; vLLM refuses it for them.
+# Families whose activations overflow float16, which vLLM therefore refuses for them.
 NO_FLOAT16 = {"gemma2", "gemma3", "gemma3_text", "glm4"}
 
 
-LOADED_WHOLE = ("mxfp4", "fp8")  # formats of quantised weights that training turns into its own dtype
+LOADED_WHOLE = ("mxfp4", "fp8")  # formats of quantised weights that training converts to its own dtype
 
 
 def quantised_by(config: Mapping[str, Any]) -> str | None:
@@ -220,8 +220,8 @@ def quantised_by(config: Mapping[str, Any]) -> str | None:
 
 
 def cannot_train_quantised(place: str, config: Mapping[str, Any]) -> str | None:
-    """Returns why the quantised weights of the model at `place` cannot be trained; None if they can, or are
-    not quantised."""
+    """Returns why the quantised weights of the model at `place` cannot be trained; None if they can or if the
+    weights are not quantised."""
     method = quantised_by(config)
     parts = " of a model with several parts" * wraps_text_by_config(config)
     if method is None or (method in LOADED_WHOLE and not parts):
@@ -233,7 +233,7 @@ def cannot_train_quantised(place: str, config: Mapping[str, Any]) -> str | None:
 
 
 def keeps_experts(place: str) -> str:
-    """Returns the message that vLLM cannot load new weights into the model at `place`."""
+    """Returns the error message saying that vLLM cannot load new weights into the model at `place`."""
     return (
         f"{place}: vLLM takes no new weights for this family's experts, so it cannot sample while they train:"
         " set engine.kind to transformers, or use SFT, DPO or KTO"

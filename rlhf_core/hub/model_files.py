@@ -1,5 +1,5 @@
-"""Lists the files that make up a model or an adapter, and checks that they can be loaded without reading the
-weights."""
+"""Lists the files that make up a model or an adapter, and checks, without reading the weights, that they can
+be loaded."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def tensors_of(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def layout_fault(folder: Path) -> str | None:
-    """Returns why a model folder's weight files would not be loaded completely, or only by one library; None
-    if they load.
+    """Returns why a model folder's weight files would not be loaded completely by both libraries; None if
+    they would.
 
-    transformers prefers `model.safetensors` to an index, and loads nothing without either. vLLM loads the
-    files that the index lists.
+    transformers prefers `model.safetensors` to an index, and loads nothing if both are missing. vLLM loads
+    the files that the index lists.
     """
     if is_adapter(folder):
         return None
@@ -109,8 +109,8 @@ def layout_fault(folder: Path) -> str | None:
 
 
 def _listed(index: Path) -> set[str]:
-    """Returns the names of the files that an index lists; empty if it cannot be read, which `stored_tensors`
-    rejects."""
+    """Returns the names of the files that an index lists; empty if the index cannot be read, in which case
+    `stored_tensors` rejects it."""
     try:
         return {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -120,8 +120,8 @@ def _listed(index: Path) -> set[str]:
 def stored_tensors(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Reads the headers of all weight files in a folder, by file name.
 
-    Raises OSError or ValueError like `tensors_of`, and ValueError when an index is invalid or names a missing
-    file or tensor.
+    Raises OSError or ValueError as `tensors_of` does, and ValueError when an index is invalid or names a
+    missing file or tensor.
     """
     found = {file.name: tensors_of(file) for file in sorted(folder.glob(WEIGHTS[0]))}
     for index in folder.glob(WEIGHTS[1]):
@@ -141,7 +141,7 @@ def check_loads(folder: Path, trust_remote_code: bool = False) -> None:
     """Reads the configuration and the header of every weight file, but not the weights.
 
     Raises ValueError when transformers (peft for an adapter) cannot read the configuration, a weight file is
-    truncated, there are no tensors, or the index names a missing one.
+    truncated, there are no tensors, or the index names a missing tensor.
     """
     if is_adapter(folder):
         from peft import PeftConfig

@@ -25,7 +25,7 @@ COUNTED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_
 
 
 def positions_of(config: Mapping[str, Any]) -> int | None:
-    """Returns the maximum length of prompt plus answer, in tokens, that a config.json allows; None if it does
+    """Returns the maximum number of tokens, prompt plus answer, that a config.json allows; None if it does
     not specify one."""
     text = text_config(config)
     longest = text.get("model_max_length") or min(
@@ -35,7 +35,7 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
     if not isinstance(longest, int) or "gemma3" in str(text.get("model_type")):
         return longest if isinstance(longest, int) else None
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    for scaling in (rope, *rope.values()):  # one for all layers, or one per layer type
+    for scaling in (rope, *rope.values()):  # one setting for all layers, or one per layer type
         if (
             isinstance(scaling, Mapping)
             and scaling.get("rope_type", scaling.get("type")) not in COUNTED
@@ -46,8 +46,8 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
 
 
 def stored_config(place: str) -> dict[str, Any]:
-    """Returns the config.json of a model folder, or of its base for an adapter; {} for a Hub id, or if it is
-    missing or unreadable."""
+    """Returns the config.json of a model folder, or of the base model for an adapter; {} for a Hub id, or if
+    the file is missing or unreadable."""
     try:
         folder = Path(place)
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():

@@ -2,8 +2,8 @@
 
 A commit (40 hex digits) needs no request. A branch or tag is looked up when a recipe is planned, on the Hub
 or, if that cannot be reached, in this machine's cache. The commit is stored in
-`<artifacts>/<recipe>/pins.json`, and every later command of this recipe uses it, until `forget`. A Hub id
-without @ is not resolved: its default branch is loaded when it is used.
+`<artifacts>/<recipe>/pins.json`, and all later commands on this recipe use it until `forget`. A Hub id
+without @ is not resolved; its default branch is loaded when it is used.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 class Pin(NamedTuple):
-    """Holds a reference in a recipe, `owner/name@REVISION`, and its commit; or an inbox and the newest row
-    used from it."""
+    """A reference in a recipe, `owner/name@REVISION`, with its commit, or an inbox with the newest row used
+    from it."""
 
     reference: str
     commit: str
 
 
 class Pins:
-    """Holds the commits of one recipe's references, stored in `folder`. `used`: the commits used by this
-    plan."""
+    """The commits of one recipe's references, stored in `folder`. `used`: the commits used by this plan."""
 
     def __init__(self, folder: Path):
         self._file = folder / PINS
@@ -68,8 +67,8 @@ class Pins:
         return int(self._known[what])
 
     def save(self) -> None:
-        """Writes the commits if any were used. Ignores a folder that cannot be written to, which a run
-        reports."""
+        """Writes the commits if any were used. Ignores a folder that cannot be written to, because a run
+        reports it."""
         if self.used:
             with suppress(OSError):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +82,7 @@ def forget(folder: Path) -> None:
 
 def pinned_sources(config: Config, pins: Pins) -> Config:
     """Returns the config with the branch or tag of every data source replaced by its commit. Raises
-    ValueError like `Pins.pinned`."""
+    ValueError as `Pins.pinned` does."""
     changed = {
         name: new
         for name in type(config).model_fields

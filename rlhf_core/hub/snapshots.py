@@ -1,9 +1,9 @@
 """Fetches models that a stage names at a commit (`owner/name@COMMIT`) into the Hub client's cache before the
 stage loads them. Torch-free.
 
-Fetches safetensors, configuration and tokenizer, never pickles; code only with `trust_remote_code`. An
-adapter's base is fetched too, at the commit that the adapter names. Complete files in the cache are not
-fetched again, and suffice when offline.
+Fetches safetensors, configuration and tokenizer, but never pickles, and code only with `trust_remote_code`.
+An adapter's base is fetched too, at the commit that the adapter names. Complete files in the cache are not
+fetched again, so a complete cache works offline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf_core.hub.api import RETRIES, client_options, read_refusal, with_retrie
 from rlhf_core.hub.ids import is_hub_id, parted
 from rlhf_core.hub.model_files import ADAPTER_CONFIG, MODEL_FILES, TOKENIZER, WEIGHTS, check_loads
 
-# no weights
+# everything but weights
 DESCRIBING = (
     *TOKENIZER,
     "config.json",
@@ -32,7 +32,7 @@ DESCRIBING = (
 
 def fetched(inputs: Mapping[str, str], trust_remote_code: bool = False) -> dict[str, str]:
     """Returns a stage's inputs with a local folder for every model named at a commit. Raises ValueError when
-    the Hub refuses one."""
+    the Hub refuses a model."""
     return {
         name: str(snapshot(place, trust_remote_code)) if is_hub_id(place) and "@" in place else place
         for name, place in inputs.items()
@@ -43,8 +43,8 @@ def snapshot(place: str, trust_remote_code: bool = False) -> Path:
     """Returns the folder of `owner/name@REVISION` in the cache, with the complete model. An adapter's base is
     fetched too.
 
-    Raises ValueError when the Hub refuses the request or the model has no safetensors, ConnectionError when
-    the Hub fails.
+    Raises ValueError when the Hub refuses the request or the model has no safetensors, and ConnectionError
+    when the Hub fails.
     """
     code = ("*.py",) if trust_remote_code else ()
     folder = _download(place, (*MODEL_FILES, *code, "README.md"))
@@ -60,7 +60,8 @@ def snapshot(place: str, trust_remote_code: bool = False) -> Path:
 
 
 def described(place: str) -> Path:
-    """Returns the folder of `owner/name@REVISION` in the cache, with configuration and tokenizer only."""
+    """Returns the folder of `owner/name@REVISION` in the cache, after fetching only configuration and
+    tokenizer."""
     return _download(place, DESCRIBING)
 
 
@@ -75,9 +76,10 @@ def pinned_base(folder: Path) -> str | None:
 
 
 def cached(place: str) -> Path:
-    """Like `snapshot`, but makes no request if the model is in the cache, as after `fetched`."""
+    """Returns the same folder as `snapshot`, but makes no request if the model is in the cache, as it is
+    after `fetched`."""
     repo_id, revision = parted(place)
-    with suppress(LocalEntryNotFoundError):  # not in the cache of this node of a cluster
+    with suppress(LocalEntryNotFoundError):  # not in the cache of this cluster node
         folder = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
         if any(folder.glob(WEIGHTS[0])):
             return folder

@@ -21,7 +21,7 @@ def no_reward_head(place: str) -> str:
 
 
 def several_labels(place: str) -> str:
-    """Returns the error message for training a reward model or critic from a classifier at `place`."""
+    """Returns the error message for training a reward model or critic from the classifier at `place`."""
     return (
         f"{place} is a classifier of several labels (score.weight has a row for each), and a reward model or"
         " critic has one score: start from a language model or a reward model"
@@ -29,9 +29,9 @@ def several_labels(place: str) -> str:
 
 
 def has_trained_head(folder: Path) -> bool:
-    """Returns whether the folder's safetensors have a head for one score with a nonzero weight. Raises
-    OSError or ValueError for files that cannot be read."""
-    # The last byte of a weight has its sign bit, which is also set in -0.
+    """Returns whether the folder's safetensors have a single-score head with a nonzero weight. Raises OSError
+    or ValueError for files that cannot be read."""
+    # The last byte of a weight contains the sign bit, which is also set in -0.
     return any(
         len(head) == 1 and bool(head[..., :-1].any() or (head[..., -1] & 0x7F).any())
         for head in _heads(folder)
@@ -39,7 +39,7 @@ def has_trained_head(folder: Path) -> bool:
 
 
 def has_several_labels(folder: Path) -> bool:
-    """Returns whether the folder's safetensors have a head for several labels. Raises like
+    """Returns whether the folder's safetensors have a head for several labels. Raises the same errors as
     `has_trained_head`."""
     return any(len(head) > 1 for head in _heads(folder))
 

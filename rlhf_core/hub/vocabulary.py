@@ -1,5 +1,5 @@
-"""Reads and compares vocabularies: a model that gets another model's token ids needs its vocabulary.
-Torch-free for local folders."""
+"""Reads and compares vocabularies, since a model that gets another model's token ids needs the same
+vocabulary. Torch-free for local folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Vocabulary = dict[str, int]
 
 
 def tokenizer_place(path: str, of: tuple[str, ...] = ()) -> str:
-    """Returns the place of a model's tokenizer, fetching it when the path names a commit on the Hub.
+    """Returns the location of a model's tokenizer, which is fetched if the path names a commit on the Hub.
 
     `of`: the adapters that led to this base model. Raises ValueError when the path is one of them.
     """
@@ -52,10 +52,11 @@ def stored_vocabulary(path: str) -> Vocabulary | None:
 
 
 def known_rows(path: str, rows: int) -> int | None:
-    """Returns how many of a model's `rows` of embeddings belong to the tokenizer, up to its last token; None
+    """Returns how many of a model's `rows` embedding rows belong to the tokenizer, up to its last token; None
     if all do, and for Hub ids.
 
-    Further rows pad the vocabulary and are not tokens: if sampled, no tokenizer could decode the answer.
+    The other rows pad the vocabulary and are not tokens: if one were sampled, no tokenizer could decode the
+    answer.
     """
     tokens = None if is_remote(path) else stored_vocabulary(path)
     known = max(tokens.values(), default=-1) + 1 if tokens else rows
@@ -72,9 +73,8 @@ def require_same_vocabulary(own: str, others: Iterable[str], trust_remote_code: 
 
 
 def compared(own: str, other: str, trust_remote_code: bool = False) -> str | None:
-    """Returns why the model `other` cannot use token ids of the model `own`; None if it can. A folder without
-    a tokenizer cannot be compared: prints this and returns None. Raises ValueError for an unreadable
-    tokenizer."""
+    """Returns why the model `other` cannot use token ids of the model `own`; None if it can. If a folder has
+    no tokenizer to compare, prints a note and returns None. Raises ValueError for an unreadable tokenizer."""
     if other == own:
         return None
     if (
@@ -89,7 +89,7 @@ def compared(own: str, other: str, trust_remote_code: bool = False) -> str | Non
 
 def difference(own: str, tokens: Vocabulary, other: str, known: Vocabulary) -> str | None:
     """Returns why the model `other`, with vocabulary `known`, cannot use token ids of the model `own`, naming
-    the first id that differs; None if all agree. Further tokens of `other` do not matter, since they are
+    the first id that differs; None if all agree. Additional tokens of `other` do not matter, since they are
     never sent."""
     unlike = [token for token, number in tokens.items() if known.get(token) != number]
     if not unlike:
@@ -114,7 +114,7 @@ def _vocabulary(path: str, trust_remote_code: bool) -> Vocabulary:
         found: Vocabulary = AutoTokenizer.from_pretrained(
             place, trust_remote_code=trust_remote_code
         ).get_vocab()
-    except Exception as error:  # damaged files raise errors of many types
+    except Exception as error:  # damaged files raise many types of errors
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path}: no tokenizer can be loaded from here ({reason})") from error
     return found

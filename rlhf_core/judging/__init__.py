@@ -1,1 +1,2 @@
-"""Asks chat models for verdicts and reads them: for the judges of evaluations, and for judges that reward."""
+"""Asks chat models for verdicts and reads their replies, for judges in evaluations and for judges that give
+rewards."""

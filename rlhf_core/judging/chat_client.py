@@ -1,8 +1,9 @@
-"""Sends many requests to one OpenAI-compatible chat endpoint, for judges and for remote models that answer.
+"""Sends many requests to one OpenAI-compatible chat endpoint, for judges and for remote models that answer
+questions.
 
 Requests to a busy, failing or silent endpoint are retried with growing pauses. If an endpoint refuses
 `max_tokens` or a temperature, as endpoints of reasoning models do, requests use `max_completion_tokens`, or
-no temperature. The API key is passed only to the client; error texts of refused keys are not shown.
+no temperature. The API key is passed only to the client; error messages about refused keys are not shown.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from rlhf_core.records import Frozen
 from rlhf_core.system.proxies import proxy_of
 
 LONGEST_PAUSE = 60.0  # seconds between two attempts
-PROGRESS = 200  # items between two lines of progress
-REFUSED = (401, 403, 404)  # no request can succeed
+PROGRESS = 200  # items between two progress lines
+REFUSED = (401, 403, 404)  # statuses after which no request can succeed
 WRONG_KEY = (401, 403)
 SET_KEY = (
     "set api_key_env to the name of the environment variable that holds the endpoint's key, such as"
@@ -49,11 +50,11 @@ Found = TypeVar("Found")
 
 
 class Unreadable(Exception):
-    """A reply with status 200 that is not a chat completion."""
+    """Raised for a reply with status 200 that is not a chat completion."""
 
 
 class Unanswerable(Exception):
-    """A request that its model cannot read."""
+    """Raised for a request that its model cannot read."""
 
 
 # raised by `ask` once retries are exhausted
@@ -68,8 +69,9 @@ NO_REPLY = (
 
 
 class Connection(NamedTuple):
-    """An endpoint. `hint` is added to messages and names what to check when the endpoint refuses; `check`
-    raises if its server is known to have ended. `without_key`: the endpoint may want a key, and gets none.
+    """An endpoint. `hint`: added to messages, says what to check when the endpoint refuses; `check`: raises
+    if the endpoint's server is known to have ended. `without_key`: whether no key is sent to an endpoint that
+    may require one.
 
     Requests to a server on this machine (`local`) use no proxy.
     """
@@ -83,8 +85,8 @@ class Connection(NamedTuple):
 
 
 class ChatReply(Frozen):
-    """A reply. Token counts come from the endpoint. `reasoning_tokens`: output tokens that are not in
-    `text`; `cut`: a limit ended the reply."""
+    """A reply. Token counts come from the endpoint. `reasoning_tokens`: number of output tokens that are not
+    in `text`; `cut`: whether a length limit ended the reply."""
 
     text: str
     input_tokens: int
@@ -94,7 +96,8 @@ class ChatReply(Frozen):
 
 
 class Chat(Protocol):
-    """Sends many chat requests to one model, behind an endpoint (`ChatClient`) or on engines of this run."""
+    """Sends many chat requests to one model, which is behind an endpoint (`ChatClient`) or on engines of this
+    run."""
 
     requests: int
 
@@ -116,8 +119,8 @@ class Chat(Protocol):
 
 
 class Pace:
-    """Limits callers to `per_minute` requests a minute, evenly spaced (None: no limit). Time lost in a
-    pause is not made up."""
+    """Limits callers to `per_minute` evenly spaced requests per minute (None: no limit). Time lost in a pause
+    is not made up for."""
 
     def __init__(self, per_minute: float | None):
         self.gap = 60 / per_minute if per_minute else 0.0
@@ -133,10 +136,9 @@ class Pace:
 class ChatClient:
     """Sends requests to `model` at an endpoint, within the config's limits.
 
-    `who` is the client's name in messages (`judge gpt`). `connect` is called when there is something to
-    send, and may start a server. `settings` are the request's other fields; `asked` is their state before
-    the endpoint refused any. `pause` scales the first pause, in seconds. `requests` counts the requests
-    sent.
+    `who`: the client's name in messages (`judge gpt`). `connect`: called when there is something to send; may
+    start a server. `settings`: the other fields of a request; `asked`: these fields before the endpoint
+    refused any. `pause`: scale of the first pause, in seconds. `requests`: number of requests sent.
     """
 
     def __init__(
@@ -165,8 +167,8 @@ class ChatClient:
         work: Callable[[Item], Awaitable[Found]],
         done: Callable[[str, Found], None],
     ) -> None:
-        """Calls `work` for every item, and `done` with each key and result as it completes. An exception in
-        either stops everything. Raises CancelledError after `stop`."""
+        """Calls `work` for every item, and `done` with the key and result of each item as it completes. An
+        exception in either stops everything. Raises CancelledError after `stop`."""
         if items:
             self.connection = self.connect()
             asyncio.run(self._each(items, work, done))
@@ -237,7 +239,7 @@ class ChatClient:
             raise
 
     def reason(self, error: Exception) -> str:
-        """Returns the reason why there is no reply, in parentheses."""
+        """Returns the reason for a missing reply, in parentheses."""
         # a remote endpoint's message may contain the key, so only a local one's is shown
         if isinstance(error, APIStatusError):
             return (
@@ -250,7 +252,7 @@ class ChatClient:
 
     @property
     def _proxy(self) -> str:
-        """A phrase naming the proxy used for the endpoint, to end a sentence with."""
+        """A phrase that ends a sentence by naming the proxy used for the endpoint."""
         return "" if self.connection.local else proxy_of(self.connection.url)
 
     async def _once(self, messages: Any) -> ChatReply:
@@ -290,7 +292,7 @@ class ChatClient:
             raise Unreadable("the reply is no chat completion") from None
 
     def _adapt(self, sent: dict[str, Any], complaint: str) -> bool:
-        """Changes the settings if the endpoint's error names one that was sent. Returns whether to send the
+        """Changes the settings if the endpoint's error names one of those sent. Returns whether to send the
         request again."""
         if self.settings is not sent:
             return True  # another request has already changed the settings
@@ -310,7 +312,7 @@ class ChatClient:
         return True
 
     def _pause(self, state: RetryCallState) -> float:
-        """Returns the seconds until the next attempt: the endpoint's `retry-after`, otherwise a random time
+        """Returns the seconds until the next attempt: the endpoint's `retry-after`, or else a random time
         that grows exponentially."""
         error = state.outcome.exception() if state.outcome else None
         if isinstance(error, APIStatusError):
@@ -322,8 +324,8 @@ class ChatClient:
 
 
 def remote(config: Remote) -> Connection:
-    """Returns the connection to an endpoint. The key comes from an environment variable; otherwise it is
-    "none", which servers without keys accept."""
+    """Returns the connection to an endpoint. The key comes from an environment variable; without one it is
+    "none", which servers that need no key accept."""
     variable = config.key_variable
     if variable is None:
         return Connection(config.base_url, "none", " and base_url", without_key=True)
@@ -332,8 +334,8 @@ def remote(config: Remote) -> Connection:
 
 
 def _as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings as arguments for the OpenAI client. Fields that the client does not have (a vLLM
-    server's `top_k`) go into `extra_body`."""
+    """Returns the settings as arguments for the OpenAI client. Fields that the client does not support (a
+    vLLM server's `top_k`) go into `extra_body`."""
     known = {
         name: value
         for name, value in settings.items()

@@ -1,4 +1,4 @@
-"""Puts texts that a judge reads between marker lines that the texts cannot imitate."""
+"""Puts the texts that a judge reads between marker lines that the texts cannot imitate."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FENCES = (
 
 
 def fenced(texts: Sequence[tuple[str, str]]) -> str:
-    """Returns named texts, (name, text) each, between marker lines.
+    """Returns the named texts, given as (name, text), between marker lines.
 
-    Their code is a digest of the texts: a text cannot contain it, since each change of the text changes it,
-    and the same texts always give the same request.
+    The lines contain a digest of the texts. A text cannot contain this digest, since changing the text
+    changes it, and the same texts always give the same request.
     """
     code = digest([list(text) for text in texts])
     return "\n\n".join(f"<<begin {name} {code}>>\n{text}\n<<end {name} {code}>>" for name, text in texts)

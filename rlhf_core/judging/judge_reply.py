@@ -1,8 +1,8 @@
 """Reads the verdict of a judge that compares two answers, by the rules of `marked_reply.py`.
 
-A verdict is one of the five labels, or a mirrored form, in double brackets; single brackets are a fallback.
-The last one counts, as in Arena-Hard. Blanks inside the brackets are allowed. `[A]` and `A>>>B` are not
-verdicts.
+A verdict is one of the five labels, or a mirrored form of one, in double brackets; single brackets are a
+fallback. The last verdict counts, as in Arena-Hard. Blanks inside the brackets are allowed. `[A]` and `A>>>B`
+are not verdicts.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ _LABEL = re.compile(r"(\[\[?)([AB<>= \t]+)(\]\]?)", re.IGNORECASE)
 
 
 class JudgeVerdict(NamedTuple):
-    """The label of a reply; None and the problem if there is no valid one."""
+    """The label of a reply; if there is no valid label, None and the problem."""
 
     label: Label | None
     problem: str = ""
 
 
 def read_verdict(reply: str, answers: Sequence[str], cut: bool = False) -> JudgeVerdict:
-    """Returns a judge's verdict on these answers. `cut`: the length limit ended the reply."""
+    """Returns a judge's verdict on these answers. `cut`: whether the length limit ended the reply."""
     return JudgeVerdict(*read_marked(reply, answers, _labels, cut))
 
 
 def label_of(score: Any) -> Label | None:
-    """Returns one of the five labels, also for mirrored or lower-case forms; None for anything else."""
+    """Returns the one of the five labels that `score` means, possibly in a mirrored or lower-case form; None
+    for anything else."""
     label = MIRRORED.get(score.upper(), score.upper()) if isinstance(score, str) else None
     return cast(Label, label) if label in POINTS else None
 

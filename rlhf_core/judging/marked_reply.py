@@ -1,8 +1,9 @@
-"""Reads a judge's verdict: the last marker of its reply, such as [[A>B]] or [[7]].
+"""Reads a judge's verdict, which is the last marker in its reply, such as [[A>B]] or [[7]].
 
-Text that the judge only quotes is not its verdict: text in ``` fences, in lines that begin with >, in
-double quotation marks, and text that occurs in one of the judged texts. A judged text may have planted a
-marker, so a marker alone proves nothing: the text beside it, CONTEXT characters before or after it, decides.
+Text that the judge only quotes is not its verdict: text in ``` fences, in lines that begin with > or in
+double quotation marks, and text that occurs in one of the judged texts. Because a judged text may contain a
+planted marker, a marker alone does not count as such text; CONTEXT characters before or after it must occur
+there too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ CUT = "the reply was cut by the limit of its length"
 CONTRADICTION = "the reply holds verdicts that differ"
 
 _QUOTED = re.compile(
-    r"```.*?(?:```|\Z)"  # a fence, up to the end if it is not closed
+    r"```.*?(?:```|\Z)"  # a fence, up to the end of the text if it is not closed
     r"|^[ \t]*>.*?$"  # a quoted line
     r'|"[^"\n]*"'
     r"|[\u201c\u201e][^\u201c\u201d\n]*[\u201c\u201d]",
@@ -28,7 +29,7 @@ Value = TypeVar("Value")
 
 
 class Marker(NamedTuple, Generic[Value]):
-    """What a marker says, its place in the text, and whether its brackets are double."""
+    """The value of a marker, its place in the text, and whether its brackets are double."""
 
     value: Value
     start: int
@@ -37,7 +38,7 @@ class Marker(NamedTuple, Generic[Value]):
 
 
 class MarkedReply(NamedTuple, Generic[Value]):
-    """The value of a reply's verdict; None and the problem if there is no valid one."""
+    """The value of a reply's verdict; if there is no valid verdict, None and the problem."""
 
     value: Value | None
     problem: str = ""
@@ -49,12 +50,12 @@ def read_marked(
     markers: Callable[[str], Iterable[Marker[Value]]],
     cut: bool = False,
 ) -> MarkedReply[Value]:
-    """Returns a judge's verdict on these texts. `markers`: finds the markers of a text, in order. `cut`: the
-    length limit ended the reply.
+    """Returns a judge's verdict on these texts. `markers`: finds the markers in a text, in order. `cut`:
+    whether the length limit ended the reply.
 
     A reply contradicts itself when its last marker is in single brackets and differs from the last one in
-    double brackets. If a judged text contains a marker, a marker in the reply may only mention it: the reply
-    must then end with its verdict and contain no different marker.
+    double brackets. If a judged text contains a marker, a marker in the reply may merely mention that one, so
+    the reply must then end with its verdict and contain no different marker.
     """
     if cut:
         return MarkedReply(None, CUT)
@@ -79,7 +80,7 @@ def read_marked(
 
 
 def _occurs(reply: str, found: Marker[Value], sources: Sequence[str]) -> bool:
-    """Returns whether the marker together with the text before or after it occurs in one of the texts."""
+    """Returns whether the marker occurs, together with the text before or after it, in one of the texts."""
     marker = reply[found.start : found.end]
     before = _flat(reply[max(0, found.start - NEAR) : found.start])
     after = _flat(reply[found.end : found.end + NEAR])

@@ -1,4 +1,4 @@
-"""Files of records, one a line, that survive a kill in the middle of a line."""
+"""Reads and writes files with one record per line, which survive a kill in the middle of a line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Record = TypeVar("Record", bound=Frozen)
 
 @contextmanager
 def appending(path: Path) -> Iterator[TextIO]:
-    """Opens a file of lines for appending. Ends the last line if a kill cut it."""
+    """Opens a file of lines for appending. Terminates the last line if a kill truncated it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         if file.tell() and not _ends_with_a_line(path):
@@ -26,7 +26,7 @@ def appending(path: Path) -> Iterator[TextIO]:
 
 
 def records_of(path: Path, kind: type[Record]) -> Iterator[Record]:
-    """Yields the records in the complete lines of a file, and skips a line cut by a kill. (`splitlines`
+    """Yields the records in the complete lines of a file, skipping lines truncated by a kill. (`splitlines`
     would also split at U+2028.)"""
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
         try:
@@ -37,7 +37,7 @@ def records_of(path: Path, kind: type[Record]) -> Iterator[Record]:
 
 
 def _ends_with_a_line(path: Path) -> bool:
-    """Returns whether the last byte of a file that is not empty ends a line."""
+    """Returns whether a non-empty file ends with a line end."""
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read() == b"\n"

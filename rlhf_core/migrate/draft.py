@@ -1,4 +1,5 @@
-"""Keeps the state of a stage's translation: flags not read yet, recipe fields, and a note about each flag."""
+"""Keeps the state of a stage's translation: the flags not read yet, the recipe fields, and a note about each
+flag."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ What = Literal["translated", "approximated", "dropped"]
 
 
 class Note(NamedTuple):
-    """The translation of a flag. `text`: the field, with the difference if it is approximated, or the
-    reason why it was dropped. `line`: line in the script."""
+    """The outcome for a flag. `text`: the field, with the difference if the translation is an approximation,
+    or the reason why the flag was dropped. `line`: line in the script."""
 
     what: What
     stage: str
@@ -33,7 +34,7 @@ class Note(NamedTuple):
 
 
 class Flag(NamedTuple):
-    """A flag as shown in notes, without secrets, and the words of its value."""
+    """A flag as notes show it, without secrets, and the words of its value."""
 
     shown: str
     words: Words
@@ -46,7 +47,7 @@ class Flag(NamedTuple):
 
 @dataclass
 class Draft:
-    """A stage of kind `kind`. `left` has the flags that are not read yet, by their flat names."""
+    """A stage of kind `kind`. `left`: the flags that are not read yet, by flat name."""
 
     name: str
     kind: str
@@ -57,11 +58,11 @@ class Draft:
     notes: list[Note] = field(default_factory=list)
 
     def take(self, flag: str) -> Flag | None:
-        """Removes a flag from `left` and returns it; None if the script does not have it."""
+        """Removes a flag from `left` and returns it; returns None if the script does not have it."""
         return self.left.pop(flag, None)
 
     def note(self, what: What, flag: Flag | str | None, text: str) -> None:
-        """Appends a note about a flag, or about a flag named by a string; does nothing for None."""
+        """Appends a note about a flag, which may be given by name; does nothing for None."""
         if flag is not None:
             self.notes.append(
                 Note(what, self.name, flag.shown if isinstance(flag, Flag) else flag, text, self.line)
@@ -90,8 +91,8 @@ class Draft:
         return self.default(name) if place is None else place
 
     def read(self, flag: Flag | None, reader: Callable[[Words], T], otherwise: str = "") -> T | None:
-        """Returns a flag's value. Returns None when the flag is None, or, with a note, when its words do
-        not fit. `otherwise`: what is used instead."""
+        """Returns a flag's value. Returns None when the flag is None or, after adding a note, when its words
+        do not fit. `otherwise`: the replacement that the note names."""
         try:
             return reader(flag.words) if flag else None
         except ValueError as error:
@@ -99,12 +100,12 @@ class Draft:
             return None
 
     def translate(self, flag: Flag | None, name: str, value: Any, how: str = "") -> None:
-        """Sets a field and notes it. `how`: the difference, if the translation is an approximation."""
+        """Sets a field and adds a note. `how`: the difference, if the translation is an approximation."""
         self.put(name, value)
         self.note("approximated" if how else "translated", flag, f"{name}: {how}" if how else name)
 
     def read_fields(self, only: Collection[str] = FIELDS, table: Mapping[str, Field] = FIELDS) -> None:
-        """Translates every flag in a table, or only those in `only`."""
+        """Translates the flags in a table that `only` contains."""
         for flag in [name for name in self.left if name in table and name in only]:
             rule = table[flag]
             given = self.left.pop(flag)
@@ -116,8 +117,8 @@ class Draft:
                 self.translate(given, rule.name, value, rule.how)
 
     def drop_rest(self, reason_of: Callable[[str], str] | None = None) -> None:
-        """Drops every remaining flag, with a note of the reason. `reason_of`: gives the reason for another
-        tool's flag."""
+        """Drops every remaining flag, noting the reason. `reason_of`: returns the reason for a flag of
+        another tool."""
         for name, given in self.left.items():
             if reason_of is not None:
                 reason = reason_of(name)

@@ -1,5 +1,5 @@
-"""Reads the words of a flag as a value. Every reader raises ValueError, with the reason, if the words do
-not fit."""
+"""Converts the words of a flag to a value. All readers raise ValueError, with the reason, if the words do not
+fit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def off_or_number(words: Words) -> int:
 
 
 def within(read: Callable[[Words], T], low: float, high: float, error: str) -> Callable[[Words], T]:
-    """Returns `read` with limits: a value outside [low, high] raises ValueError with `error`."""
+    """Returns a version of `read` that raises ValueError with `error` for values outside [low, high]."""
 
     def limited(words: Words) -> T:
         value = read(words)

@@ -1,8 +1,7 @@
 """Maps the flags of both dialects to recipe fields.
 
-RENAMED maps dotted names to flat ones. FIELDS maps a flat flag to a stage field; a flag whose field the
-stage's config does not have is reported as dropped. DROPPED has the flags without a counterpart, with the
-reason.
+RENAMED maps dotted names to flat ones. FIELDS maps a flat flag to a stage field; if the stage's config lacks
+that field, the flag is reported as dropped. DROPPED lists the flags without a counterpart, with the reasons.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ Dialect = Literal["flat", "dotted"]
 
 
 class Field(NamedTuple):
-    """The field for a flag. `name`: in the stage (`engine.sleep` is nested); `read`: converts words to the
-    value; `how`: the difference, if approximated."""
+    """The field for a flag. `name`: the field's name in the stage (`engine.sleep` is nested); `read`:
+    converts words to the value; `how`: the difference, if the translation is an approximation."""
 
     name: str
     read: Callable[[Words], Any]
     how: str = ""
 
 
-# Dotted flags whose flat name is neither their ending nor all their parts joined by _.
+# Dotted flags whose flat name is neither their last part nor all parts joined by _.
 RENAMED: dict[str, str] = {
     "model.model_name_or_path": "pretrain",
     "actor.model_name_or_path": "pretrain",
@@ -157,7 +156,7 @@ FIELDS: dict[str, Field] = {
     "vllm_enable_sleep": Field("engine.sleep", true),
 }
 
-PPO_ONLY = {"gamma", "lambd"}  # a dpo stage has fields with these names for SimPO and ORPO
+PPO_ONLY = {"gamma", "lambd"}  # in a dpo stage, these names are fields of SimPO and ORPO
 
 REASONS: dict[str, str] = {
     "not needed: alignflow chooses this itself": (
@@ -210,7 +209,7 @@ DROPPED: dict[str, str] = {
     "vllm_tensor_parallel_size": "a vLLM engine has one GPU here",
 }
 
-# Flags that other modules read. Every known dotted flag is one of these or is in the tables.
+# Flags that other modules read. Every known dotted flag is listed here or in the tables.
 ELSEWHERE = (
     "lora_rank lora_alpha target_modules reward_clip_range is_correction_threshold is_correction_type"
     " rollout_max_tokens_per_gpu eval_n_samples_per_prompt train_max_tokens_per_gpu reward_offload"
@@ -221,7 +220,7 @@ KNOWN = {*FIELDS, *DROPPED, *ELSEWHERE.split()}
 
 
 def flat(name: str) -> tuple[str, Dialect]:
-    """Returns the flat name of a flag in either dialect, and its dialect."""
+    """Returns the flat name of a flag and the dialect in which the flag is written."""
     if "." not in name:
         return ALIASES.get(name, name), "flat"
     if name.startswith("fsdp."):

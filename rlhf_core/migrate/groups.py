@@ -1,5 +1,5 @@
-"""Translates the GPUs of a stage: PPO's worker groups and engines, the ranks of other stages, and batch
-sizes that fit them."""
+"""Translates the GPUs of a stage: PPO's worker groups and engines, the ranks of other stages, and batch sizes
+that fit the ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_groups(draft: Draft) -> None:
 
 
 def read_async(draft: Draft) -> None:
-    """Reads --async_train, if the stage's other settings allow it. Those must be read before."""
+    """Reads --async_train if the stage's other settings, which must be read before, allow it."""
     flag = draft.take("async_train")
     if flag is None:
         return
@@ -93,7 +93,7 @@ def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
 
 
 def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
-    """Sets vLLM's number of engines. If they share the models' GPUs, this is one per `tensor_parallel_size`
+    """Sets the number of vLLM engines, which is one per `tensor_parallel_size` GPUs if they share the models'
     GPUs."""
     parallel = max(1, _whole_or(draft.left.get("vllm_tensor_parallel_size"), 1))
     draft.put("engine.gpus", 1.0)
@@ -135,8 +135,8 @@ def _count(draft: Draft, name: str) -> int | None:
 
 
 def read_ranks(draft: Draft, given: tuple[int | None, int | None], gpus: int) -> None:
-    """Sets the ranks of a stage that torchrun or deepspeed starts. `given`: nodes and GPUs per node;
-    `gpus`: default for the latter."""
+    """Sets the ranks of a stage that torchrun or deepspeed starts. `given`: nodes and GPUs per node; `gpus`:
+    default number of GPUs per node."""
     nodes = given[0] or 1
     per_node = given[1] or gpus
     draft.put("ranks", {"num_nodes": nodes, "num_ranks_per_node": per_node, "gpus": 1.0})
@@ -151,7 +151,7 @@ def read_ranks(draft: Draft, given: tuple[int | None, int | None], gpus: int) ->
 
 
 def fit(draft: Draft) -> None:
-    """Changes zero_stage and batch sizes to fit the ranks, as a recipe requires."""
+    """Changes zero_stage and the batch sizes to fit the ranks, as a recipe requires."""
     names = ("actor_ranks", "critic_ranks") if draft.kind == "ppo" else ("ranks",)
     worlds = [
         r["num_nodes"] * r["num_ranks_per_node"] for r in (draft.fields.get(name) for name in names) if r

@@ -1,6 +1,6 @@
 """Finds the training commands in a script or in Kubernetes YAML, with their stage kind, flags and GPUs.
 
-Scripts in YAML are those in ConfigMaps, in containers of any resource, and in the entrypoint of a RayJob.
+In YAML, scripts are found in ConfigMaps, in containers of any resource, and in the entrypoint of a RayJob.
 Commands are also found inside `python -m`, `torchrun`, `torch.distributed.launch`, `deepspeed`, `ray job
 submit`, `srun`, `bash -c` and `eval`.
 """
@@ -41,12 +41,12 @@ NOT_OURS = {
 SAMPLING = "batch_inference"
 STARTERS = re.compile(r"(.*/)?(python[\d.]*|deepspeed|torchrun|accelerate|-m|--module)")
 SHELLS = {"bash", "sh", "zsh"}
-MAX_DEPTH = 4  # of scripts inside scripts
+MAX_DEPTH = 4  # nesting of scripts inside scripts
 
 
 class Launch(NamedTuple):
-    """A training command of a tool. `flags`: words by flag; `gpus`: (nodes, GPUs per node) of the launcher,
-    None if not given."""
+    """A training command of a tool. `flags`: words by flag; `gpus`: the launcher's (nodes, GPUs per node),
+    None where not given."""
 
     kind: str
     flags: dict[str, tuple[str, ...]]
@@ -63,7 +63,8 @@ class LaunchCommands(NamedTuple):
 
 
 def launches_of(text: str, folder: Path = Path()) -> LaunchCommands:
-    """Returns the training commands in a file, in order. `folder`: contains the configs that commands name.
+    """Returns the training commands in a file, in order. `folder`: the folder of config files that commands
+    name.
 
     Raises ValueError for invalid YAML, an unclosed quote or bracket, or a TRL config that cannot be read.
     """
@@ -109,7 +110,7 @@ def launches_in(
 def _add_trl(
     found: LaunchCommands, words: tuple[str, ...], program: TrlProgram, line: int, folder: Path
 ) -> None:
-    """Adds a TRL command to the launches, or a remark that it is left out."""
+    """Adds a TRL command to the launches, or a remark that it was left out."""
     if program.name not in TRL_KINDS:
         found.remarks.append(
             Remark(line, f"trl {program.name} has no counterpart here: the command is left out")
@@ -123,8 +124,8 @@ def _add_trl(
 
 
 def flags_of(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Parses `--flag value`, `--flag=value`, `--flag` and `--flag one two`. A repeated flag keeps its last
-    values; -1 is a value."""
+    """Parses `--flag value`, `--flag=value`, `--flag` and `--flag one two`. The last occurrence of a repeated
+    flag counts; -1 is a value."""
     flags: dict[str, tuple[str, ...]] = {}
     name = ""
     for word in words:
@@ -171,8 +172,8 @@ def _program(words: tuple[str, ...]) -> int | None:
 
 
 def _gpus(words: tuple[str, ...]) -> tuple[int | None, int | None]:
-    """Returns nodes and GPUs per node from the flags of torchrun, torch.distributed.launch or deepspeed;
-    None if not given."""
+    """Returns (nodes, GPUs per node) from the flags of torchrun, torch.distributed.launch or deepspeed, None
+    where not given."""
     flags = flags_of(words)
 
     def number(*names: str) -> int | None:
@@ -187,7 +188,8 @@ def _gpus(words: tuple[str, ...]) -> tuple[int | None, int | None]:
 
 
 def is_manifest(text: str) -> bool:
-    """Returns whether a file is Kubernetes YAML, not a shell script, which may contain YAML in a heredoc."""
+    """Returns whether a file is Kubernetes YAML rather than a shell script, which may contain YAML in a
+    heredoc."""
     first = next(
         (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("#", "---"))),
         "",
@@ -199,8 +201,8 @@ def is_manifest(text: str) -> bool:
 
 
 def scripts_of(text: str, variables: Variables) -> list[Script]:
-    """Returns the scripts in a manifest, and sets the plain `env` of its containers in `variables`. Raises
-    ValueError for invalid YAML."""
+    """Returns the scripts in a manifest, and stores the plain `env` values of its containers in `variables`.
+    Raises ValueError for invalid YAML."""
     try:
         documents = [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -255,7 +257,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _line(text: str, body: str) -> int:
-    """Returns the line of the manifest on which a string in it begins."""
+    """Returns the number of the manifest's line on which a string in it begins."""
     first = next((line.strip() for line in body.splitlines() if line.strip()), "")
     at = text.find(first)
     return text.count("\n", 0, at) + 1 if at >= 0 and first else 1

@@ -1,5 +1,5 @@
-"""Translates the models and data of a stage, which come from other stages of the same script or from
-outside."""
+"""Translates the models and data of a stage, which come from other stages of the same script or from outside
+it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 from rlhf_core.migrate.draft import Draft, Flag
 from rlhf_core.migrate.flag_values import Words, count, listed, number, off_or_number
 
-NO_LIMIT = 10**8  # in the dialects: all samples are used
+NO_LIMIT = 10**8  # in the dialects, means that all samples are used
 PLAIN = {"flat": "Human: {}\nAssistant: ", "dotted": "{}"}  # the template when a script gives none
 MODEL_FIELD = {"sft": "model", "reward_model": "model", "dpo": "policy", "kto": "policy", "ppo": "actor"}
 
 
 @dataclass
 class Chain:
-    """The stages so far, by the output paths of their models. `base`: the recipe's base model."""
+    """The stages so far, by the output path of their model. `base`: the recipe's base model."""
 
     base: str | None = None
     models: dict[str, str] = field(default_factory=dict)
@@ -37,8 +37,8 @@ class Chain:
 
 
 def outside(path: str) -> str:
-    """Returns a folder or Hub id so that it contains a slash, because a name without one
-    refers to a stage."""
+    """Returns a folder or Hub id in a form that contains a slash, because a name without one refers to a
+    stage."""
     return path if "/" in path else f"./{path}"
 
 
@@ -50,12 +50,12 @@ def plain(path: str) -> str:
 
 
 def is_unknown(text: str) -> bool:
-    """Returns whether a text contains a variable or command substitution whose value is unknown."""
+    """Returns whether a string contains a variable or command substitution whose value is unknown."""
     return "$" in text or "`" in text
 
 
 def is_model(source: str) -> bool:
-    """Returns whether a reward source is a model, not a URL or a function."""
+    """Returns whether a reward source is a model rather than a URL or a function."""
     return not source.startswith(("http://", "https://")) and ".py:" not in source
 
 
@@ -232,7 +232,7 @@ def _sources(draft: Draft, flag: Flag, columns: dict[str, str], kind: str) -> li
         if len(paths) > 1:
             source["probability"] = round(weight / sum(weights), 10)
         sources.append(source)
-    if len(sources) > 1:  # the sum must be 1 after rounding
+    if len(sources) > 1:  # the sum must still be 1 after rounding
         sources[-1]["probability"] = round(1 - sum(source["probability"] for source in sources[:-1]), 10)
     return sources
 
@@ -316,8 +316,8 @@ def _held_out(draft: Draft, columns: dict[str, str], template: str) -> None:
 
 
 def _validation(draft: Draft) -> None:
-    """Translates how often prompts are answered during PPO training, how many answers each gets, and how
-    they are sampled."""
+    """Translates PPO's validation: how often prompts are answered during training, with how many answers
+    each, and how these are sampled."""
     temperature = draft.take("eval_temperature")
     if "eval_prompts" not in draft.fields:
         draft.note("dropped", temperature, "there are no eval_prompts")

@@ -1,4 +1,4 @@
-"""Translates settings that span several flags or fields: precision, adapters, schedule, PPO's variants.
+"""Translates settings that span several flags or fields: precision, adapters, schedule and PPO's variants.
 Also sets the dialects' defaults."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from typing import Any
 from rlhf_core.migrate.draft import Draft, Flag
 from rlhf_core.migrate.flag_values import count, listed, number, pair, whole
 
-# The dialects' defaults; those that differ from ours are written to the recipe. The dotted dialect changed
-# some of them.
+# The dialects' defaults, which are written to the recipe where they differ from ours. The dotted dialect
+# changed some of them.
 DEFAULTS: dict[str, dict[str, float]] = {
     "sft": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512},
     "reward_model": {"zero_stage": 2, "learning_rate": 9e-6, "max_len": 512},
@@ -27,7 +27,7 @@ DOTTED_DEFAULTS: dict[str, dict[str, float]] = {
     "sft": {"learning_rate": 5e-6, "max_len": 2048},
     "ppo": {"init_kl_coef": 0.01, "rollout_batch_size": 1024, "lambd": 1.0, "value_clip": 0.5},
 }
-# --lr_scheduler -> our schedule, and its min_lr_ratio (None: the dialect's default, which is ours)
+# --lr_scheduler -> our schedule and its min_lr_ratio (None: the dialect's default, which equals ours)
 SCHEDULES: dict[str, tuple[str, float | None]] = {
     "cosine_with_min_lr": ("cosine", None),
     "cosine": ("cosine", 0.0),
@@ -35,7 +35,7 @@ SCHEDULES: dict[str, tuple[str, float | None]] = {
     "constant": ("constant", None),
     "constant_with_warmup": ("constant", None),
 }
-TOTAL_LENGTH = 2048  # default of --data.max_len in PPO: prompt and answer together
+TOTAL_LENGTH = 2048  # default of --data.max_len in PPO, for prompt and answer together
 
 
 def read_precision(draft: Draft) -> None:
@@ -102,7 +102,7 @@ def read_schedule(draft: Draft) -> None:
 
 
 def read_token_limits(draft: Draft) -> None:
-    """Reads limits of passes given in tokens instead of rows."""
+    """Reads the limits of forward passes that are given in tokens instead of rows."""
     dynamic = draft.take("use_dynamic_batch")
     draft.note("translated", dynamic, "micro_train_tokens")
     for name, default in (
@@ -200,7 +200,7 @@ def _importance(draft: Draft) -> None:
 
 
 def put_defaults(draft: Draft) -> None:
-    """Sets the dialect's defaults that differ from ours for fields that the script does not set."""
+    """Sets fields that the script does not set to the dialect's defaults where these differ from ours."""
     changed = DOTTED_DEFAULTS.get(draft.kind, {}) if draft.dialect == "dotted" else {}
     for name, value in (DEFAULTS[draft.kind] | changed).items():
         if name not in draft.fields and draft.default(name) != value:

@@ -1,9 +1,9 @@
 """Parses a shell script into its commands, with quotes, continuations, comments, heredocs and variables.
 
-Nothing is executed and no condition is evaluated: the commands of all branches are listed. An assignment
+Nothing is executed and no condition is evaluated, so the commands of all branches are listed. An assignment
 inside a condition or a loop is used only if its variable has no value yet; `Script.remarks` lists these
-places and others that could not be followed. Expressions that only a shell can compute (`$(...)`,
-`$((...))`, `${A%.*}`) stay as written, so that the caller can report them.
+places and others that could not be followed. Expressions that only a shell can compute (`$(...)`, `$((...))`,
+`${A%.*}`) stay as written, so that the caller can report them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-BLANKS = re.compile(r"(?:[ \t\r]|\\\n)*(?:#[^\n]*)?")  # including the comment after them
+BLANKS = re.compile(r"(?:[ \t\r]|\\\n)*(?:#[^\n]*)?")  # including a comment after them
 HEREDOC = re.compile(r"\d*<<(-?)[ \t]*(['\"\\]?)(\w+)['\"]?")  # dash, quote, delimiter
 REDIRECTION = re.compile(r"\d*(?:<<<|&>>?|[<>]&|>\||>>?|<)[ \t]*")
 OPERATOR = re.compile(r"&&|\|\||[;&|()\n]")
 ARITHMETIC = re.compile(r"\(\((?:[^()]|\([^()]*\))*\)\)")
 VARIABLE = r"\$(?:\{(?P<braces>(?:[^{}]|\{[^{}]*\})*)\}|(?P<name>[A-Za-z_]\w*|[\d@*#?$!-]))"
-# a command or arithmetic; its brackets may contain brackets
+# a command substitution or arithmetic, whose brackets may contain brackets
 COMPUTED = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
 # A word is a sequence of these. An escaped newline continues the line.
 PIECE = re.compile(
@@ -49,13 +49,13 @@ PARAMETER = re.compile(r"(\w+|[@*#?$!-])(?:\[(\d+|[@*])\])?(?:(:?)([-=])(.*))?",
 class Variables(dict[str, list[str]]):
     """The words of the variables that a script has set, by name. Several words form an array.
 
-    Expands `$A`, `${A:-default}`, `${A[1]}` and `${A[@]}`, executes nothing. Variables that the script does
-    not set, and all other expansions, stay as `$A` or `${...}`, so that the caller can report them.
+    Expands `$A`, `${A:-default}`, `${A[1]}` and `${A[@]}`, and executes nothing. Variables that the script
+    does not set and all other expansions stay as `$A` or `${...}`, so that the caller can report them.
     """
 
     def expand(self, body: str) -> str:
-        """Returns the value of `${body}`, which for an array is its first word; `${body}` itself, or
-        `$body`, if unknown."""
+        """Returns the value of `${body}`, which for an array is its first word; if the value is unknown,
+        returns `${body}` or `$body` itself."""
         match = PARAMETER.fullmatch(body)
         if match:
             name, index, colon, mark, default = match.groups()
@@ -108,7 +108,7 @@ class Script:
 
 
 def read_script(text: str, variables: Variables | None = None, line: int = 1) -> Script:
-    """Parses a script that begins on `line`, and sets its variables in `variables`. Raises ValueError for
+    """Parses a script that begins on `line`, and stores its variables in `variables`. Raises ValueError for
     an unclosed quote or bracket."""
     reader = _Reader(text.replace("\r\n", "\n"), variables if variables is not None else Variables(), line)
     reader.read()
@@ -193,8 +193,8 @@ class _Reader:
         self.script.commands.append(Command(tuple(words), self.line(self.start)))
 
     def assign(self, name: str, plus: str, words: list[str], guarded: bool, text: bool = False) -> None:
-        """Sets a variable. `text`: `words` is a single string, which `+=` appends to the existing one, not
-        an array's words."""
+        """Sets a variable. `text`: whether `words` holds a single string, which `+=` appends to the existing
+        string, rather than the words of an array."""
         known = self.variables.get(name, [])
         if guarded and name in self.variables:
             if known != words:
@@ -223,7 +223,7 @@ class _Reader:
         return text
 
     def word(self) -> list[str]:
-        """Reads one word of the script. An expansion without quotes may turn it into none or several."""
+        """Reads one word of the script. An unquoted expansion may turn it into no words or several."""
         begin = self.at
         text = ""
         quoted = False
@@ -282,7 +282,7 @@ class _Reader:
         raise self.fail("the bracket ( is never closed", begin)
 
     def in_quotes(self, text: str) -> str:
-        """Expands the variables in a text as between double quotes."""
+        """Expands the variables in a string as inside double quotes."""
         return IN_QUOTES.sub(
             lambda m: (
                 m["escaped"].strip("\n") if m["escaped"] else self.variables.expand(m["braces"] or m["name"])

@@ -1,4 +1,4 @@
-"""Translates the launches of a script to recipe stages, linked if one reads another's output."""
+"""Translates the launches of a script to recipe stages, which are linked where one reads another's output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_core.migrate.trl.trl_stages import read_trl, reason_of
 
 
 class Stages(NamedTuple):
-    """A recipe's content besides its name (`base_model`, `stages` and, if the script sets it, `seed`), and
+    """A recipe's content apart from its name (`base_model`, `stages` and, if the script sets it, `seed`), and
     the notes about all flags."""
 
     raw: dict[str, Any]
@@ -30,7 +30,8 @@ class Stages(NamedTuple):
 
 
 def stages_of(launches: Sequence[Launch], gpus: int) -> Stages:
-    """Translates launches, in order. `gpus`: number of GPUs of one machine, for launchers that take all.
+    """Translates launches, in order. `gpus`: number of GPUs of one machine, for launchers that use all of
+    them.
 
     Raises ValueError when a command has no model, data or reward.
     """

@@ -1,7 +1,7 @@
 """Finds TRL's commands among the words of a script, and joins their options with those in a YAML config
 (`--config`).
 
-Leaves out TRL's trainers in Python, and its commands that train what no stage does.
+Leaves out TRL trainers in Python code, and TRL commands for which no kind of stage exists.
 """
 
 from __future__ import annotations
@@ -60,15 +60,16 @@ SIGNS = {  # options that only one command has
 
 
 class TrlProgram(NamedTuple):
-    """A command among the words of a line. `at`: the index of its last word; its options begin after it."""
+    """A command among the words of a line. `at`: the index of its last word, after which its options
+    begin."""
 
     name: str
     at: int
 
 
 class TrlLaunch(NamedTuple):
-    """The settings of a command's launcher. `gpus`: nodes and processes per node, None if not given;
-    `zero_stage`: from its config."""
+    """The settings of a command's launcher. `gpus`: (nodes, processes per node), None where not given;
+    `zero_stage`: from the launcher's config."""
 
     options: Options
     gpus: tuple[int | None, int | None]
@@ -100,8 +101,8 @@ def trl_program(words: tuple[str, ...]) -> TrlProgram | None:
 def trl_launch(
     words: tuple[str, ...], program: TrlProgram, given: Options, launcher: Options, folder: Path, line: int
 ) -> TrlLaunch:
-    """Joins the options of a command (`given`) with those in its config, which they override, and reads its
-    launcher's options and config.
+    """Joins the options of a command with those in its config, and reads its launcher's options and config.
+    Options in `given`, those of the command line, override the config.
 
     Raises ValueError for a config that cannot be read.
     """
@@ -130,12 +131,12 @@ def trl_launch(
 
 
 def options_of(config: dict[str, Any]) -> Options:
-    """Returns the options in a YAML config as words of a command line."""
+    """Returns the options in a YAML config as command-line words."""
     return {str(name): _words(value) for name, value in config.items()}
 
 
 def trl_config(text: str, name: str) -> tuple[str, Options] | None:
-    """Returns the command that a TRL YAML file is for, and its options; None for any other file.
+    """Returns the command for which a TRL YAML file is written, and its options; None for any other file.
 
     Raises ValueError if the options suit several commands and the file's `name` does not name one.
     """
@@ -162,7 +163,7 @@ def trl_config(text: str, name: str) -> tuple[str, Options] | None:
 
 
 def refuse_python(text: str, suffix: str) -> None:
-    """Raises ValueError for a Python script, whose trainer only Python can build."""
+    """Raises ValueError for a Python script, whose trainer cannot be read without executing it."""
     if suffix == ".py" or re.search(r"^\s*(from trl[. ]|import trl\b)", text, re.M):
         raise ValueError(
             "it is a Python script, and only commands are read: give the shell script that starts the"
@@ -191,8 +192,8 @@ def _mapping(folder: Path, name: str, what: str) -> dict[str, Any]:
 
 
 def _accelerate(folder: Path, name: str, remarks: list[str]) -> dict[str, Any]:
-    """Returns processes, machines and ZeRO stage from accelerate's config, or if the file is missing, what
-    its name reveals."""
+    """Returns processes, machines and the ZeRO stage from accelerate's config or, if the file is missing, the
+    values that its name reveals."""
     try:
         content = _mapping(folder, name, "the config")
     except ValueError:
@@ -213,7 +214,7 @@ def _accelerate(folder: Path, name: str, remarks: list[str]) -> dict[str, Any]:
 
 
 def _gpus(launched: dict[str, Any], alone: bool, per_node: bool) -> tuple[int | None, int | None]:
-    """Returns nodes and processes per node. accelerate counts the processes of all machines, torchrun
+    """Returns (nodes, processes per node). accelerate counts the processes of all machines, torchrun
     (`per_node`) those of one."""
 
     def number(name: str) -> int | None:

@@ -1,5 +1,5 @@
-"""Maps TRL's options to stage fields, by stage kind; lists the defaults of TRL 1.16 that differ from
-alignflow's, and the reasons why other options are left out."""
+"""Maps TRL's options to stage fields by stage kind, and lists the defaults of TRL 1.16 that differ from
+alignflow's and the reasons why other options are left out."""
 
 from __future__ import annotations
 

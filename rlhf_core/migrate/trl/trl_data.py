@@ -1,5 +1,5 @@
-"""Translates the data of a TRL command: data sets and their splits, held-out data, and which tokens are
-trained on."""
+"""Translates the data of a TRL command: data sets and their splits, held-out data, and the choice of tokens
+to train on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ COLUMNS = {"sft": {"response_key": "completion"}, "kto": {"response_key": "compl
 
 
 def read_data(draft: Draft) -> None:
-    """Reads the data sets, from `datasets` in a config or from dataset_name, and the held-out split if the
-    command evaluates."""
+    """Reads the data sets, from `datasets` in a config or from dataset_name, and also the held-out split if
+    the command evaluates."""
     name = draft.take("dataset_name")
     mixture = draft.take("datasets")
     split = draft.take("dataset_train_split")

@@ -1,5 +1,4 @@
-"""Translates the parts that only grpo has: rewards, objective, rollouts and the GPUs of
-models and engines."""
+"""Translates the parts specific to grpo: rewards, objective, rollouts and the GPUs of models and engines."""
 
 from __future__ import annotations
 
@@ -97,7 +96,7 @@ def _read_importance(draft: Draft) -> None:
 
 
 def read_rewards(draft: Draft, chain: Chain) -> None:
-    """Reads reward functions and the reward model. Raises ValueError when there is none."""
+    """Reads reward functions and the reward model. Raises ValueError when there is neither."""
     model = draft.take("reward_model_name_or_path")
     functions = draft.take("reward_funcs")
     weights = draft.take("reward_weights")
@@ -140,7 +139,7 @@ def read_rewards(draft: Draft, chain: Chain) -> None:
 
 
 def read_placement(draft: Draft, given: tuple[int | None, int | None], gpus: int) -> int:
-    """Adds the processes and engines of grpo to `left`, as flags of groups. Returns the number of processes
+    """Adds grpo's processes and engines to `left`, as flags of GPU groups. Returns the number of processes
     per node."""
     use = draft.take("use_vllm")
     mode = draft.take("vllm_mode")

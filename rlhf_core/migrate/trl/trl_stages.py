@@ -1,5 +1,5 @@
-"""Translates a TRL command to a stage: model, loss, batches, schedule, precision, adapters. `trl_data.py`
-reads the data, `trl_sampling.py` the parts that only grpo has."""
+"""Translates a TRL command to a stage: model, loss, batches, schedule, precision and adapters. `trl_data.py`
+reads the data, and `trl_sampling.py` the parts specific to grpo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_core.migrate.trl.options import COMMON, COMMON_DEFAULTS, DEFAULTS, DRO
 from rlhf_core.migrate.trl.trl_data import read_data
 from rlhf_core.migrate.trl.trl_sampling import put_rollout, read_objective, read_placement, read_rewards
 
-# lr_scheduler_type -> our schedule; those that fall end at 0
+# lr_scheduler_type -> our schedule; decaying ones end at 0
 SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -29,7 +29,7 @@ PEFT_TARGETS = ["q_proj", "v_proj"]
 
 
 def read_trl(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> None:
-    """Reads a TRL command. `gpus`: number of GPUs of one machine, for launchers that take all. Raises
+    """Reads a TRL command. `gpus`: number of GPUs of one machine, for launchers that use all of them. Raises
     ValueError if there is no model, data or reward."""
     _turn_off(draft)
     output = draft.take("output_dir")
@@ -75,7 +75,7 @@ def reason_of(name: str) -> str:
 
 
 def _turn_off(draft: Draft) -> None:
-    """Converts `--no_packing` to `--packing False`, and leaves out options that are None."""
+    """Converts options like `--no_packing` to `--packing False`, and leaves out options that are None."""
     for name in list(draft.left):
         flag = draft.left[name]
         if flag.words == ("None",):
@@ -199,7 +199,8 @@ def _read_schedule(draft: Draft) -> None:
 
 
 def _read_warmup(draft: Draft, warmup: Flag | None) -> None:
-    """Reads warmup_steps, a number or, below 1, a share. If it is above 0, warmup_ratio has no effect."""
+    """Reads warmup_steps, which is a number of steps or, below 1, a share of them. If it is above 0,
+    warmup_ratio has no effect."""
     value = draft.read(warmup, number)
     if value is None:
         return
@@ -242,7 +243,7 @@ def _read_precision(draft: Draft) -> None:
 
 
 def _read_adapters(draft: Draft) -> None:
-    """Reads LoRA's options, which only apply with --use_peft, and 4-bit base weights."""
+    """Reads LoRA's options, which apply only with --use_peft, and 4-bit base weights."""
     use = draft.take("use_peft")
     rank, alpha, targets, four = (
         draft.take(name) for name in ("lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit")
@@ -272,8 +273,8 @@ def _read_adapters(draft: Draft) -> None:
 
 
 def _put_defaults(draft: Draft) -> None:
-    """Sets those of TRL's defaults that differ from ours, for fields that the command does not set, and
-    AdamW's betas."""
+    """Sets AdamW's betas, and sets fields that the command does not set to TRL's defaults where these differ
+    from ours."""
     first = draft.take("adam_beta1")
     second = draft.take("adam_beta2")
     betas = [draft.read(first, number) or 0.9, draft.read(second, number) or 0.999]
