@@ -15,6 +15,7 @@ same bytes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -24,10 +25,11 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 70, 220), "yellow": (230, 210, 40)}
+COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 70, 220), "yellow": (225, 210, 40)}
 QUARTERS = {"top left": (0, 0), "top right": (1, 0), "bottom left": (0, 1), "bottom right": (1, 1)}
 NUMBERS = ("one", "two", "three", "four")
 SIZE = 16  # pixels of a side: a quarter is one image token
+SHADES = 25  # by which colours differ, of 255
 RIGHT = 0.5  # share of right answers in sft.jsonl
 SIZES = {"heldout": 256, "sft": 8000, "prompts": 2000}  # rows
 IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
@@ -43,62 +45,69 @@ CHAT_TEMPLATE = (
 )
 
 
-class Exercise(NamedTuple):
-    """A question about an image. `squares`: colours by quarter."""
+Squares = tuple[tuple[str, str], ...]  # colours by quarter
 
-    squares: tuple[tuple[str, str], ...]
+
+class Exercise(NamedTuple):
+    """A question about an image, its right answer, and all answers to such questions."""
+
+    squares: Squares
     question: str
     answer: str
     choices: tuple[str, ...]
 
 
-def draw(dice: random.Random) -> Exercise:
-    """Returns a random exercise; every answer is as frequent as the others of its kind."""
-    if dice.random() < 0.5:
-        count = dice.randint(1, 4)
-        asked = None
-    else:
-        asked = dice.choice(list(QUARTERS))
-        count = dice.randint(1, 3)
-    taken = dice.sample([quarter for quarter in QUARTERS if quarter != asked], count)
-    squares = {quarter: dice.choice(list(COLOURS)) for quarter in taken}
-    if asked is None:
-        return Exercise(tuple(squares.items()), "How many squares?", NUMBERS[count - 1], NUMBERS)
-    squares[asked] = dice.choice(list(COLOURS))
-    return Exercise(tuple(squares.items()), f"Which colour is {asked}?", squares[asked], tuple(COLOURS))
+def held_out_squares(seed: int) -> set[Squares]:
+    """Returns a quarter of all images with one square, and of those with two, three and four."""
+    cells = [("", *COLOURS)] * len(QUARTERS)
+    whole = [
+        tuple((quarter, colour) for quarter, colour in zip(QUARTERS, colours, strict=True) if colour)
+        for colours in itertools.product(*cells)
+    ]
+    chosen: set[Squares] = set()
+    for count in range(1, 1 + len(QUARTERS)):
+        images = [squares for squares in whole if len(squares) == count]
+        chosen.update(random.Random(f"{seed}/{count}").sample(images, len(images) // 4))
+    return chosen
 
 
-def paint(squares: tuple[tuple[str, str], ...]) -> Image.Image:
-    """Returns the image of the squares on a white ground."""
+def draw(dice: random.Random, held_out: set[Squares], wanted: bool) -> Exercise:
+    """Returns a random exercise about an image that is held out, if `wanted`, or not. Both kinds of questions
+    are equally frequent; the answers to each nearly so."""
+    counts = dice.random() < 0.5
+    number = dice.randint(1, 4) if counts else dice.randint(2, 4)
+    while True:
+        taken = set(dice.sample(list(QUARTERS), number))
+        squares = tuple((quarter, dice.choice(list(COLOURS))) for quarter in QUARTERS if quarter in taken)
+        if (squares in held_out) == wanted:
+            break
+    if counts:
+        return Exercise(squares, "How many squares?", NUMBERS[number - 1], NUMBERS)
+    asked, colour = dice.choice(squares)
+    return Exercise(squares, f"Which colour is {asked}?", colour, tuple(COLOURS))
+
+
+def paint(squares: Squares, dice: random.Random) -> Image.Image:
+    """Returns the image of the squares on a white ground, each a little darker or lighter than others."""
     half = SIZE // 2
     image = Image.new("RGB", (SIZE, SIZE), (255, 255, 255))
     for quarter, colour in squares:
         column, row = QUARTERS[quarter]
         place = (column * half + 1, row * half + 1, (column + 1) * half - 1, (row + 1) * half - 1)
-        image.paste(COLOURS[colour], place)
+        red, green, blue = (part + dice.randint(-SHADES, SHADES) for part in COLOURS[colour])
+        image.paste((red, green, blue), place)
     return image
 
 
-def rows_of(name: str, exercises: list[Exercise], dice: random.Random) -> list[dict[str, Any]]:
-    """Returns the rows of a file."""
-    rows: list[dict[str, Any]] = []
-    for exercise in exercises:
-        image = file_of(exercise.squares)
-        if name != "sft":
-            row = {"prompt": exercise.question, "image": image, "answer": exercise.answer}
-            rows.append({**row, "category": "count" if exercise.choices == NUMBERS else "colour"})
-            continue
-        answer = exercise.answer if dice.random() < RIGHT else dice.choice(exercise.choices)
-        asked = [{"type": "image", "image": image}, {"type": "text", "text": exercise.question}]
-        told = {"role": "assistant", "content": answer}
-        rows.append({"messages": [{"role": "user", "content": asked}, told]})
-    return rows
-
-
-def file_of(squares: tuple[tuple[str, str], ...]) -> str:
-    """Returns the name of an image's file: a letter for the colour of each quarter, 0 where it is empty."""
-    colours = dict(squares)
-    return f"images/{''.join(colours.get(quarter, '0')[0] for quarter in QUARTERS)}.png"
+def row_of(name: str, image: str, exercise: Exercise, dice: random.Random) -> dict[str, Any]:
+    """Returns a row of a file."""
+    if name != "sft":
+        category = "count" if exercise.choices == NUMBERS else "colour"
+        asked = {"prompt": exercise.question, "image": image}
+        return {**asked, "answer": exercise.answer, "category": category}
+    answer = exercise.answer if dice.random() < RIGHT else dice.choice(exercise.choices)
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": exercise.question}]
+    return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
 
 
 def write_base(folder: Path, seed: int) -> None:
@@ -187,23 +196,15 @@ def make(out: Path, seed: int = 0) -> bool:
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
         made = Path(temporary) / "new"
         (made / "images").mkdir(parents=True)
-        held_out: set[str] = set()  # images
+        held_out = held_out_squares(seed)
         for name, size in SIZES.items():
             dice = random.Random(f"{seed}/{name}")
-            exercises: list[Exercise] = []
-            asked: set[tuple[str, str]] = set()
-            while len(exercises) < size:
-                exercise = draw(dice)
-                image = file_of(exercise.squares)
-                if name == "heldout" and (image, exercise.question) not in asked:
-                    asked.add((image, exercise.question))
-                    held_out.add(image)
-                    exercises.append(exercise)
-                elif name != "heldout" and image not in held_out:
-                    exercises.append(exercise)
-            for squares in {exercise.squares for exercise in exercises}:
-                paint(squares).save(made / file_of(squares))
-            rows = rows_of(name, exercises, dice)
+            rows = []
+            for number in range(size):
+                exercise = draw(dice, held_out, name == "heldout")
+                image = f"images/{name}-{number:04d}.png"
+                paint(exercise.squares, dice).save(made / image)
+                rows.append(row_of(name, image, exercise, dice))
             (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write_base(made / "base", seed)
         os.rename(made, out)

@@ -14,11 +14,11 @@ from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.preflight.rows.template_length import RowsToRender, measure, measured, pair_of
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
-from tests.support.pictured_models import FAMILIES, asked, make_pictured, square, write_rows
+from tests.support.pictured_models import FAMILIES, STAGED, asked, make_pictured, square, write_rows
 from tests.support.pictured_pairs import colour_row
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", STAGED)
 def test_rows_with_images_are_rendered(family: str, tmp_path: Path) -> None:
     folder = make_pictured(family, tmp_path / "base")
     (tmp_path / "a.png").write_bytes(square("red"))
@@ -45,7 +45,7 @@ def test_a_text_model_is_refused_with_the_row(material: Path, tmp_path: Path) ->
     assert "rows.jsonl, row 1: the row has images" in rendered.refused
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", STAGED)
 def test_a_recipe_with_images_has_no_problem(family: str, tmp_path: Path, monkeypatch: Any) -> None:
     make_pictured(family, tmp_path / "base")
     (tmp_path / "a.png").write_bytes(square("red"))
