@@ -176,8 +176,8 @@ class OpenStages:
         self._passed: set[str] = set()  # stages whose dependents may start
 
     def pass_ancestors(self) -> None:
-        """Checks the gates of the stages' ancestors, which were finished in an earlier run and still
-        apply."""
+        """Checks the gates of the stages' ancestors, which still apply although the ancestors finished in an
+        earlier run."""
         for ancestor in self._planned.ancestors(self._nodes):
             if self._goes_on():
                 self._pass_gates(ancestor)

@@ -209,8 +209,8 @@ def notify_champion(recipe: Recipe, model: str, run: str, why: str) -> None:
 
 
 def notify_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Sends the state of a flow run; a Prefect hook. Before `running`, a scheduled run also sends
-    `scheduled`, with its time."""
+    """Sends a message with the state of a flow run. This is a Prefect hook. Before `running`, a scheduled run
+    also sends `scheduled`, with its time."""
     recipe = _notifying(flow_run)
     event = EVENT_OF.get(state.type)
     if recipe is None or event is None:

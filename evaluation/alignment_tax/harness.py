@@ -1,8 +1,8 @@
 """Loads lm-eval's tasks, runs them against a local vLLM server, and converts the results to our records.
 
 lm-eval is imported only when a model has to be measured. It sends token ids from the checkpoint's own
-tokenizer to the server's completions endpoint, so that prompts and log-probs match the model. They start with
-BOS if the tokenizer adds it.
+tokenizer to the server's completions endpoint, so that prompts and log-probs match the model. Prompts start
+with BOS if the tokenizer adds it.
 """
 
 from __future__ import annotations

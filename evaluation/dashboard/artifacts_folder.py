@@ -53,7 +53,7 @@ class Folder:
         self.locks = Locks()
 
     def look(self) -> None:
-        """Finds out again which locks are held. Call it before building a page."""
+        """Refreshes the set of held locks. Call it before building a page."""
         self.locks = Locks()
 
     def stage(self, name: str) -> Path:

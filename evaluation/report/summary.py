@@ -202,8 +202,8 @@ class Trend(NamedTuple):
 
 
 def trend(curve: Curve) -> Trend | None:
-    """Compares the ends of a noisy curve. Returns None if it has fewer than ten points, of which a fifth
-    would be a single value."""
+    """Compares the ends of a noisy curve. Returns None if it has fewer than ten points, because a fifth of
+    them would be a single value."""
     values = [value for _, value in curve if math.isfinite(value)]
     fifth = len(values) // 5
     if fifth < 2:

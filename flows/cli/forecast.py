@@ -125,8 +125,8 @@ def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
 
 
 def model_size(planned: Plan, node: Node, name: str) -> Size:
-    """Returns the size of a model that a stage names: that of its folder or, if another stage produces the
-    model, of the model which that stage starts from.
+    """Returns the size of a model that a stage names: that of its folder or, if another stage trains the
+    model, that of the other stage's start model.
 
     Raises ValueError when the folder's config.json has no sizes.
     """

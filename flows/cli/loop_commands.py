@@ -62,8 +62,8 @@ def serve(
         given: recipe YAML files, and overrides (STAGE.FIELD=VALUE) that apply to all of them.
         home: folder of the server's database and logs, and of the auth string that its API requires; one
             `serve` at a time.
-        host: 0.0.0.0 accepts other machines too; the auth string crosses the network unencrypted, without
-            TLS.
+        host: 0.0.0.0 also accepts connections from other machines; the auth string crosses the network
+            unencrypted, without TLS.
         port: port of the server and its pages; 0 picks a free one.
         allow_host: more host names that requests may use for this machine, such as a proxy's, separated by
             commas.

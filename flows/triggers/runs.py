@@ -33,8 +33,8 @@ def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = No
     """Starts a run of the deployment FLOW/NAME with the deployment's own parameters, unless this or another
     deployment of the same flow and recipe has a run that is in progress, waiting or due.
 
-    `tag` marks the origin of the run; at most `an_hour` runs with the same tag are started per hour. Call it
-    for a deployment from one caller at a time. Raises ObjectNotFound when there is no such deployment.
+    `tag` marks the origin of the run; at most `an_hour` runs with the same tag are started per hour. Only one
+    caller per deployment may call this at a time. Raises ObjectNotFound when there is no such deployment.
     """
     own, alike = _deployments(client, name)
     now = datetime.now(UTC)

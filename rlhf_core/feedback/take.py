@@ -1,5 +1,5 @@
-"""Writes the inbox rows that a stage trains on to a file, which the stage reads as it reads any other data
-file. Torch-free.
+"""Writes the inbox rows that a stage trains on to a file, which the stage reads like any other data file.
+Torch-free.
 
 The file's name contains its range of row numbers, above `after` and at most `until`. An existing file is not
 written again.

@@ -93,5 +93,5 @@ def _occurs(reply: str, found: Marker[Value], sources: Sequence[str]) -> bool:
 
 
 def _flat(text: str) -> str:
-    """Returns a text in capitals with each run of white space reduced to one blank."""
+    """Returns a text in upper case with each run of white space reduced to one blank."""
     return re.sub(r"\s+", " ", text).upper()

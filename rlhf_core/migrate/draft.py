@@ -105,7 +105,7 @@ class Draft:
         self.note("approximated" if how else "translated", flag, f"{name}: {how}" if how else name)
 
     def read_fields(self, only: Collection[str] = FIELDS, table: Mapping[str, Field] = FIELDS) -> None:
-        """Translates the flags in a table that `only` contains."""
+        """Translates the flags that are in both `table` and `only`."""
         for flag in [name for name in self.left if name in table and name in only]:
             rule = table[flag]
             given = self.left.pop(flag)

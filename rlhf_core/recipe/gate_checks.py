@@ -97,7 +97,7 @@ def uncheckable(planned: Plan, nodes: Sequence[Node]) -> list[Node]:
 
 
 def holding(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Returns the failed gates that stop dependent stages (all but `on_fail: warn`), without waiting
+    """Returns the failed gates that stop dependent stages (all but `on_fail: warn`), except pending
     approvals."""
     return [
         verdict

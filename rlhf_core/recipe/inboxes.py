@@ -103,7 +103,7 @@ class Inboxes:
 
 def evaluation_texts(recipe: Recipe) -> list[str]:
     """Returns the texts of the evaluation questions that a recipe keeps in files. Skips unreadable files,
-    which the check of the evaluation reports."""
+    because the evaluation's own check reports them."""
     texts = []
     for asked in _asked_from_files(recipe):
         try:

@@ -150,7 +150,7 @@ def _place(
 
 
 def _wrap(name: str) -> tuple[str, ...]:
-    """Splits a name into lines after separators; an ellipsis replaces what does not fit."""
+    """Splits a name into lines after separators; an ellipsis replaces text that does not fit."""
     lines = [""]
     for part in re.findall(r"[^-_./ ]*[-_./ ]?", name):
         if lines[-1] and len(lines[-1] + part) > LINE:

@@ -103,8 +103,8 @@ def _marks(rate: WinRate, parent: WinRate | None) -> list[WinRateMark]:
 
 @matplotlib.rc_context(STYLE)
 def calibration_chart(reports: RewardReports) -> str:
-    """Draws reward models' calibration as SVG. The dashed line marks perfect calibration; larger points
-    have more pairs."""
+    """Draws reward models' calibration as SVG. The dashed line marks perfect calibration; larger points stand
+    for more pairs."""
     figure = Figure(figsize=(5.5, 3.2), layout="constrained")
     ax = figure.add_subplot()
     ax.plot([50, 100], [50, 100], **DASHED)

@@ -27,7 +27,8 @@ def dashboard(
     """Show the runs in an artifacts folder as live pages in a browser. Read-only; stop it with Ctrl-C.
 
     Args:
-        host: 0.0.0.0 accepts other machines too; the token crosses the network unencrypted, without TLS.
+        host: 0.0.0.0 also accepts connections from other machines; the token crosses the network unencrypted,
+            without TLS.
         port: 0 picks a free one and prints it.
         allow_host: more host names that requests may use for this machine, such as a proxy's, separated by
             commas.

@@ -177,7 +177,8 @@ def serve(
         recipes: recipes whose inboxes accept rows; rows that match their evaluation questions are refused.
         inbox: more inboxes.
         home: folder of the token, `feedback-token`, which only you can read.
-        host: 0.0.0.0 accepts other machines too; the token crosses the network unencrypted, without TLS.
+        host: 0.0.0.0 also accepts connections from other machines; the token crosses the network unencrypted,
+            without TLS.
         port: 0 picks a free one.
         allow_host: more host names that requests may use for this machine, such as a proxy's, separated by
             commas.

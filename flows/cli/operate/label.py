@@ -55,7 +55,8 @@ def label(
         models: two models of the evaluation, separated by a comma; default: all pairs that its judges
             compared.
         artifacts: folder where names of evaluations and recipes are looked up.
-        host: 0.0.0.0 accepts other machines too; the token crosses the network unencrypted, without TLS.
+        host: 0.0.0.0 also accepts connections from other machines; the token crosses the network unencrypted,
+            without TLS.
         port: 0 picks a free one and prints it.
         allow_host: more host names that annotators may use for this machine, separated by commas.
         home: folder of the files label-token, which holds the token that the page requires, and label-secret,

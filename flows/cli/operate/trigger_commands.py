@@ -29,7 +29,8 @@ def serve_triggers(
     Args:
         deployments: names of deployments, such as alignment/on-webhook, on the server at PREFECT_API_URL.
         home: folder of the token, `trigger-token`, which only you can read.
-        host: 0.0.0.0 accepts other machines too; the token crosses the network unencrypted, without TLS.
+        host: 0.0.0.0 also accepts connections from other machines; the token crosses the network unencrypted,
+            without TLS.
         port: 0 picks a free one.
         allow_host: more host names that requests may use for this machine, such as a proxy's, separated by
             commas.

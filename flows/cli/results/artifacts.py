@@ -211,7 +211,7 @@ def serve_reward(
     Args:
         checkpoint: folder or Hub id of a reward model.
         port: 0 picks a free one and prints it.
-        host: 0.0.0.0 accepts other machines too.
+        host: 0.0.0.0 also accepts connections from other machines.
         allow_host: more host names that clients may use for this machine, separated by commas.
         home: folder of the file reward-key, which holds the key that requests need unless
             ALIGNFLOW_REWARD_KEY is set.

@@ -151,8 +151,8 @@ def _rows_of_done(
     kept: Mapping[str, str],
     taken: Mapping[str, Mapping[str, int]],
 ) -> dict[str, dict[str, int]]:
-    """Returns the inbox rows of a round that another command has trained, which are those it was planned
-    with, if its result exists."""
+    """Returns the inbox rows of a round that another command has trained: the rows with which it was planned,
+    if its result exists."""
     title = f"{record.loop}.round{number}"
     pinned = pinned_ends(recipe, record.loop, title, Pins(folder_of(recipe))) if title not in taken else {}
     if not pinned:
