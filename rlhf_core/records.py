@@ -182,7 +182,7 @@ class PreferencePair(Frozen):
     """One row of a `pairs.jsonl`; `..._cut` is true if the length limit truncated that answer. Chat messages
     are `{"role": ..., "content": ...}`."""
 
-    prompt: tuple[dict[str, str], ...]
+    prompt: tuple[dict[str, Any], ...]
     chosen: str
     rejected: str
     chosen_score: float
@@ -194,7 +194,7 @@ class PreferencePair(Frozen):
 class ScoredAnswer(Frozen):
     """One row from a preferences stage that makes no pairs: an answer and its unnormalised reward."""
 
-    prompt: tuple[dict[str, str], ...]
+    prompt: tuple[dict[str, Any], ...]
     response: str
     reward: float
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rlhf_core.config import PPO, StageConfig
+from rlhf_core.config import PPO, Preferences, StageConfig
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.pictures.message_parts import named_pictures, sources_in
 from rlhf_core.data.pictures.picture_source import MISNAMED, TOO_LONG, PictureFault
@@ -42,22 +42,34 @@ def prompt_within(renderer: Renderer, limit: int, located: Located) -> tuple[Pro
     return prompt, BuiltItems([((), 0.0)], 0, 1, "", length, marks=marks)
 
 
-def has_pictures(config: StageConfig, prompts: Sequence[Prompt]) -> bool:
-    """Returns whether some prompts have images. Raises ValueError if they do and the stage reads none."""
+def has_pictures(config: StageConfig, prompts: Sequence[Prompt], own_tokens: Iterable[str] = ()) -> bool:
+    """Returns whether some prompts have images. `own_tokens`: the titles of reward models with another
+    tokenizer than the policy. Raises ValueError if there are images that the stage or these do not read."""
     if not any(prompt.pictures for prompt in prompts):
         return False
     if refusal := picture_refusal(config):
         raise ValueError(refusal)
+    other = next(iter(own_tokens), None)
+    if other is not None:
+        raise ValueError(
+            f"the prompts have images, and the reward model {other} has another tokenizer than the policy:"
+            " name one that was trained from the policy's base model"
+        )
     return True
 
 
 def picture_refusal(config: StageConfig) -> str:
     """Returns why a stage does not sample answers to prompts with images, in a sentence; "" if it does."""
     has = "the prompts have images, which"
-    if not isinstance(config, PPO):
-        return f"{has} only ppo reads: drop them"
-    if config.has_engines and not config.engine.abilities.images:
+    if not isinstance(config, PPO | Preferences):
+        return f"{has} only ppo and preferences read: drop them"
+    samples = isinstance(config, Preferences) or config.has_engines
+    if samples and not config.engine.abilities.images:
         return f"{has} engines of {config.engine.kind} do not read: set engine.kind to transformers"
+    if isinstance(config, Preferences):
+        if config.post_processor in ("dpo", "kto"):
+            return ""
+        return f"{has} rows of answers alone do not keep: set post_processor to dpo or kto"
     if config.environment is not None or config.environments:
         return f"{has} environments do not read: leave the environment out, or drop the images"
     if config.sequence_parallel_size > 1:

@@ -168,8 +168,8 @@ def _pictures(
         return None
     if reader is None:
         raise ValueError(
-            "the data has images, which are read only by sft, reward_model, dpo and kto: drop them, or use"
-            " one of these stages"
+            "the data has images, and the model has no image encoder loaded: drop them, or use a stage that"
+            " reads images"
         )
     places = torch.zeros_like(tokens, dtype=torch.bool)
     spans: list[DocumentSpan] = []

@@ -99,8 +99,8 @@ def _refuse_pictures(located: Located, messages: Sequence[Message]) -> None:
     if sources_in(with_pictures(messages, located.row, located.where, located.folder)):
         raise ValueError(
             f"{located.where}: has images, which are read only by sft with messages, or prompt and response,"
-            " by reward_model, dpo and kto, and in the prompts of ppo and evaluations: drop the row's images,"
-            " or use one of these"
+            " by reward_model, dpo and kto, and in prompts of ppo, rounds and evaluations: drop the row's"
+            " images, or use one of these"
         )
 
 

@@ -77,12 +77,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     resumed_zero_stage = resume_state.kept_zero_stage(run, config)
     # Before any model is loaded: functions and environment may be faulty.
     held_out_prompts = held_out.prompts if held_out else ()
-    pictures = has_pictures(config, [*data.items, *held_out_prompts])
-    if pictures and own_tokens:
-        raise ValueError(
-            f"the prompts have images, and the reward model {next(iter(own_tokens))} has another tokenizer"
-            " than the actor: name one that was trained from the actor's base model"
-        )
+    pictures = has_pictures(config, [*data.items, *held_out_prompts], own_tokens)
     require_environments(config.environments, data.items, held_out_prompts)
     require_teachers(config.teachers, [prompt.row for prompt in data.items])
     agreement: dict[str, float] = {}

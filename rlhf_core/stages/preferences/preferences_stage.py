@@ -40,6 +40,7 @@ from rlhf_core.runs.awaited_servers import require_servers
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
 from rlhf_core.stages.preferences.round_judge import round_judge
+from rlhf_core.stages.preferences.row_pictures import PICTURES, messages_of_row
 from rlhf_core.stages.preferences.sample_answers import answers_of_round
 from rlhf_core.system.files import write_text
 
@@ -63,7 +64,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     renderer = Renderer(tokenizer, config.prompts.template, template_args=config.prompts.template_args)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     write_data_report(run, request.name, prompts=data.report)
-    has_pictures(config, data.items)
+    has_pictures(config, data.items, own_tokens)
     prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
     require_verifiable(config.reward, prompts)
     try_rewards(config.reward, prompts, renderer)
@@ -76,7 +77,16 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         partial(round_judge, config, request),
     )
     prompt_tokens = conditioned(config, policy, tokenizer, prompts)
-    answers = answers_of_round(config, policy, prompt_tokens, renderer.stop_token_ids, request, run)
+    pictures = [prompt.pictures for prompt in prompts]
+    answers = answers_of_round(
+        config,
+        policy,
+        prompt_tokens,
+        renderer.stop_token_ids,
+        request,
+        run,
+        pictures if any(pictures) else (),
+    )
     texts = [
         [tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in group] for group in answers
     ]
@@ -88,7 +98,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     finished = [[answer.finished for answer in group] for group in answers]
     made = post_process(
         config.post_processor,
-        [prompt.messages for prompt in prompts],
+        [messages_of_row(prompt, run.path) for prompt in prompts],
         texts,
         scores,
         finished,
@@ -109,7 +119,10 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         **agreement,
     }
     write_text(run / "metrics.jsonl", json.dumps({"step": 1, **metrics}) + "\n")
-    return Outcome(metrics | data.report.metrics("data"), {output: file, "data_report": JSON})
+    outputs = {output: file, "data_report": JSON}
+    if any(pictures):
+        outputs["pictures"] = PICTURES
+    return Outcome(metrics | data.report.metrics("data"), outputs)
 
 
 def judges_with_verdicts(config: Preferences, run: RunDir) -> list[str]:
@@ -148,6 +161,11 @@ def conditioned(
     suffix = stored_suffix(policy)
     if not suffix:
         return [prompt.tokens for prompt in prompts]
+    if any(prompt.pictures for prompt in prompts):
+        raise ValueError(
+            f"the prompts have images, and {policy} was trained with rewards in prompts of text alone: drop"
+            " the images, or name another policy"
+        )
     renderer = Renderer(
         tokenizer, config.prompts.template, suffix, template_args=config.prompts.template_args
     )
@@ -227,4 +245,4 @@ def length_metrics(prompts: Sequence[Prompt], answers: Sequence[Sequence[Sampled
 
 
 def _document(prompt: Prompt, answer: SampledAnswer) -> Document:
-    return compact(prompt.tokens, answer.tokens)
+    return compact(prompt.tokens, answer.tokens, pictures=prompt.pictures)

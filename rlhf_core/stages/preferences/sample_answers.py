@@ -18,7 +18,7 @@ import torch
 
 from rlhf_core.config import Preferences
 from rlhf_core.models.precision import dtype_of
-from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling, answer_of
+from rlhf_core.rollout.engine_contract import Pictures, SampledAnswer, Sampling, answer_of
 from rlhf_core.rollout.engine_kinds import open_engine
 from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 from rlhf_core.system.files import write_text
@@ -35,9 +35,10 @@ def answers_of_round(
     stop_token_ids: Sequence[int],
     request: StageRequest,
     run: RunDir,
+    pictures: Sequence[Pictures] = (),
 ) -> list[list[SampledAnswer]]:
     """Returns `n_samples_per_prompt` answers to each prompt, without log-probs. Seeds depend only on the run,
-    the round and the prompt."""
+    the round and the prompt. `pictures`: the images of each prompt; empty if none has any."""
     file = run / STATE / "answers.jsonl"
     n = config.n_samples_per_prompt
     found = _kept(file, n)
@@ -62,7 +63,15 @@ def answers_of_round(
         with (
             file.open("a") as out,
             closing(
-                _sampled(config, policy, settings, [prompts[i] for i in missing], seeds, how)
+                _sampled(
+                    config,
+                    policy,
+                    settings,
+                    [prompts[i] for i in missing],
+                    seeds,
+                    how,
+                    [pictures[i] for i in missing] if pictures else [],
+                )
             ) as answered,
         ):
             for place, group in answered:
@@ -111,6 +120,7 @@ def _sampled(
     prompts: Sequence[list[int]],
     seeds: Sequence[int],
     how: Sampling,
+    pictures: Sequence[Pictures],
 ) -> Generator[Answered, None, None]:
     """Yields answers from one engine in this process, or from the engines of a temporary Ray group, each on
     its own GPUs."""
@@ -121,6 +131,7 @@ def _sampled(
                 prompts,
                 seeds,
                 how._replace(seed_whole=torch.cuda.is_available() and not config.engine.seed_answers),
+                pictures,
             )
         finally:
             sampler.close()
@@ -151,4 +162,5 @@ def _sampled(
             put_on_nodes(list(prompts)),
             list(seeds),
             how,
+            list(pictures),
         )

@@ -32,6 +32,7 @@ def scores_on_ranks(
         pad_token_id=load_tokenizer(path, trust_remote_code).pad_token_id,
         micro_batch_size=config.micro_rollout_batch_size,
         trust_remote_code=trust_remote_code,
+        pictures=any(document.pictures for document in documents),
     )
     scores: list[float] = []
     with temporary_group("scorer", config.engine, config.engine.start_timeout, Reward, model=model) as group:

@@ -19,7 +19,8 @@ from rlhf_core.runs.lineage import Ancestor, lineage, sources, tree
 from rlhf_core.stages.publication.card_sections import configuration, data_sets, gate_section, public_names
 from rlhf_core.system.markdown_table import table
 
-DATA_FILES = ("data/*.jsonl", "judgments/*.jsonl", "answers/*.jsonl")
+IMAGES = "pictures"  # folder that rows name the images of their prompts in
+DATA_FILES = ("data/*.jsonl", "judgments/*.jsonl", "answers/*.jsonl", f"{IMAGES}/*", f"data/{IMAGES}/*")
 NAMED = ("model", "baseline", "judge")  # fields of judgments and answers that may name a path
 KINDS = {"pairs": "preference pairs", "answers": "scored answers", "judgments": "judgments"}
 MEANING = {
@@ -57,12 +58,13 @@ MADE = {
 
 def data_files(output: Path) -> dict[str, Path]:
     """Returns the files to publish, keyed by their path in the repository: a preferences stage's
-    `pairs.jsonl` or `answers.jsonl`, or files from an evaluation's report folder.
+    `pairs.jsonl` or `answers.jsonl`, or files from an evaluation's report folder; and the images that they
+    name.
 
     Raises ValueError when there is nothing to publish.
     """
     if output.is_file():
-        return {f"data/{output.name}": output}
+        return {f"data/{output.name}": output} | _images(output.parent, f"data/{IMAGES}")
     files = {
         f"{part}/{file.name}": file
         for part in ("judgments", "answers")
@@ -72,7 +74,11 @@ def data_files(output: Path) -> dict[str, Path]:
         raise ValueError(
             f"{output} has no judgments: name a finished preferences stage or an evaluation with judges"
         )
-    return files
+    return files | _images(output, IMAGES)
+
+
+def _images(folder: Path, place: str) -> dict[str, Path]:
+    return {f"{place}/{file.name}": file for file in sorted((folder / IMAGES).glob("*"))}
 
 
 def renamed(files: Mapping[str, Path]) -> dict[str, str]:
@@ -110,6 +116,7 @@ def data_card(
     """Returns the README.md of a data set. `title`: the Hub ID, or a name. `branch`, `gates`: as for `card`.
     The same inputs give the same card: it contains no dates and no paths of this machine."""
     made_by = lineage(output)
+    files = {path: file for path, file in files.items() if path.endswith(".jsonl")}
     parts = list(dict.fromkeys(path.split("/")[0] for path in files))
     kind = output.stem if output.is_file() else "judgments"
     splits = {part: "train" if part == "data" else part for part in parts}

@@ -96,7 +96,7 @@ def put(
     partial.mkdir()
     in_run = stage_of(folder) is not None
     for path, file in files.items():
-        (partial / path).parent.mkdir(exist_ok=True)
+        (partial / path).parent.mkdir(parents=True, exist_ok=True)
         if not (in_run and file.suffix == ".safetensors" and _linked(file.resolve(), partial / path)):
             shutil.copyfile(file, partial / path)
     for path, text in texts.items():

@@ -4,7 +4,7 @@ the preferences stage."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import isnan, nan
 from pathlib import Path
@@ -262,7 +262,7 @@ class ScriptedSampler:
         ]
 
     def stream(
-        self, prompts: list[list[int]], seeds: list[int], how: Sampling
+        self, prompts: list[list[int]], seeds: list[int], how: Sampling, pictures: Sequence[Any] = ()
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         ScriptedSampler.prompts = prompts
         for prompt in range(len(prompts)):

@@ -54,7 +54,11 @@ class Script:
         return [answers for _, answers in self.stream(prompts, seeds, how)]
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], how: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        how: Sampling,
+        pictures: Sequence[Pictures] = (),
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         self.told.append((prompts, how))
         for place, prompt in enumerate(prompts):

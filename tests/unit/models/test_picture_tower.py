@@ -159,7 +159,7 @@ def test_checkpointing_changes_nothing(pictured: Pictured) -> None:
 
 def test_a_changed_file_and_a_missing_reader_are_told(pictured: Pictured) -> None:
     document = pictured.documents[0]
-    with pytest.raises(ValueError, match="read only by sft, reward_model, dpo and kto"):
+    with pytest.raises(ValueError, match="the model has no image encoder loaded"):
         collate([[document]], 0)
     wrong = PictureReader(
         pictured.reader.token_id,

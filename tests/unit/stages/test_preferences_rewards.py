@@ -4,7 +4,7 @@ limit."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.models.reward_scoring import STATISTICS, RewardScorer
 from rlhf_core.rewards.reward_contract import RewardsFailed
 from rlhf_core.rewards.reward_server import application
-from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import Pictures, SampledAnswer, Sampling
 from rlhf_core.runs import awaited_servers
 from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.system.machine import Unreachable
@@ -44,7 +44,7 @@ class ScriptedSampler:
         self.answers = [load_tokenizer(model)(text, add_special_tokens=False).input_ids for text in ANSWERS]
 
     def stream(
-        self, prompts: list[list[int]], seeds: list[int], how: Sampling
+        self, prompts: list[list[int]], seeds: list[int], how: Sampling, pictures: Sequence[Pictures] = ()
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         for prompt in range(len(prompts)):
             yield (

@@ -114,7 +114,7 @@ def test_rows_that_are_refused(row: dict[str, Any], told: str) -> None:
 
 
 def test_other_stages_refuse_images_and_leave_other_columns_alone() -> None:
-    told = "row 1: has images, which are read only by sft .* in the prompts of ppo and evaluations: drop"
+    told = "row 1: has images, which are read only by sft .* in prompts of ppo, rounds and evaluations: drop"
     with pytest.raises(ValueError, match=told):
         prompt_of(located({"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}))
     with pytest.raises(ValueError, match=told):
