@@ -48,7 +48,7 @@ from evaluation.scores.style import style_of
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, answered, as_text, stored_suffix
-from rlhf_core.data.questions import Question, load_questions
+from rlhf_core.data.questions import Question, cannot_see, load_questions
 from rlhf_core.data.rows.columns import preference_of, tools_of
 from rlhf_core.data.rows.mixture import placed_rows, unusable
 from rlhf_core.data.sources import at
@@ -76,6 +76,10 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     config = request.config
     assert isinstance(config, configs.Evaluation), f"evaluation got the config of a {config.stage} stage"
     questions = load_questions(config.questions, config.max_questions, request.seed)
+    if any(question.pictures for question in questions):
+        refused = list(cannot_see(config))
+        if refused:
+            raise ValueError(f"{config.questions.path}: " + "; ".join(refused))
     rule = rule_of(config, questions)
     require_servers(config.servers, readers_with_replies(config, run))
     store_pictures(run / REPORT, questions)

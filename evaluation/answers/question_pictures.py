@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.pictures.picture_decoding import decoded
+from rlhf_core.data.pictures.picture_files import name_of, store_picture
 from rlhf_core.data.pictures.picture_source import PictureFault, PictureSource
 from rlhf_core.data.questions import Question
-from rlhf_core.system.files import write_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
-PICTURES = "pictures"  # folder of a report
-PICTURE_FILE = re.compile(rf"{PICTURES}/[0-9a-f]{{32}}\.png")
 LOSSLESS_PIXELS = 1 << 20  # larger images are sent as JPEG
 SMALL = 320  # pixels of a side of an image on a page
 
 
 def store_pictures(report: Path, questions: Sequence[Question]) -> None:
-    """Writes each image of the questions to the report's folder, upright and in RGB, named by its content."""
-    for source in {source.content_digest: source for each in questions for source in each.pictures}.values():
-        file = report / _file_of(source)
-        if not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(file, _encoded(decoded(source), "PNG"))
+    """Writes each image of the questions to the report's folder, as it is in the data."""
+    for question in questions:
+        for source in question.pictures:
+            store_picture(source, report)
 
 
 def stored_messages(question: Question) -> list[dict[str, Any]]:
@@ -40,6 +36,12 @@ def stored_messages(question: Question) -> list[dict[str, Any]]:
 def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns messages as chat endpoints read them, with their images in base64."""
     return [{**message, "content": _parts(message["content"], _sent_part)} for message in messages]
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]], report: Path) -> list[dict[str, Any]]:
+    """Returns stored messages (`stored_messages`) with the images in the report's folder."""
+    read = partial(_read_part, report=report)
+    return [{**message, "content": _parts(message["content"], read)} for message in messages]
 
 
 def with_images_of(question: Question, prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -71,11 +73,13 @@ def _parts(content: Any, part_of: Any) -> Any:
 
 
 def _stored_part(part: dict[str, Any]) -> dict[str, Any]:
-    return part if part["type"] == "text" else {"type": "image", "image": _file_of(part["picture"])}
+    return part if part["type"] == "text" else {"type": "image", "image": name_of(part["picture"])}
 
 
-def _file_of(source: PictureSource) -> str:
-    return f"{PICTURES}/{source.content_digest}.png"
+def _read_part(part: dict[str, Any], report: Path) -> dict[str, Any]:
+    if part["type"] == "text":
+        return part
+    return {"type": "image", "picture": PictureSource(str(part["image"]), str(report))}
 
 
 def _sent_part(part: dict[str, Any]) -> dict[str, Any]:
@@ -88,5 +92,6 @@ def _sent_part(part: dict[str, Any]) -> dict[str, Any]:
 
 def _encoded(image: PilImage, kind: str) -> bytes:
     content = io.BytesIO()
+    image.info.clear()  # such as comments
     image.save(content, kind)
     return content.getvalue()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.answers.local_answers import ModelAnswer
-from evaluation.answers.question_pictures import chat_messages
+from evaluation.answers.question_pictures import chat_messages, stored_messages
 from rlhf_core.config import Evaluation
 from rlhf_core.data.questions import Question
 from rlhf_core.judging.chat_client import NO_REPLY, ChatClient, ChatReply, cost_of, remote
@@ -19,7 +19,7 @@ from rlhf_core.judging.record_lines import appending, records_of
 from rlhf_core.records import Answering, Frozen
 from rlhf_core.system.files import digest
 
-Messages = tuple[dict[str, Any], ...]
+Messages = list[dict[str, Any]]
 
 
 class StoredReply(Frozen):
@@ -51,17 +51,17 @@ def answer_remotely(
         "temperature": temperature,
         **endpoint.more,
     }
-    messages = [_messages(question, endpoint.system) for question in questions]
-    keys = [digest([list(sent), endpoint.model, endpoint.base_url, settings]) for sent in messages]
+    messages = [_with_system(stored_messages(question), endpoint.system) for question in questions]
+    keys = [digest([asked, endpoint.model, endpoint.base_url, settings]) for asked in messages]
     known = {given.key: given.reply for given in records_of(file, StoredReply)}
-    missing = {key: sent for key, sent in zip(keys, messages, strict=True) if key not in known}
+    missing = {key: question for key, question in zip(keys, questions, strict=True) if key not in known}
     print(f"{name}: {len(questions)} questions, {len(missing)} to ask", flush=True)
     client = ChatClient(name, endpoint.model, lambda: remote(endpoint), settings, endpoint, pause)
     failed = 0
 
-    async def answer(sent: Messages) -> ChatReply | str:
+    async def answer(question: Question) -> ChatReply | str:
         try:
-            return await client.ask(sent)
+            return await client.ask(_with_system(chat_messages(question.messages), endpoint.system))
         except NO_REPLY as error:
             return client.reason(error)
 
@@ -117,9 +117,9 @@ def answering_metrics(answering: dict[str, Answering]) -> dict[str, float]:
     return found
 
 
-def _messages(question: Question, system: str | None) -> Messages:
-    own = tuple(chat_messages(question.messages))
-    return ({"role": "system", "content": system}, *own) if system and own[0]["role"] != "system" else own
+def _with_system(messages: Messages, system: str | None) -> Messages:
+    own = messages[0]["role"] == "system"
+    return [{"role": "system", "content": system}, *messages] if system and not own else messages
 
 
 def _model_answer(question: Question, reply: ChatReply, count: Callable[[str], int] | None) -> ModelAnswer:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from evaluation.answers.local_answers import file_name
+from evaluation.answers.question_pictures import read_messages
 from evaluation.judges.factory import judge_names
 from evaluation.scores.arena_files import read_judgments
 from rlhf_core import config as configs
@@ -83,7 +84,7 @@ def read_evaluation(report: Path, inputs: Mapping[str, str], model: str, referen
         rows[name] = {row["uid"]: row for row in map(json.loads, text.split("\n")[:-1])}
     first = rows[ours[0]]
     questions = [
-        Question(uid, "all", tuple(row["messages"][:-1]), {})
+        Question(uid, "all", tuple(read_messages(row["messages"][:-1], report)), {})
         for uid, row in first.items()
         if uid in rows[ours[1]]
     ]

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from evaluation.answers.question_pictures import PICTURE_FILE, small_picture
+from evaluation.answers.question_pictures import small_picture
 from evaluation.report.summary import Evaluated
+from rlhf_core.data.pictures.picture_files import PICTURE_FILE
 from rlhf_core.records import Judgment
 
 EXAMPLES = {"won": 5, "lost": 3, "tied": 3}

@@ -3,11 +3,11 @@ prompt} and v0.1's {question_id, category, turns}."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config import Data, Source
+from rlhf_core.config import Data, Evaluation, Regression, Source, VllmJudge
 from rlhf_core.data.documents import Message, as_text
 from rlhf_core.data.pictures.message_parts import marked_text, sources_in
 from rlhf_core.data.pictures.picture_source import PictureFault, PictureSource
@@ -78,6 +78,20 @@ def load_questions(source: Source, max_questions: int | None, seed: int) -> list
             )
         seen[question.uid] = number
     return questions
+
+
+def cannot_see(config: Evaluation) -> Iterator[str]:
+    """Yields sentences about the parts of an evaluation that read no images, for questions with images."""
+    models = {config.baseline, *config.models, *(config.parents or {}).values()}
+    if models - config.endpoints.keys() and not config.engine.abilities.images:
+        yield (
+            f"they have images, which engines of {config.engine.kind} do not read: set engine.kind to"
+            " transformers"
+        )
+    if any(isinstance(judge, VllmJudge) for judge in config.judges):
+        yield "they have images, which judges of kind vllm do not read: use rule, reward or openai judges"
+    if isinstance(config, Regression):
+        yield "they have images, and a suite keeps texts alone: ask them in an evaluation"
 
 
 def to_question(row: Mapping[str, Any], source: Source, number: int, folder: str | None = None) -> Question:

@@ -73,7 +73,8 @@ def read_suite(file: Path, reason: str = "") -> list[SuiteQuestion]:
                 raise ValueError("is not a JSON object")
             given = {name: value for name, value in row.items() if value is not None}
             question = SuiteQuestion.model_validate(({"reason": reason} if reason else {}) | given)
-            uid = question.uid or digest(list(question.messages))
+            messages = question.messages  # raises ValueError for images
+            uid = question.uid or digest(list(messages))
             json.dumps(row, ensure_ascii=False).encode()  # rejects lone surrogates
             questions.append(question.model_copy(update={"uid": uid}))
         except ValidationError as error:

@@ -3,17 +3,18 @@ first rows of Hub data sets are read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from rlhf_core.config import Calibration, Data, Drift, Evaluation, Rewarded, RuleJudge, Select, VllmJudge
+from rlhf_core.config import Calibration, Data, Drift, Evaluation, Rewarded, RuleJudge, Select
 from rlhf_core.config.gates import Asked
 from rlhf_core.config.rewarding.judge_reward import JudgeReward
 from rlhf_core.data.anchors import load_anchors
-from rlhf_core.data.documents import as_text
+from rlhf_core.data.documents import Message, as_text
 from rlhf_core.data.labels import load_labels
+from rlhf_core.data.pictures.message_parts import marked_text, sources_in
 from rlhf_core.data.pictures.picture_decoding import decoded
 from rlhf_core.data.pictures.picture_source import PictureFault
-from rlhf_core.data.questions import Question, load_questions
+from rlhf_core.data.questions import Question, cannot_see, load_questions
 from rlhf_core.data.rows.columns import pictured_prompt_of
 from rlhf_core.data.rows.mixture import check_columns, placed_rows
 from rlhf_core.hub.ids import is_remote
@@ -48,19 +49,8 @@ def question_problems(node: Node, seed: int) -> list[str]:
     ]
     pictured = [question for question in questions if question.pictures]
     if pictured and isinstance(config, Evaluation):
-        lacking += [_undecodable(pictured), *_cannot_see(config)]
+        lacking += [_undecodable(pictured), *cannot_see(config)]
     return [f"{where}: {told}" for told in lacking if told]
-
-
-def _cannot_see(config: Evaluation) -> Iterator[str]:
-    """Yields sentences about parts of an evaluation that read no images."""
-    if {config.baseline, *config.models} - config.endpoints.keys() and not config.engine.abilities.images:
-        yield (
-            f"they have images, which engines of {config.engine.kind} do not read: set engine.kind to"
-            " transformers"
-        )
-    if any(isinstance(judge, VllmJudge) for judge in config.judges):
-        yield "they have images, which judges of kind vllm do not read: use rule, reward or openai judges"
 
 
 def _undecodable(questions: Sequence[Question]) -> str:
@@ -107,7 +97,7 @@ def shared_questions(plan: Plan) -> list[str]:
             continue
         try:
             rows = [placed.located for placed in placed_rows(held_out, plan.recipe.seed, "prompt")]
-            asked = [_plain(as_text(pictured_prompt_of(located))) for located in rows]
+            asked = [_plain(pictured_prompt_of(located)) for located in rows]
         except (OSError, ValueError):  # reported elsewhere
             continue
         for name, questions in judged.items():
@@ -162,13 +152,17 @@ def _questions(asked: Asked, seed: int) -> set[str]:
     try:
         if is_remote(asked.source.path):
             return set()
-        return {_plain(as_text(question.messages)) for question in load_questions(*asked, seed)}
+        return {_plain(question.messages) for question in load_questions(*asked, seed)}
     except (OSError, ValueError):
         return set()
 
 
-def _plain(text: str) -> str:
-    return " ".join(text.lower().split())
+def _plain(messages: Sequence[Message]) -> str:
+    """Returns the messages as a text without differences of letter case and whitespace, and the content of
+    their images. Raises PictureFault if one cannot be read."""
+    text = as_text([{**message, "content": marked_text(message["content"])} for message in messages])
+    images = [source.content_digest for source in sources_in(messages)]
+    return " ".join([*text.lower().split(), *images])
 
 
 def _without_answer(questions: Sequence[Question], key: str) -> str:

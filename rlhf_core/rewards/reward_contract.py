@@ -116,9 +116,13 @@ def question(samples: Sequence[Sample], wanted: Collection[str] = LISTS) -> dict
 
 
 def question_json(samples: Sequence[Sample], wanted: Collection[str] = LISTS) -> str:
-    """Returns the question as JSON. Types that JSON lacks, such as dates in a parquet file, become
-    strings."""
-    return json.dumps(question(samples, wanted), default=str, ensure_ascii=False)
+    """Returns the question as JSON. Types that JSON lacks, such as dates in a parquet file, become strings;
+    bytes, such as those of images, become their number."""
+    return json.dumps(question(samples, wanted), default=_as_string, ensure_ascii=False)
+
+
+def _as_string(value: Any) -> str:
+    return f"<{len(value)} bytes>" if isinstance(value, bytes | bytearray) else str(value)
 
 
 def read_reply(text: str | bytes, count: int) -> Reply:

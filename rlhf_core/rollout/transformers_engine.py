@@ -34,6 +34,7 @@ from rlhf_core.models.kernels.attention import PLAIN, VARLEN, set_attention
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.logprobs.fp32_head import fp32_forward
+from rlhf_core.models.lora import first_base
 from rlhf_core.models.multimodal.wrapper import text_names
 from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.models.policy import Policy
@@ -81,6 +82,7 @@ class TransformersEngine:
         self._free()
         self._path = model
         self._reader = None
+        self._tokenizer = None
         policy = load_policy(model, self._dtype, self._trust_remote_code, on_host=True)
         policy.leave_out_padding(model)
         ends = policy.model.generation_config.eos_token_id
@@ -197,7 +199,9 @@ class TransformersEngine:
     def _reads_pictures(self) -> PictureReader:
         """Returns how images are read. Loads the frozen encoder when they come for the first time."""
         if self._reader is None:
-            self._reader = reads_pictures(self._sampled, self._path, self._decoder(), self._dtype, 1)
+            whole = first_base(self._path)  # adapters have no image encoder
+            tokenizer = load_tokenizer(whole, self._trust_remote_code)
+            self._reader = reads_pictures(self._sampled, whole, tokenizer, self._dtype, 1)
         return self._reader
 
     def _decoder(self) -> PreTrainedTokenizerBase:

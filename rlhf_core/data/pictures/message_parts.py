@@ -89,7 +89,7 @@ def with_pictures(
 ) -> list[dict[str, Any]]:
     """Returns the messages with the images of the row's columns put in their places. Raises ValueError when
     there are more or fewer images than places, or an answer has an image."""
-    cells = _cells(row)
+    cells = _cells(row) or _missing_cells(row, messages)
     if not cells and all(isinstance(message["content"], str) for message in messages):
         return list(messages)
     if len(cells) > MAX_PICTURES:
@@ -129,6 +129,13 @@ def _cells(row: Mapping[str, Any]) -> list[Any]:
     cells = [{} if cell is None else cell for cell in value] if isinstance(value, list | tuple) else [value]
     known = all(isinstance(cell, str | bytes | bytearray | Mapping) for cell in cells)
     return cells if known and any(map(_is_picture, cells)) else []
+
+
+def _missing_cells(row: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> list[Any]:
+    """Returns a missing image for each `<image>` in the messages of a row whose image column is empty."""
+    is_empty = any(name in row and row[name] in (None, [], "") for name in COLUMNS)
+    marks = sum(message["content"].count(MARKER) for message in messages if _is_marked(message))
+    return [{}] * marks if is_empty else []
 
 
 def _put_first(messages: Sequence[dict[str, Any]], count: int, where: str) -> None:
@@ -233,8 +240,8 @@ def texts_of(content: Content) -> list[str]:
 
 
 def named_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages as JSON, with `{"type": "image", "image": name}` for an image, or just the type if
-    it has no name."""
+    """Returns the messages as JSON, with `{"type": "image", "image": name}` for an image; one without a name
+    has a digest of its content instead."""
     return [
         dict(message)
         if isinstance(message["content"], str)
@@ -246,8 +253,8 @@ def named_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def _with_name(part: dict[str, Any]) -> dict[str, Any]:
     if part["type"] != "image":
         return part
-    name = part["picture"].name
-    return {"type": "image", "image": name} if name else {"type": "image"}
+    picture: PictureSource = part["picture"]
+    return {"type": "image", "image": picture.name or picture.identity}
 
 
 def content_text(content: Content) -> str:

@@ -25,6 +25,7 @@ from rlhf_core.config.rewards import ModelReward
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.data_report import JSON, write_data_report
 from rlhf_core.data.documents import Document, Prompt, compact, stored_suffix
+from rlhf_core.data.pictures.picture_files import PICTURES
 from rlhf_core.data.prompt_rows import has_pictures
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.environments.verifiers.verifier_checks import require_verifiable
@@ -40,7 +41,7 @@ from rlhf_core.runs.awaited_servers import require_servers
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
 from rlhf_core.stages.preferences.round_judge import round_judge
-from rlhf_core.stages.preferences.row_pictures import PICTURES, messages_of_row
+from rlhf_core.stages.preferences.row_pictures import messages_of_row
 from rlhf_core.stages.preferences.sample_answers import answers_of_round
 from rlhf_core.system.files import write_text
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.data.documents import Message, Prompt
-from rlhf_core.data.pictures.picture_source import SUFFIXES, PictureSource
-from rlhf_core.system.files import write_bytes
-
-PICTURES = "pictures"  # folder in the run directory
+from rlhf_core.data.pictures.picture_files import store_picture
 
 
 def messages_of_row(prompt: Prompt, folder: Path) -> tuple[Message, ...]:
@@ -16,26 +14,14 @@ def messages_of_row(prompt: Prompt, folder: Path) -> tuple[Message, ...]:
     PictureFault if an image can no longer be read."""
     if not prompt.pictures:
         return prompt.messages
-    sources = iter(picture.source for picture in prompt.pictures)
-    made = []
-    for message in prompt.messages:
-        if isinstance(message["content"], str):
-            made.append(message)
-            continue
-        parts = [
-            {"type": "image", "image": _stored(next(sources), folder)} if part["type"] == "image" else part
-            for part in message["content"]
-        ]
-        made.append({**message, "content": parts})
-    return tuple(made)
+    names = iter([store_picture(picture.source, folder) for picture in prompt.pictures])
 
+    def stored(part: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "image", "image": next(names)} if part["type"] == "image" else part
 
-def _stored(source: PictureSource, folder: Path) -> str:
-    content = source.encoded()
-    suffix = next(names[0] for magic, names in SUFFIXES.items() if content.startswith(magic))
-    name = f"{PICTURES}/{source.content_digest}{suffix}"
-    file = folder / name
-    if not file.is_file():
-        file.parent.mkdir(exist_ok=True)
-        write_bytes(file, content)
-    return name
+    return tuple(
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [stored(part) for part in message["content"]]}
+        for message in prompt.messages
+    )

@@ -14,13 +14,13 @@ from typing import Any
 import yaml
 
 from rlhf_core.config.gates import Verdict
+from rlhf_core.data.pictures.picture_files import PICTURES
 from rlhf_core.hub.ids import is_hub_id, parted
 from rlhf_core.runs.lineage import Ancestor, lineage, sources, tree
 from rlhf_core.stages.publication.card_sections import configuration, data_sets, gate_section, public_names
 from rlhf_core.system.markdown_table import table
 
-IMAGES = "pictures"  # folder that rows name the images of their prompts in
-DATA_FILES = ("data/*.jsonl", "judgments/*.jsonl", "answers/*.jsonl", f"{IMAGES}/*", f"data/{IMAGES}/*")
+DATA_FILES = ("data/*.jsonl", "judgments/*.jsonl", "answers/*.jsonl", f"{PICTURES}/*", f"data/{PICTURES}/*")
 NAMED = ("model", "baseline", "judge")  # fields of judgments and answers that may name a path
 KINDS = {"pairs": "preference pairs", "answers": "scored answers", "judgments": "judgments"}
 MEANING = {
@@ -64,7 +64,7 @@ def data_files(output: Path) -> dict[str, Path]:
     Raises ValueError when there is nothing to publish.
     """
     if output.is_file():
-        return {f"data/{output.name}": output} | _images(output.parent, f"data/{IMAGES}")
+        return {f"data/{output.name}": output} | _images(output.parent, f"data/{PICTURES}")
     files = {
         f"{part}/{file.name}": file
         for part in ("judgments", "answers")
@@ -74,11 +74,11 @@ def data_files(output: Path) -> dict[str, Path]:
         raise ValueError(
             f"{output} has no judgments: name a finished preferences stage or an evaluation with judges"
         )
-    return files | _images(output, IMAGES)
+    return files | _images(output, PICTURES)
 
 
 def _images(folder: Path, place: str) -> dict[str, Path]:
-    return {f"{place}/{file.name}": file for file in sorted((folder / IMAGES).glob("*"))}
+    return {f"{place}/{file.name}": file for file in sorted((folder / PICTURES).glob("*"))}
 
 
 def renamed(files: Mapping[str, Path]) -> dict[str, str]:

@@ -11,22 +11,31 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import rlhf_core.stages.reward_model
 from evaluation.answers.kl import log_ratios
-from evaluation.answers.question_pictures import chat_messages
+from evaluation.answers.question_pictures import (
+    chat_messages,
+    small_picture,
+    store_pictures,
+    stored_messages,
+)
+from evaluation.drift.source import read_evaluation
 from evaluation.evaluation_stage import run
 from evaluation.report.example_battles import examples
 from evaluation.report.summary import Evaluated, Evidence
 from rlhf_core.config import Endpoint, EngineConfig, Evaluation, OpenAIJudge, RewardModel, RuleJudge, Source
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.questions import load_questions
+from rlhf_core.data.rows.columns import Located, pictured_prompt_of
 from rlhf_core.objectives.collate import PictureReader
-from rlhf_core.preflight.question_checks import question_problems
+from rlhf_core.preflight.question_checks import _plain, question_problems
 from rlhf_core.records import EvalReport
+from rlhf_core.rollout.engine_kinds import open_engine
 from rlhf_core.runs.run_dir import RunDir
 from tests.support.chat_endpoint import Reply, completion, serving
 from tests.support.pictured_models import COLOURS, STAGED, make_pictured, square, write_rows
@@ -207,3 +216,58 @@ def test_reward_models_and_the_kl_see_the_images(family: str, tmp_path: Path) ->
         )
         assert ratio == pytest.approx(theirs - ours, abs=1e-4)
     assert len({round(float(ratio), 4) for ratio in ratios}) == 3, "the images decide"
+
+    # drift reads the questions from the report, whose images are its own
+    (tmp_path / "red.png").unlink()
+    judged = read_evaluation(directory / "report", inputs, "other", "base")
+    again = log_ratios(judged.questions, answers, inputs, config)["other"]
+    assert sorted(again) == pytest.approx(sorted(ratios), abs=1e-5)
+
+
+def test_a_models_own_processor_reads_the_images(tmp_path: Path) -> None:
+    """Also when one engine loads one checkpoint after another."""
+    first = make_pictured("qwen3_vl", tmp_path / "first")
+    second = make_pictured("qwen3_vl", tmp_path / "second")
+    about = json.loads((second / "preprocessor_config.json").read_text())
+    (second / "preprocessor_config.json").write_text(json.dumps(about | {"image_mean": [0.1, 0.4, 0.9]}))
+    questions = load_questions(Source(path=str(write_questions(tmp_path))), None, 0)
+    renderer = Renderer(load_tokenizer(str(first)), "chat")
+    documents = [renderer.document_within(question.messages, 96)[0] for question in questions]
+
+    def logprobs(*folders: Path) -> list[list[float]]:
+        engine = open_engine(str(folders[0]), EngineConfig(kind="transformers"), seed=0, max_model_len=128)
+        for folder in folders[1:]:
+            engine.prompt_logprobs([documents[0].tokens], [documents[0].pictures])
+            engine.load(str(folder))
+        found = engine.prompt_logprobs(
+            [document.tokens for document in documents], [document.pictures for document in documents]
+        )
+        engine.close()
+        return found
+
+    alone = logprobs(second)
+    assert logprobs(first, second) == alone != logprobs(first)
+
+
+def test_shared_questions_are_told_by_the_content_of_images(tmp_path: Path) -> None:
+    rows = [{"prompt": "Colour?", "image": name} for name in ("red.png", "copy.png", "green.png")]
+    write_questions(tmp_path)
+    (tmp_path / "copy.png").write_bytes((tmp_path / "red.png").read_bytes())
+    plain = [_plain(pictured_prompt_of(Located("row", row, folder=str(tmp_path)))) for row in rows]
+    assert plain[0] == plain[1] != plain[2]
+
+
+def test_large_photos_are_shown_small_and_sent_without_comments(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (1200, 1500, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.jpg", quality=95, comment=b"hidden note")
+    asked = {"prompt": "What?", "image": "photo.jpg"}
+    (question,) = load_questions(Source(path=str(write_rows(tmp_path / "questions.jsonl", [asked]))), None, 0)
+    (name,) = [part["image"] for part in stored_messages(question)[0]["content"] if part["type"] == "image"]
+    store_pictures(tmp_path / "report", [question])
+    assert (tmp_path / "report" / name).read_bytes() == (tmp_path / "photo.jpg").read_bytes()
+    small = base64.b64decode(small_picture(tmp_path / "report" / name).partition(",")[2])
+    assert max(Image.open(io.BytesIO(small)).size) == 320
+    url = chat_messages(question.messages)[0]["content"][0]["image_url"]["url"]
+    sent = base64.b64decode(url.partition(",")[2])
+    assert url.startswith("data:image/jpeg") and b"hidden note" not in sent
+    assert Image.open(io.BytesIO(sent)).size == (1500, 1200)

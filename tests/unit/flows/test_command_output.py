@@ -56,7 +56,7 @@ def test_the_findings_of_this_environment() -> None:
     found = {finding.what: finding for finding in examine()}
     assert found["torch"].level == "ok" and found["CPUs"].level == "ok"
     assert found["vllm: rotary_heads"].value.endswith(
-        "Until: A CPU kernel for tensors with a dimension of heads."
+        "Until: A CPU kernel for tensors with a separate dimension for heads."
     )
 
 

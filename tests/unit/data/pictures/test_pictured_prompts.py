@@ -167,7 +167,7 @@ def config_of(**fields: Any) -> PPO:
         (config_of(sequence_parallel_size=2, actor_ranks={"num_ranks_per_node": 2}), "set sequence_parallel"),
         (config_of(environment="a.py:f", reward="environment"), "leave the environment out"),
         (config_of(reward="other"), ""),
-        (Preferences(policy="base", prompts={"sources": "a"}, reward="other"), "only ppo reads"),
+        (Preferences(policy="base", prompts={"sources": "a"}, reward="other"), "engine.kind to transformers"),
     ],
 )
 def test_stages_say_what_they_do_not_read(config: StageConfig, told: str) -> None:
