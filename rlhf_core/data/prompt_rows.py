@@ -59,10 +59,12 @@ def has_pictures(config: StageConfig, prompts: Sequence[Prompt], own_tokens: Ite
 
 
 def picture_refusal(config: StageConfig) -> str:
-    """Returns why a stage does not sample answers to prompts with images, in a sentence; "" if it does."""
-    has = "the prompts have images, which"
+    """Returns why a stage does not read the images of its rows, in a sentence; "" if it does."""
+    has = "the rows have images, which"
+    if getattr(config, "sequence_parallel_size", 1) > 1:
+        return f"{has} ranks do not split: set sequence_parallel_size to 1"
     if not isinstance(config, PPO | Preferences):
-        return f"{has} only ppo and preferences read: drop them"
+        return ""
     samples = isinstance(config, Preferences) or config.has_engines
     if samples and not config.engine.abilities.images:
         return f"{has} engines of {config.engine.kind} do not read: set engine.kind to transformers"
@@ -72,6 +74,4 @@ def picture_refusal(config: StageConfig) -> str:
         return f"{has} rows of answers alone do not keep: set post_processor to dpo or kto"
     if config.environment is not None or config.environments:
         return f"{has} environments do not read: leave the environment out, or drop the images"
-    if config.sequence_parallel_size > 1:
-        return f"{has} ranks do not split: set sequence_parallel_size to 1"
     return ""

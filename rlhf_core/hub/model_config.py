@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_core.hub.model_files import tensors_of
+from rlhf_core.hub.model_files import tensors_of, weight_files
 
 BF16 = 2  # bytes
 # config keys for the number of experts, by model family
@@ -106,7 +106,7 @@ def _stored(folder: Path) -> float:
     parameters than their config.json suggests."""
     count = 0
     try:
-        for file in folder.glob("*.safetensors"):
+        for file in weight_files(folder):
             tensors = tensors_of(file).values()
             if any(tensor["dtype"] in ("U8", "I8", "I32") for tensor in tensors):
                 return math.inf

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+# Mistral's releases hold the weights a second time, under other names, which transformers does not read.
+SECOND_COPY = "consolidated*.safetensors"
 HEADER_BYTES = 100_000_000  # maximum header size that safetensors reads
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")  # a tokenizer needs one of these
 TOKENIZER = (
@@ -56,6 +58,11 @@ def model_files(checkpoint: Path, trust_remote_code: bool = False) -> list[Path]
     return sorted({file for pattern in patterns for file in checkpoint.glob(pattern) if file.is_file()})
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Returns a folder's safetensors files by name, without a second copy of the weights."""
+    return sorted(file for file in folder.glob(WEIGHTS[0]) if not file.match(SECOND_COPY))
+
+
 def is_adapter(checkpoint: Path) -> bool:
     """Returns whether a folder is a PEFT adapter."""
     return (checkpoint / ADAPTER_CONFIG).is_file()
@@ -91,7 +98,7 @@ def layout_fault(folder: Path) -> str | None:
         return None
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
-    files = sorted(file.name for file in folder.glob(WEIGHTS[0]))
+    files = [file.name for file in weight_files(folder)]
     if single.is_file():
         if not index.is_file() or single.name in _listed(index):
             return None
@@ -123,7 +130,7 @@ def stored_tensors(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
     Raises OSError or ValueError as `tensors_of` does, and ValueError when an index is invalid or names a
     missing file or tensor.
     """
-    found = {file.name: tensors_of(file) for file in sorted(folder.glob(WEIGHTS[0]))}
+    found = {file.name: tensors_of(file) for file in weight_files(folder)}
     for index in folder.glob(WEIGHTS[1]):
         try:
             places = dict(json.loads(index.read_text())["weight_map"])

@@ -18,7 +18,14 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from rlhf_core.hub.api import RETRIES, client_options, read_refusal, with_retries
 from rlhf_core.hub.ids import is_hub_id, parted
-from rlhf_core.hub.model_files import ADAPTER_CONFIG, MODEL_FILES, TOKENIZER, WEIGHTS, check_loads
+from rlhf_core.hub.model_files import (
+    ADAPTER_CONFIG,
+    MODEL_FILES,
+    SECOND_COPY,
+    TOKENIZER,
+    WEIGHTS,
+    check_loads,
+)
 
 # everything but weights
 DESCRIBING = (
@@ -95,7 +102,7 @@ def _download(place: str, patterns: tuple[str, ...]) -> Path:
             revision=revision,
             allow_patterns=list(patterns),
             # other formats of the model, in subfolders
-            ignore_patterns=[f"*/{pattern}" for pattern in (*WEIGHTS, *TOKENIZER)],
+            ignore_patterns=[SECOND_COPY, *(f"*/{pattern}" for pattern in (*WEIGHTS, *TOKENIZER))],
             local_files_only=constants.is_offline_mode(),
             **client_options(),
         )

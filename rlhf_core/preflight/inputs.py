@@ -156,7 +156,7 @@ def text_problems(
         limit = f"stages.{node.name}.{text.limit_field}"
         problems += _refused(limit, check_limit, text.limit, frame.length)
         found = rendered(frame, text)
-        refused = picture_refusal(node.config) if found.images and text.rows == "prompt" else ""
+        refused = picture_refusal(node.config) if found.images else ""
         problems += [f"{where}: {told}" for told in (found.refused, refused) if told]
     return problems
 

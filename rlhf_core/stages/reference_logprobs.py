@@ -9,7 +9,6 @@ mask and image, and of the batches, so an outdated file is not read.
 from __future__ import annotations
 
 import hashlib
-import os
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -143,7 +142,7 @@ def _key(source: str, micro_batches: Sequence[Sequence[Document]], mean: bool) -
         for document in documents:
             content.update(array("q", [len(document), *document.tokens]).tobytes() + bytes(document.mask))
             for picture in document.pictures:
-                content.update(os.fsencode(picture.source.identity))
+                content.update(picture.source.version)
     return digest({"reference": _identity(source), "mean": mean, "content": content.hexdigest()})
 
 

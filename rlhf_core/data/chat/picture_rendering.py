@@ -46,6 +46,7 @@ class PictureRenderer:
         self.token_id = int(AutoConfig.from_pretrained(folder).image_token_id)
         self._token = str(tokenizer.convert_ids_to_tokens(self.token_id))
         self._options: dict[str, Any] = self._processor.picture_options
+        self._sizes: dict[str, tuple[int, int]] = {}  # by the images' identities
         self._expansion = lru_cache(maxsize=SIZES)(self._expansion_of)
 
     def expanded(
@@ -61,7 +62,7 @@ class PictureRenderer:
                 f"the chat template writes {len(places)} placeholders {placeholder} for {len(sources)}"
                 " images: use the template of the model's release"
             )
-        expansions = [self._expansion(decoded(source).size) for source in sources]
+        expansions = [self._expansion(self._size(source)) for source in sources]
         parts = []
         last = 0
         for place, expansion in zip(places, expansions, strict=True):
@@ -74,6 +75,15 @@ class PictureRenderer:
 
         counts = [expansion.count(self._token) for expansion in expansions]
         return "".join([*parts, text[last:]]), [(moved(begin), moved(end)) for begin, end in spans], counts
+
+    def _size(self, source: PictureSource) -> tuple[int, int]:
+        """Returns width and height. Decodes an image once, however often its row is rendered to be cut."""
+        identity = source.identity
+        if identity not in self._sizes:
+            if len(self._sizes) >= SIZES:
+                self._sizes.clear()
+            self._sizes[identity] = decoded(source).size
+        return self._sizes[identity]
 
     def located(
         self, tokens: Sequence[int], sources: Sequence[PictureSource], counts: Sequence[int]

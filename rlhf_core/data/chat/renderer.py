@@ -122,8 +122,13 @@ class Renderer:
         last = messages[-1]
         if not sources_in([last]):
             return self.frame_of(tools)
-        texts = [""] * len(texts_of(last["content"]))
-        return len(self.prompt([{**last, "content": with_texts(last["content"], texts)}], tools))
+        content = with_texts(last["content"], [""] * len(texts_of(last["content"])))
+        try:
+            return len(self.prompt([{**last, "content": content}], tools))
+        except PictureFault:
+            raise
+        except ValueError:  # from a template that wants other messages before, such as calls before results
+            return len(self.prompt([{"role": "user", "content": content}], tools))
 
     def prompt_within(
         self, messages: Sequence[Message], limit: int, tools: Tools = ()

@@ -76,6 +76,14 @@ class PictureSource(NamedTuple):
             return hashlib.blake2b(self.data, digest_size=16).hexdigest()
         return os.path.join(self.folder or "", self.name)
 
+    @property
+    def version(self) -> bytes:
+        """Returns bytes that change with the image: of a file its path, size and time of change."""
+        if len(self.data):
+            return self.identity.encode()
+        about = os.stat(self.file)
+        return os.fsencode(f"{self.file} {about.st_size} {about.st_mtime_ns}")
+
     def anywhere(self) -> PictureSource:
         """Returns the image with an absolute path or bytes of its own, for processes in other folders. Raises
         PictureFault if its path is outside the data's folder."""

@@ -167,8 +167,11 @@ def _require_same_prompt(located: Located, start: list[Message]) -> None:
     if not given or not isinstance(given, str | list):
         return
     messages = _messages(given, located, "prompt")
-    images = sources_in(messages)
-    if images and images != sources_in(start):
+    images = sources_in(messages)  # None: the next one of the row's column
+    seen = sources_in(with_pictures(start, located.row, located.where, located.folder))
+    last = seen[max(0, len(seen) - len(images)) :]
+    same = [one is None or one == other for one, other in zip(images, last, strict=False)]
+    if len(same) < len(images) or not all(same):
         raise ValueError(
             f"{located.where}: the prompt has other images than the messages before the answers in chosen and"
             " rejected: put the same there, or drop the column 'prompt'"

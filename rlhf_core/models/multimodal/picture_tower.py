@@ -155,13 +155,25 @@ class PictureTower:
         encode = self._whole.get_image_features
         if self._family in EACH_ALONE:
             pooled = [
-                encode(pixel_values=pixels, image_sizes=size, return_dict=True).pooler_output[0]
+                self._alone(pixels, size)
                 for pixels, size in _each_alone(inputs["pixel_values"], inputs["image_sizes"])
             ]
             return torch.cat(pooled), ()
         found = encode(**inputs, return_dict=True)
         deep = tuple(torch.cat(list(part)) for part in getattr(found, "deepstack_features", None) or ())
         return torch.cat([part.flatten(0, -2) for part in found.pooler_output]), deep
+
+    def _alone(self, pixels: Tensor, size: Tensor) -> Tensor:
+        """Returns the features of one image, (image tokens, H). One with a single token is encoded twice,
+        since transformers 5.19 drops a dimension of 1."""
+        config: Any = self._whole.config
+        side = config.vision_config.patch_size * config.spatial_merge_size
+        times = 2 if int(size.max()) <= side else 1
+        pixels = pixels.expand(times, *pixels.shape[1:])
+        sizes = size.expand(times, 2)
+        found = self._whole.get_image_features(pixel_values=pixels, image_sizes=sizes, return_dict=True)
+        features: Tensor = found.pooler_output[0]
+        return features
 
     def _axes(self, tokens: Tensor, positions: Tensor, pictures: BatchPictures) -> Tensor:
         """Returns the positions of all tokens per axis, (3, B, T); each document begins at 0."""

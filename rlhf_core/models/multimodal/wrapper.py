@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import more_than_text
-from rlhf_core.hub.model_files import TOKENIZER, WEIGHTS, stored_tensors
+from rlhf_core.hub.model_files import SECOND_COPY, TOKENIZER, WEIGHTS, stored_tensors
 from rlhf_core.hub.snapshots import cached
 from rlhf_core.models.multimodal.picture_language_models import (
     PICTURE_LANGUAGE_MODELS,
@@ -98,7 +98,7 @@ def link_language_model(path: str, folder: Path, trust_remote_code: bool) -> boo
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     config.dtype = config.dtype or whole.dtype
     for pattern in (*WEIGHTS, *TOKENIZER, "generation_config.json", "chat_template.*"):
-        for file in folder_of(path).glob(pattern):
+        for file in _matching(folder_of(path), pattern):
             (folder / file.name).symlink_to(file.resolve())
     config.save_pretrained(folder)
     return True
@@ -134,5 +134,10 @@ def require_stored(weights: Collection[str], base: Path) -> None:
 def copy_files(base: Path, folder: Path, patterns: Iterable[str]) -> None:
     """Copies the files of the checkpoint at `base` that match one of the patterns."""
     for pattern in patterns:
-        for file in base.glob(pattern):
+        for file in _matching(base, pattern):
             shutil.copyfile(file, folder / file.name)
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    """Returns the matching files, without a second copy of the weights, which vLLM would load instead."""
+    return [file for file in folder.glob(pattern) if not file.match(SECOND_COPY)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm.distributed import get_pp_group
 
 from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts
+from rlhf_core.hub.model_files import weight_files
 from rlhf_core.models.multimodal.wrapper import stored_names, text_names
 from rlhf_core.rollout.vllm.patches.packed_experts import forget_packed_experts
 from rlhf_core.rollout.vllm.patches.vocabulary_rows import leave_out_padding
@@ -110,9 +111,7 @@ class WeightReceiver:
         from safetensors.torch import load_file
 
         names = self._names(stored_names(Path(folder)))
-        read = (
-            named for file in sorted(Path(folder).glob("*.safetensors")) for named in load_file(file).items()
-        )
+        read = (named for file in weight_files(Path(folder)) for named in load_file(file).items())
         self._reload(((name, weight) for name, weight in read if name in names), tied)
 
     def _names(self, stored: set[str]) -> dict[str, str]:

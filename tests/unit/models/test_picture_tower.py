@@ -170,3 +170,20 @@ def test_a_changed_file_and_a_missing_reader_are_told(pictured: Pictured) -> Non
     batch = collate([[document]], 0, reader=wrong)
     with pytest.raises(ValueError, match="a file has changed since the data was read"):
         masked_logprobs(pictured.policy(), batch)
+
+
+@torch.no_grad()
+def test_an_image_of_one_token_is_read(tmp_path: Path) -> None:
+    """transformers drops a dimension of such an image of Mistral 3."""
+    pictured = Pictured(make_pictured("mistral3", tmp_path / "base"))
+    small = [image("red", 5, 7), text("What?")]
+    document, other = (
+        pictured.renderer.conversation(talk(content, "red"))
+        for content in (small, [image("blue", 5, 7), text("What?")])
+    )
+    assert list(document.tokens).count(pictured.reader.token_id) == 1
+    policy = pictured.policy().eval()
+    alone, different = pictured.logprobs(policy, [[document], [other]])
+    packed = pictured.logprobs(policy, [[pictured.documents[0], document]])[1]
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-5)
+    assert (alone - different).abs().max() > 1e-4

@@ -4,6 +4,7 @@ as it was, byte for byte."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from transformers import (
 )
 
 from rlhf_core.config import Lora
+from rlhf_core.hub.model_files import weight_files
 from rlhf_core.models.load_model import load_policy, load_scorer
+from rlhf_core.models.multimodal.wrapper import link_language_model
 from rlhf_core.models.policy import Policy
 from rlhf_core.preflight.inputs import check_inputs
 from tests.support.families import PATCHES, SHAPE, VISION, WRAPPERS, make_family
@@ -72,6 +75,20 @@ def test_training_leaves_all_else_as_it_was(
         assert not info["unexpected_keys"]
         assert type(loaded).__name__.endswith("ForConditionalGeneration")
         before = after
+
+
+def test_a_second_copy_of_the_weights_is_left_behind(wrapper: Path, material: Path, tmp_path: Path) -> None:
+    """vLLM would load Mistral's own files in place of what was trained."""
+    release = tmp_path / "release"
+    shutil.copytree(wrapper, release)
+    files = sorted(file.name for file in release.glob("*.safetensors"))
+    shutil.copyfile(release / files[0], release / "consolidated.safetensors")
+    run(config_of("sft", material, None), release, tmp_path / "sft")
+    made = sorted(file.name for file in (tmp_path / "sft" / "checkpoint").glob("*.safetensors"))
+    assert made == files == [file.name for file in weight_files(release)]
+    (tmp_path / "linked").mkdir()
+    assert link_language_model(str(release), tmp_path / "linked", False)
+    assert not (tmp_path / "linked" / "consolidated.safetensors").exists()
 
 
 def test_a_reward_model_of_it_is_a_text_model(wrapper: Path, material: Path, tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from PIL import Image
 from transformers import Gemma3Processor
 
 from rlhf_core.config import Data
-from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.chat import Renderer, load_tokenizer, picture_rendering
 from rlhf_core.data.documents import Document
 from rlhf_core.data.pictures.message_parts import without_sources
+from rlhf_core.data.pictures.picture_decoding import decoded
 from rlhf_core.data.pictures.picture_source import PictureSource
-from rlhf_core.data.sources import sft_documents
+from rlhf_core.data.sources import answers_within, sft_documents
 from tests.support.pictured_models import FAMILIES, asked, make_pictured, square, write_rows
 from tests.support.release_processors import release_processor
 
@@ -183,3 +184,45 @@ def test_documents_with_images_share_no_prompt(reader: Renderer) -> None:
     assert list(one.tokens) == list(other.tokens) and one != other
     assert other.after(one).shared == 0
     assert isinstance(other.after(one), Document)
+
+
+def test_an_image_is_decoded_once_while_its_row_is_cut(
+    reader: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[object] = []
+
+    def counted(source: PictureSource) -> Image.Image:
+        opened.append(source)
+        return decoded(source)
+
+    monkeypatch.setattr(picture_rendering, "decoded", counted)
+    turns: list[dict[str, Any]] = []
+    for number in range(6):
+        turns.append({"role": "user", "content": [image("red", 16 + number, 20), text("What?" * 8)]})
+        turns.append({"role": "assistant", "content": "red"})
+    whole = len(reader.prompt(turns[:-1]))
+    document, is_cut = reader.document_within(turns[:-1], whole // 2)
+    assert is_cut and len(document.pictures) < 6
+    assert len(opened) == 6
+
+
+def test_a_result_of_a_tool_with_an_image_is_cut_like_one_of_text(
+    reader: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a template that wants calls before results."""
+    template = reader.tokenizer.chat_template
+    refusing = (
+        "{% for message in messages %}{% if message.role == 'tool' and loop.first %}"
+        "{{ raise_exception('results follow calls') }}{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(reader.tokenizer, "chat_template", refusing + template)
+    strict = Renderer(reader.tokenizer, "chat")
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "old " * 60},
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": "look"},
+        {"role": "tool", "content": [image("red"), text("seen")]},
+    ]
+    limit = len(strict.prompt(messages)) - 100
+    documents, _, over = answers_within("row", strict, messages, ("a", "b"), limit)
+    assert over and all(len(document.pictures) == 1 for document in documents)

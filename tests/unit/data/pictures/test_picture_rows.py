@@ -12,7 +12,7 @@ from rlhf_core.config import Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.pictures.message_parts import sources_in
-from rlhf_core.data.pictures.picture_source import PICTURE_FAULTS
+from rlhf_core.data.pictures.picture_source import PICTURE_FAULTS, PictureFault
 from rlhf_core.data.rows.columns import (
     Located,
     conversation_of,
@@ -234,3 +234,38 @@ def test_parquet_keeps_images_encoded(stored: str, reader: Renderer, tmp_path: P
     assert len(documents) == 1 and report.survey.dropped == {"image damaged": 1}
     (picture,) = documents[0].pictures
     assert picture.source.encoded() == RED
+
+
+def test_the_prompt_of_a_pair_may_repeat_images_of_its_conversations_in_other_ways() -> None:
+    part = {"type": "image", "image": "b.png"}
+    asked_twice = [
+        *(
+            {"role": "user", "content": [{"type": "image", "image": "a.png"}]},
+            {"role": "assistant", "content": "x"},
+        ),
+        {"role": "user", "content": [part, {"type": "text", "text": "What?"}]},
+    ]
+    marked = [{"role": "user", "content": "<image>What?"}]
+    place = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    for prompt, start, images in (
+        ([asked_twice[-1]], asked_twice, None),
+        (place, marked, ["b.png"]),
+    ):
+        answers = {side: [*start, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+        row = {"prompt": prompt, **answers} | ({"images": images} if images else {})
+        assert sources_in(preference_of(located(row)).prompt)[-1].name == "b.png"
+    other = [
+        {"role": "user", "content": [{"type": "image", "image": "c.png"}, {"type": "text", "text": "What?"}]}
+    ]
+    answers = {
+        side: [*asked_twice, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")
+    }
+    with pytest.raises(ValueError, match="the prompt has other images"):
+        preference_of(located({"prompt": other, **answers}))
+
+
+def test_a_marker_without_an_image_is_a_missing_image() -> None:
+    for empty in (None, [], ""):
+        (source,) = sources_in(conversation_of(located({**asked("<image>What?"), "images": empty})))
+        with pytest.raises(PictureFault, match="neither a path nor bytes"):
+            source.encoded()
