@@ -94,6 +94,21 @@ def test_prompts_with_images_need_an_engine_that_reads_them(
     assert any("set engine.kind to transformers" in told for told in problems())
 
 
+def test_rows_with_images_are_not_split_over_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pictured("qwen3_vl", tmp_path / "base")
+    (tmp_path / "a.png").write_bytes(square("red"))
+    write_rows(tmp_path / "rows.jsonl", [asked([{"type": "image", "image": "a.png"}])] * 4)
+    monkeypatch.chdir(tmp_path)
+    stage = {
+        **{"data": {"sources": "rows.jsonl"}, "max_len": 100, "ranks": {"num_ranks_per_node": 2}},
+        **{"sequence_parallel_size": 2, "train_batch_size": 4, "micro_train_batch_size": 2},
+    }
+    recipe = {"name": "reads-images", "base_model": "base", "stages": {"sft": stage}}
+    Path("recipe.yaml").write_text(json.dumps(recipe))
+    planned = plan(load_recipe("recipe.yaml"))
+    assert any("set sequence_parallel_size to 1" in told for told in check_inputs(planned, planned.nodes))
+
+
 def test_families_are_named_once() -> None:
     assert PICTURE_FAMILIES == FAMILIES
     assert set(ONLY_TRAINED) <= {f"{family}_text" for family in PICTURE_FAMILIES}

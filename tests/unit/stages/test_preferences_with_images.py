@@ -15,6 +15,7 @@ from rlhf_core.config import DPO, KTO, Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
+from rlhf_core.data.pictures.picture_source import EncodedPicture, PictureSource
 from rlhf_core.data.sources import preference_pairs
 from rlhf_core.models.kernels.attention import PLAIN, can_share, is_stateful
 from rlhf_core.models.load_model import load_policy
@@ -23,9 +24,9 @@ from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.stages.dpo import pair_logprobs
 from rlhf_core.stages.kto import mismatch
-from rlhf_core.stages.reference_logprobs import answer_logprobs, reference_logprobs
+from rlhf_core.stages.reference_logprobs import _key, answer_logprobs, reference_logprobs
 from rlhf_core.training.engine import AdamW, TorchEngine
-from tests.support.pictured_models import STAGED, make_pictured
+from tests.support.pictured_models import STAGED, make_pictured, square
 from tests.support.pictured_pairs import colour_pairs, whole_outputs
 from tests.support.stage_request import stage_request
 
@@ -167,3 +168,13 @@ def test_references_of_other_images_are_computed_anew(base: Path, tmp_path: Path
         for each in (red, green, red)
     ]
     assert found[0] == found[2] and abs(found[0] - found[1]) > 1e-3
+
+
+def test_references_of_another_image_under_the_same_path_are_not_reused(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(square("red"))
+    picture = EncodedPicture(0, 2, PictureSource("a.png", str(tmp_path)))
+    document = Document([5, 6, 7], [False, False, True], pictures=(picture,))
+    before = _key("base", [[document]], False)
+    assert before == _key("base", [[document]], False)
+    (tmp_path / "a.png").write_bytes(square("blue", 20))
+    assert before != _key("base", [[document]], False)
