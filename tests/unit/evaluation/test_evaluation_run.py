@@ -121,7 +121,9 @@ def test_cut_answers_are_counted(setting: Setting, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         Double,
         "generate",
-        lambda self, prompts, seeds, how: whole(self, prompts, seeds, how._replace(max_new_tokens=5)),
+        lambda self, prompts, seeds, how, pictures=(): whole(
+            self, prompts, seeds, how._replace(max_new_tokens=5), pictures
+        ),
     )
     _, report, metrics = evaluate(setting)
     assert report.truncated == pytest.approx({"sft": 0.5, "dpo": 0.3, "ppo": 0.1})  # "no idea" is cut

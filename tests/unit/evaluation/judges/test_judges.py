@@ -58,9 +58,9 @@ def test_the_rule_says_which_question_has_no_known_answer() -> None:
 class Characters:
     """A renderer whose tokens are characters: enough to see what a reward judge scores."""
 
-    def prompt_within(self, messages: Sequence[dict[str, str]], limit: int) -> tuple[list[int], bool]:
+    def document_within(self, messages: Sequence[dict[str, str]], limit: int) -> tuple[Document, bool]:
         tokens = [ord(character) for character in messages[-1]["content"]]
-        return tokens[-limit:], len(tokens) > limit
+        return Document(tokens[-limit:], [False] * len(tokens[-limit:])), len(tokens) > limit
 
     def answer_tokens(self, prompt: list[int], response: str) -> Document:
         said = [*map(ord, response), 0]
