@@ -29,6 +29,7 @@ COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 70, 220), 
 QUARTERS = {"top left": (0, 0), "top right": (1, 0), "bottom left": (0, 1), "bottom right": (1, 1)}
 NUMBERS = ("one", "two", "three", "four")
 SIZE = 16  # pixels of a side: a quarter is one image token
+MARKER = "manifest.json"
 SHADES = 25  # by which colours differ, of 255
 RIGHT = 0.5  # share of right answers in sft.jsonl
 SIZES = {"heldout": 256, "sft": 8000, "prompts": 2000}  # rows
@@ -189,9 +190,15 @@ def write_base(folder: Path, seed: int) -> None:
 
 
 def make(out: Path, seed: int = 0) -> bool:
-    """Creates the material in `out`, which appears complete or not at all. Returns False if it exists."""
-    if out.exists():
+    """Creates the material in `out`, which appears complete or not at all. Returns False if it is there.
+    Raises ValueError if something else is."""
+    marker = out / MARKER
+    if marker.is_file() and json.loads(marker.read_text()) == {"seed": seed}:
         return False
+    if out.exists():
+        raise ValueError(
+            f"{out} exists and is not this material with seed {seed}: remove it, or name another"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
         made = Path(temporary) / "new"
@@ -207,6 +214,7 @@ def make(out: Path, seed: int = 0) -> bool:
                 rows.append(row_of(name, image, exercise, dice))
             (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write_base(made / "base", seed)
+        (made / MARKER).write_text(json.dumps({"seed": seed}))
         os.rename(made, out)
     return True
 
@@ -216,7 +224,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    made = make(arguments.out, arguments.seed)
+    try:
+        made = make(arguments.out, arguments.seed)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
     print(f"{arguments.out}: {'made' if made else 'already there'}")
 
 

@@ -33,8 +33,7 @@ class Loss(NamedTuple):
 
 
 def _total(x: Tensor, denominator: float) -> Tensor:
-    """Returns the sum of `x` divided by the denominator. Raises ValueError when the denominator is not
-    positive."""
+    """Returns the sum of `x` divided by the denominator, or raises ValueError if that is not positive."""
     if not denominator > 0:
         raise ValueError(
             f"the loss's denominator is {denominator}: this optimiser step has no token or document to learn"
@@ -62,8 +61,7 @@ def with_balance(loss: Loss, balance: Tensor | None, coef: float, documents: flo
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor, denominator: float) -> Loss:
-    """Computes the negative log-likelihood of the tokens under `mask`, from (B, T) inputs. Denominator:
-    tokens under the mask."""
+    """Computes the negative log-likelihood of the tokens under `mask`, (B, T). Denominator: these tokens."""
     return _loss({"loss": -masked_sum(logprobs, mask)}, denominator)
 
 

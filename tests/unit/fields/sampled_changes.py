@@ -21,7 +21,7 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows import verifiers_rows
 from rlhf_core.data.rows.row_files import raw_rows
 from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, sft_documents
-from rlhf_core.rollout.engine_contract import Pictures, SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo import ppo_setup, train
 from tests.support.stage_request import stage_request
@@ -45,20 +45,12 @@ class Script:
     def close(self) -> None: ...
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        how: Sampling,
-        pictures: Sequence[Pictures] = (),
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], how: Sampling, *pictures: object
     ) -> list[list[SampledAnswer]]:
         return [answers for _, answers in self.stream(prompts, seeds, how)]
 
     def stream(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        how: Sampling,
-        pictures: Sequence[Pictures] = (),
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], how: Sampling, *pictures: object
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         self.told.append((prompts, how))
         for place, prompt in enumerate(prompts):

@@ -56,6 +56,12 @@ def test_the_same_seed_makes_the_same_files(script: ModuleType, made: Path, tmp_
     assert (tmp_path / "other" / "sft.jsonl").read_bytes() != (made / "sft.jsonl").read_bytes()
 
 
+def test_other_content_is_not_taken_for_the_material(script: ModuleType, made: Path, tmp_path: Path) -> None:
+    for folder, seed in ((made, 1), (tmp_path, 0)):
+        with pytest.raises(ValueError, match="remove it, or name another"):
+            script.make(folder, seed)
+
+
 def test_images_decide_the_answers_and_held_out_ones_are_not_trained_on(
     script: ModuleType, made: Path
 ) -> None:
