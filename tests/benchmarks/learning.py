@@ -1,14 +1,16 @@
-"""Learning beside a peer: GRPO from one checkpoint in ours and in verl, over steps and over seconds.
+"""Learning beside a peer: GRPO from one checkpoint in ours and in TRL or verl, over steps and over seconds.
 
-    python tests/benchmarks/learning.py --out FOLDER --peer --json FILE
-    python tests/benchmarks/learning.py --out FOLDER --cpu --sft-rows 8000 --steps 10      # tries it, without a peer
+    python tests/benchmarks/learning.py --out FOLDER --peer trl --json FILE
+    python tests/benchmarks/learning.py --out FOLDER --cpu --sft-rows 8000 --steps 10   # tries it, without a peer
 
-A small model is trained from scratch on sums of reasoning-gym (chain_sum) until it answers a fifth to two fifths
-of them; `--sft-rows` says on how many. Then both sides train from this checkpoint on the same prompts in the same
-order, with the same number of answers, batches, rates and steps; an answer that equals the sum has reward 1,
-others 0. Without `--peer` the checkpoint, the prompts and our run alone are made; a second call with `--peer` and
-the same `--out` and options adds what is missing. Prints and records the rewards by tenths of the run, and the seconds from
-the start of each run, and from its first step's end, until the mean of five steps is 20 points above the start.
+A small model is trained from scratch on sums of reasoning-gym (chain_sum) until it answers a fifth to two
+fifths of them; `--sft-rows` says on how many. Then both sides train from this checkpoint on the same prompts in
+the same order, with the same number of answers, batches, rates and steps; an answer that equals the sum has
+reward 1, others 0. Without `--peer` the checkpoint, the prompts and our run alone are made; a second call with
+`--peer` and the same `--out` and options adds what is missing. So does a call with prompts.jsonl and
+talks.jsonl made elsewhere, on a host without reasoning-gym. Prints and records the rewards by tenths of the
+run, and the seconds from the start of each run, and from its first step's end, until the mean of five steps is
+20 points above the start.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import transformers
 from openrlhf_ppo import run_child
 from record import add_options, figure, save
 from shapes import letters
+from trl_grpo import run_trl
 from verl_grpo import SEED, run_verl
 
 from rlhf_core.config import PPO, SFT, Data, StageConfig
@@ -55,6 +58,7 @@ RISE = 0.2
 WINDOW = 5
 TENTHS = 10
 BEGAN = "began.txt"
+PEERS = {"trl": run_trl, "verl": run_verl}
 
 
 def main() -> None:
@@ -63,8 +67,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cpu", action="store_true", help="a model of two layers, in float32")
-    parser.add_argument("--peer", action="store_true", help="verl after ours")
-    parser.add_argument("--peer-seconds", type=float, default=580.0, help="verl is ended after these")
+    parser.add_argument("--peer", choices=PEERS, help="runs after ours")
+    parser.add_argument("--peer-path", default="", help="a folder of packages that the peer alone imports")
+    parser.add_argument("--peer-seconds", type=float, default=580.0, help="the peer is ended after these")
     parser.add_argument("--sft-rows", type=int, default=100_000)
     parser.add_argument("--sft-learning-rate", type=float, default=3e-4)
     parser.add_argument("--steps", type=int, default=100)
@@ -75,7 +80,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "correct.py").write_text(CORRECT)
-    write_sums(arguments.out / "prompts.jsonl", arguments.steps * arguments.prompts, seed=1)
+    if not (arguments.out / "prompts.jsonl").exists():
+        write_sums(arguments.out / "prompts.jsonl", arguments.steps * arguments.prompts, seed=1)
     if not (arguments.out / "model").is_dir():
         write_model(arguments.out / "model", arguments.cpu)
     start = stage(arguments, "sft", sft(arguments), arguments.out / "model") / "checkpoint"
@@ -84,8 +90,8 @@ def main() -> None:
     lines = read_metrics(ours)
     found = figures("ours", [(line["reward/mean"], line["time"] - began) for line in lines], arguments.steps)
     if arguments.peer:
-        steps = run_verl(arguments, start, PROMPT_LEN, ANSWER_LEN)
-        found |= figures("verl", steps, arguments.steps)
+        steps = PEERS[arguments.peer](arguments, start, PROMPT_LEN, ANSWER_LEN)
+        found |= figures(arguments.peer, steps, arguments.steps)
     save(arguments, "GRPO on sums from one checkpoint, learning over steps and over seconds", found)
 
 
@@ -128,14 +134,18 @@ def write_sums(file: Path, count: int, seed: int) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in asked))
 
 
-def sft(arguments: argparse.Namespace) -> SFT:
-    rows = sums(arguments.sft_rows, seed=0)
+def write_talks(file: Path, count: int) -> None:
     talks = [
         [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
-        for row in rows
+        for row in sums(count, seed=0)
     ]
-    file = arguments.out / "talks.jsonl"
     file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+
+
+def sft(arguments: argparse.Namespace) -> SFT:
+    file = arguments.out / "talks.jsonl"
+    if not file.exists():
+        write_talks(file, arguments.sft_rows)
     return SFT.model_validate(
         {
             "data": {"sources": str(file)},

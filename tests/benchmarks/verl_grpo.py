@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from openrlhf_ppo import run_child
 
@@ -29,7 +30,7 @@ def run_verl(
     folder = (arguments.out / "verl").absolute()
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
-    write_parquet(arguments.out / "prompts.jsonl", folder / "train.parquet")
+    write_parquet(arguments.out, folder / "train.parquet")
     log = folder / "log.txt"
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "HYDRA_FULL_ERROR": "1"}
     began = time.time()
@@ -64,12 +65,17 @@ def read_steps(log: str, began: float) -> list[tuple[float, float]]:
     return [found[number] for number in sorted(found)]
 
 
-def write_parquet(prompts: Path, file: Path) -> None:
-    """Writes the prompts in the order in which our stage asks them, with the columns that verl reads."""
+def in_asked_order(folder: Path) -> list[dict[str, Any]]:
+    """The prompts of `folder` in the order in which our stage asks them."""
+    lines = (folder / "prompts.jsonl").read_text().splitlines()
+    return [json.loads(lines[i]) for i in order_of_epoch(len(lines), 0, SEED)]
+
+
+def write_parquet(folder: Path, file: Path) -> None:
+    """Writes the prompts with the columns that verl reads."""
     import pandas
 
-    lines = prompts.read_text().splitlines()
-    rows = [json.loads(lines[i]) for i in order_of_epoch(len(lines), 0, SEED)]
+    rows = in_asked_order(folder)
     columns = {
         "data_source": ["sums"] * len(rows),
         "prompt": [row["prompt"] for row in rows],
