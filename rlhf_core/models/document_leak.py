@@ -63,6 +63,8 @@ def leaks(forward: Callable[..., object], module: Policy | Scorer, device: torch
     both cases, which makes it independent of the weights' scale and of rounding.
     """
     vocabulary = module.model.config.get_text_config().vocab_size
+    if isinstance(module, Policy) and module.known is not None:
+        vocabulary = module.known  # a policy gives no log-prob of tokens in the vocabulary's padding
     drawn = torch.randint(vocabulary, (2 * BEFORE + AFTER,), generator=torch.Generator().manual_seed(0))
     first, second, last = drawn.split([BEFORE, BEFORE, AFTER])
     tokens = torch.stack([torch.cat([first, last]), torch.cat([second, last])] * 2)

@@ -158,6 +158,14 @@ def test_other_families_stay_packed(
     assert not capsys.readouterr().out
 
 
+def test_no_token_of_the_vocabularys_padding_is_drawn() -> None:
+    torch.manual_seed(0)
+    policy = Policy(FAMILIES["llama"]().eval())
+    policy.known = 8  # of 97 rows; a log-prob of another token raises
+    detect_document_leak(policy, policy, CPU, packed=True)
+    assert policy.document_leak is False
+
+
 def test_a_new_head_of_zeros_hides_nothing() -> None:
     torch.manual_seed(0)
     for model, leaks in (
