@@ -62,20 +62,30 @@ def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     )
 
 
-def save(arguments: argparse.Namespace, title: str, figures: Mapping[str, dict[str, Any]]) -> None:
+def save(
+    arguments: argparse.Namespace,
+    title: str,
+    figures: Mapping[str, dict[str, Any]],
+    peer: Mapping[str, Any] | None = None,
+) -> None:
     """Writes the record of a run that ended now on this machine, if it was asked for. Its settings are the
-    other options but folders."""
+    other options but folders. `peer`: its name and its figures, numbers by our names."""
     if arguments.json:
         settings = {
             key: value
             for key, value in vars(arguments).items()
             if key not in ("model", "out", "json", "name", "folder")
         }
-        write(arguments.json, arguments.name, title, settings, figures)
+        write(arguments.json, arguments.name, title, settings, figures, peer)
 
 
 def write(
-    out: Path, name: str, title: str, settings: Mapping[str, Any], figures: Mapping[str, dict[str, Any]]
+    out: Path,
+    name: str,
+    title: str,
+    settings: Mapping[str, Any],
+    figures: Mapping[str, dict[str, Any]],
+    peer: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a record."""
     found = {
@@ -91,6 +101,8 @@ def write(
         "command": shlex.join(["python", *map(_shown, sys.argv)]),
         "figures": dict(figures),
     }
+    if peer is not None:
+        found["peer"] = dict(peer)
     out.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
 
