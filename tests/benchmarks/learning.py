@@ -30,7 +30,7 @@ from openrlhf_ppo import run_child
 from record import add_options, figure, save
 from shapes import letters
 from trl_grpo import run_trl
-from verl_grpo import SEED, run_verl
+from verl_grpo import PASS_TOKENS, SEED, run_verl
 
 from rlhf_core.config import PPO, SFT, Data, StageConfig
 from rlhf_core.data.rows.mixture import load_rows
@@ -152,6 +152,7 @@ def sft(arguments: argparse.Namespace) -> SFT:
             "model": "base",
             "max_len": PROMPT_LEN + ANSWER_LEN,
             "train_batch_size": SFT_BATCH,
+            "micro_train_tokens": PASS_TOKENS,
             "max_epochs": 1,
             "learning_rate": arguments.sft_learning_rate,
             **placed(arguments, ("ranks",)),
@@ -174,6 +175,8 @@ def grpo(arguments: argparse.Namespace) -> PPO:
             "rollout_batch_size": arguments.prompts,
             "n_samples_per_prompt": arguments.answers,
             "train_batch_size": arguments.prompts * arguments.answers // 2,
+            "micro_train_tokens": PASS_TOKENS,
+            "micro_rollout_tokens": PASS_TOKENS,
             "max_epochs": 1,
             "max_steps": arguments.steps,
             "prompt_max_len": PROMPT_LEN,

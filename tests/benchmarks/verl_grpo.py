@@ -16,6 +16,7 @@ from openrlhf_ppo import run_child
 from rlhf_core.training.train_loop import order_of_epoch
 
 SEED = 0
+PASS_TOKENS = 24576
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **others):
     return float(solution_str.strip() == ground_truth)
@@ -90,7 +91,6 @@ def options(
     arguments: argparse.Namespace, folder: Path, model: Path, prompt_len: int, answer_len: int
 ) -> list[str]:
     batch = arguments.prompts
-    tokens = 24576
     given: dict[str, object] = {
         "algorithm.adv_estimator": "grpo",
         "algorithm.use_kl_in_reward": False,
@@ -114,13 +114,13 @@ def options(
         "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
         "actor_rollout_ref.actor.ppo_mini_batch_size": batch // 2,
         "actor_rollout_ref.actor.use_dynamic_bsz": True,
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": PASS_TOKENS,
         "actor_rollout_ref.rollout.name": "vllm",
         "actor_rollout_ref.rollout.n": arguments.answers,
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
         "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3,
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": tokens,
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": PASS_TOKENS,
         "actor_rollout_ref.rollout.agent.num_workers": 4,
         "reward.custom_reward_function.path": folder / "reward.py",
         "reward.num_workers": 2,
