@@ -17,6 +17,7 @@ from rlhf_core.config.training.optimised import HALF
 from rlhf_core.forecast.by_phase import training_by_phase
 from rlhf_core.forecast.fitting_passes import alternatives, fields_of
 from rlhf_core.forecast.hardware import GIB, LINK, Gpu, nodes_of
+from rlhf_core.forecast.image_data import seen_size, seen_sizes
 from rlhf_core.forecast.memory import USABLE
 from rlhf_core.forecast.placements import Placement, choose, details, on_fewest, with_fields
 from rlhf_core.forecast.seconds import seconds_of_pass
@@ -64,8 +65,8 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
                 )
             _show_ppo(console, node.name, node.config, found, gpu, sizes)
         elif isinstance(node.config, Trainable):
-            size = model_size(planned, node, getattr(node.config, KINDS[node.kind].start))
             config = node.config
+            size = seen_size(config, model_size(planned, node, getattr(config, KINDS[node.kind].start)))
             stage = stage_of_training(config, size, gpu.memory).stage
             held = peak_of_training(config, size, stage, gpu.memory)
             zero = f", zero_stage {stage}" if config.sharding is None else ""
@@ -80,6 +81,9 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
             if config.dtype not in HALF:
                 line += f" [red]with dtype: {BF16}, and the recipe has {config.dtype}[/]"
             console.print(line, highlight=False)
+            if size.encoder is not None:
+                encoder = f"with the image encoder of {size.encoder.parameters / 1e9:.2f} billion weights"
+                console.print(f"  {encoder}, frozen and whole on each GPU", highlight=False)
             peaks = training_by_phase(config, size, stage, gpu)
             told = ", ".join(
                 f"{phase} {each.gpu / GIB:.1f} / {each.host / GIB:.1f}" for phase, each in peaks.items()
@@ -121,7 +125,7 @@ def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
     names |= {judge.group: judge.model.model for judge in config.own_judges}
     if config.has_critic:
         names["critic"] = config.critic or config.reward_models[0].model
-    return {role: model_size(planned, node, name) for role, name in names.items()}
+    return seen_sizes(config, {role: model_size(planned, node, name) for role, name in names.items()})
 
 
 def model_size(planned: Plan, node: Node, name: str) -> Size:

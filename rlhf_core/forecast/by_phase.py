@@ -180,13 +180,14 @@ def _host(config: PPO, name: str, sizes: Mapping[str, Size], gpu: Gpu) -> _Host:
     # each rank reads the exported weights into a second model on the host
     resetting = 2 * count if name == "reference" and config.reset_reference_every is not None else 0.0
     if config.ref_reward_offload:
-        return _Host(PROCESS + 2 * count, resetting=resetting)
-    return _Host(PROCESS, _loaded(size, count, over, gpu), resetting=resetting)
+        return _Host(PROCESS + 2 * count, encoder_on_host(size), resetting=resetting)
+    loading = max(_loaded(size, count, over, gpu), encoder_on_host(size))
+    return _Host(PROCESS, loading, resetting=resetting)
 
 
 def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
     count = size.parameters - (0 if head else size.head)
-    loading = _loaded(size, count, how.ranks if how.cut else 1, gpu)
+    loading = max(_loaded(size, count, how.ranks if how.cut else 1, gpu), encoder_on_host(size))
     still = PROCESS + (ROUNDED * how.weight * count / how.ranks if how.on_host else 0.0)
     if how.adapters:
         return _Host(still, loading)
@@ -197,6 +198,15 @@ def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
     on_host = averages if how.offload else 0.0
     saved = STATE_BYTES * share - MOMENT * learnt.by_muon / how.ranks
     return _Host(still, loading, saved + averages, adam=adam + on_host)
+
+
+def encoder_on_host(size: Size) -> float:
+    """Returns the bytes of an image encoder in host memory while it is loaded, after the language model, with
+    the embeddings and one layer of that."""
+    if size.encoder is None:
+        return 0.0
+    layer = (size.parameters - size.vocabulary * size.hidden - size.head) / size.layers
+    return 2 * (size.encoder.parameters + size.vocabulary * size.hidden + size.head + layer)
 
 
 def _loaded(size: Size, count: float, shares: int, gpu: Gpu) -> float:

@@ -7,6 +7,9 @@ take 4 from the first pass on. PyTorch's allocator keeps the same amount again f
 observed on H200s and fitted to their peaks; the cause was not investigated. The records of
 config/training/sharding.py say how much of this a rank holds. Frozen weights take only the first 2, and Muon
 keeps one moment (trained_weights.py).
+
+An image encoder is whole in bf16 beside each model that reads images. It runs before the language model,
+whose activations are not there yet, on as many image tokens as a pass has tokens, at most.
 """
 
 from __future__ import annotations
@@ -52,6 +55,23 @@ class ProcessBytes(NamedTuple):
     bucket: float = 0.0
 
 
+class ImageBytes(NamedTuple):
+    """Bytes for images of one process: the encoder's weights, what its pass holds at once, and the features
+    that the language model's pass keeps."""
+
+    weights: float = 0.0
+    passing: float = 0.0
+    features: float = 0.0
+
+
+def image_bytes(size: Size, tokens: int) -> ImageBytes:
+    """Returns the bytes of a model's frozen image encoder for a pass of which all `tokens` are of images."""
+    encoder = size.encoder
+    if encoder is None:
+        return ImageBytes()
+    return ImageBytes(2 * encoder.parameters, tokens * encoder.passing, tokens * encoder.features)
+
+
 def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> ProcessBytes:
     """Returns the bytes of a model with its optimiser. `head`: whether its output is the vocabulary (a
     policy) rather than one number (a critic)."""
@@ -86,13 +106,14 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Proce
         # gradients of a layer wait for its last one
         gradients += 2 * (count - (size.head if head else 0)) / size.layers
     scoring = read(size, scoring_tokens, head).scoring
-    training = max(gradients + how.tokens * kept + logits, step)
+    images = image_bytes(size, how.tokens)
+    training = max(gradients + how.tokens * kept + logits + images.features, gradients + images.passing, step)
     whole = how.weight * count
     # Adam's state is created after sharding
     starting = min(FETCHED, whole) if how.cut else max(0.0, whole - weights - state)
     gathering = group_bytes(size) if sharded else 0.0
     return ProcessBytes(
-        CONTEXT + weights + state,
+        CONTEXT + weights + images.weights + state,
         fetched + scoring,
         fetched + training,
         starting=starting,
@@ -127,8 +148,12 @@ def read(size: Size, tokens: int, head: bool, offload: bool = False, ranks: int 
     whole = 2 * (size.parameters - (0 if head else size.head))
     weights = whole / ranks
     fetched = min(FETCHED, whole) if ranks > 1 else 0.0
-    passing = tokens * size.passing + (CHUNK * size.vocabulary * 6 if head else 0) + fetched
-    return ProcessBytes(CONTEXT + (0 if offload else weights), passing + (weights if offload else 0))
+    images = image_bytes(size, tokens)
+    passing = tokens * size.passing + (CHUNK * size.vocabulary * 6 if head else 0) + images.features
+    passing = max(passing, images.passing) + fetched
+    # with `offload` the encoder stays on the GPU
+    still = CONTEXT + images.weights + (0 if offload else weights)
+    return ProcessBytes(still, passing + (weights if offload else 0))
 
 
 def bytes_of_weights(lora: Lora | None) -> float:
@@ -138,9 +163,9 @@ def bytes_of_weights(lora: Lora | None) -> float:
 
 
 def engine_needs(size: Size, over: int) -> float:
-    """Returns the bytes that an engine needs on each of `over` GPUs to start: its weights, and the memory
-    that `rollout/vllm/patches/gpu_worker.py` sets aside for its largest batch."""
-    return 2 * size.parameters / over + 3 * GIB
+    """Returns the bytes that an engine needs on each of `over` GPUs to start: its weights, those of an image
+    encoder too, and the memory that `rollout/vllm/patches/gpu_worker.py` sets aside for its largest batch."""
+    return (2 * size.parameters + image_bytes(size, 0).weights) / over + 3 * GIB
 
 
 def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, ProcessBytes]:

@@ -4,7 +4,9 @@ Torch-free.
 Operations: 2N per token for a forward pass of N parameters without embeddings, 6N for training (Kaplan et al.
 2020, section 2.1), and 2 x layers x hidden x length for the products of causal attention in a forward pass
 (for a token at the mean distance). Bytes: weights, keys and values read while decoding; weights and gradients
-sent by ZeRO (Rajbhandari et al. 2020, section 7). The rates are in rates.py.
+sent by ZeRO (Rajbhandari et al. 2020, section 7). The rates are in rates.py. With an image encoder,
+prompts are images of full length: each model's frozen encoder runs forward once for each document, that of an
+engine once for each prompt. The products of its attention are left out.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ def phases(
             )
             rate = in_scoring * rates.scoring * gpu.flops
             computed = forward_operations(size, head, config.longest) * tokens / rate
+            computed += encoding(config, size, answers) / (rates.scoring * gpu.flops)
             scoring[name] = times * (
                 beside(computed, ranks * passes * sent.scoring, spread) + ranks * sent.once
             )
@@ -100,7 +103,9 @@ def phases(
             a_pass, passes = as_laid(config, ranks)
             again = config.fp32_head and head
             of_pass = seconds_of_pass(size, a_pass, sharding.stage, head, gpu, config.longest, rates, again)
-            computed = passes * of_pass / in_training
+            # of the documents of a rank's share of a step
+            images = encoding(config, size, config.train_batch_size / ranks) / (rates.scoring * gpu.flops)
+            computed = passes * of_pass / in_training + images
             training[name] = (
                 steps
                 * ranks
@@ -132,6 +137,11 @@ def forward_operations(size: Size, head: bool, length: int) -> float:
     embeddings = size.vocabulary * size.hidden
     layers = size.active - size.head - embeddings
     return 2 * (layers + (embeddings if head else 0)) + 2 * size.layers * size.hidden * length
+
+
+def encoding(config: PPO, size: Size, documents: float) -> float:
+    """Returns the operations of a model's image encoder for documents whose prompts are all images."""
+    return 0.0 if size.encoder is None else documents * config.prompt_max_len * size.encoder.operations
 
 
 def seconds_of_pass(
@@ -235,7 +245,8 @@ def _generate(config: PPO, size: Size, processes: int, gpu: Gpu, rates: Rates) -
     stages = over // config.engine.tensor_parallel_size
     weights = steps * stages * 2 * size.parameters / over
     keys = answers * said * (prompt + said / 2) * size.kv / processes
-    prefill = 2 * size.active * answers * prompt / processes / gpu.flops
+    encoded = encoding(config, size, answers / config.n_samples_per_prompt)
+    prefill = (2 * size.active * answers * prompt + encoded) / processes / gpu.flops
     decode = max((weights + keys) / gpu.bandwidth, 2 * size.active * answers * said / processes / gpu.flops)
     talking = 2 * size.layers * ALL_REDUCE if config.engine.tensor_parallel_size > 1 else 0.0
     return prefill + decode + steps * stages * (rates.decode_step + talking / stages)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_core.hub.image_encoder import ImageEncoder, encoder_of_config, is_encoder_weight
 from rlhf_core.hub.model_files import tensors_of, weight_files
 
 BF16 = 2  # bytes
@@ -57,7 +58,8 @@ class Size(NamedTuple):
     parameters of the output layer, included in `parameters`; 0 if tied. `kept`: bytes of activations that
     training keeps per layer and token, in bf16, with FlashAttention and fused norms and activations.
     `passing`: bytes that a pass without gradients holds at once per layer and token. `kv`: bytes of keys and
-    values per token, over all layers.
+    values per token, over all layers. `encoder`: of images, not counted in the other numbers; None if the
+    model has none, or nothing to encode (`forecast/image_data.py`).
     """
 
     parameters: float
@@ -69,6 +71,7 @@ class Size(NamedTuple):
     kept: float
     passing: float
     kv: float
+    encoder: ImageEncoder | None = None
 
 
 def size_of(folder: str) -> Size:
@@ -79,7 +82,15 @@ def size_of(folder: str) -> Size:
         config = json.loads(file.read_text())
         size = size_of_config(dict(text_config(config)))
         stored = _stored(Path(folder))
-        return size._replace(parameters=min(size.parameters, stored), active=min(size.active, stored))
+        found = size._replace(
+            parameters=min(size.parameters, stored.language), active=min(size.active, stored.language)
+        )
+        if config.get("model_type") not in PICTURE_FAMILIES or stored.encoder == 0:
+            return found
+        encoder = encoder_of_config(config, size.hidden)
+        if encoder is not None and math.isfinite(stored.encoder):
+            encoder = encoder._replace(parameters=stored.encoder)
+        return found._replace(encoder=encoder)
     except (OSError, json.JSONDecodeError):
         what = "has no readable config.json" if Path(folder).is_dir() else "is no folder"
         raise ValueError(
@@ -100,20 +111,33 @@ def size_of(folder: str) -> Size:
         ) from None
 
 
-def _stored(folder: Path) -> float:
-    """Returns the number of parameters in a folder's safetensors files; infinity if there are no files, one
-    cannot be read, or weights are packed into integers. Families whose feed-forward has no gate have fewer
-    parameters than their config.json suggests."""
-    count = 0
+class _Stored(NamedTuple):
+    """Numbers of parameters in weight files: of the image encoder, and of all else."""
+
+    language: float
+    encoder: float
+
+
+def _stored(folder: Path) -> _Stored:
+    """Counts the parameters in a folder's safetensors files; infinity if there are no files, one cannot be
+    read, or weights are packed into integers. Families whose feed-forward has no gate have fewer parameters
+    than their config.json suggests."""
+    unknown = _Stored(math.inf, math.inf)
+    language = encoder = 0
     try:
         for file in weight_files(folder):
-            tensors = tensors_of(file).values()
-            if any(tensor["dtype"] in ("U8", "I8", "I32") for tensor in tensors):
-                return math.inf
-            count += sum(math.prod(tensor["shape"]) for tensor in tensors)
+            tensors = tensors_of(file)
+            if any(tensor["dtype"] in ("U8", "I8", "I32") for tensor in tensors.values()):
+                return unknown
+            for name, tensor in tensors.items():
+                count = math.prod(tensor["shape"])
+                if is_encoder_weight(name):
+                    encoder += count
+                else:
+                    language += count
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return math.inf
-    return count or math.inf
+        return unknown
+    return _Stored(language, encoder) if language else unknown
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from rlhf_core.config.training.sharding import TORCH
 from rlhf_core.data.data_report import JSON
 from rlhf_core.forecast.by_phase import training_by_phase, training_host_doubt
 from rlhf_core.forecast.hardware import Gpu
+from rlhf_core.forecast.image_data import seen_size
 from rlhf_core.forecast.zero_stage import (
     doubt,
     peak_of_training,
@@ -121,7 +122,8 @@ def with_zero_stage(
 
 
 def _size(request: StageRequest, config: Trainable) -> Size | None:
-    return size_at(request.inputs[getattr(config, KINDS[config.stage].start)])
+    size = size_at(request.inputs[getattr(config, KINDS[config.stage].start)])
+    return None if size is None else seen_size(config, size)
 
 
 def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int, host_bytes: int) -> None:

@@ -23,6 +23,7 @@ from rlhf_core.config.rewards import FunctionReward, HttpReward
 from rlhf_core.config.training.optimised import HALF
 from rlhf_core.forecast.by_phase import host_doubts
 from rlhf_core.forecast.hardware import Gpu
+from rlhf_core.forecast.image_data import seen_sizes
 from rlhf_core.forecast.zero_stage import (
     Chosen,
     doubt,
@@ -224,7 +225,7 @@ def zero_stage_of(
     gpu_bytes = 0
     if config.actor_ranks.gpus:
         found = {name: size_at(paths[name]) for name in config.placed if name != "sampler"}
-        known = {name: size for name, size in found.items() if size is not None}
+        known = seen_sizes(config, {name: size for name, size in found.items() if size is not None})
         sizes = known if len(known) == len(found) else None
         gpu_bytes = min(
             groups[name].gpu_bytes(config.timeout) for name in ("actor", "critic") if name in groups
