@@ -26,6 +26,7 @@ from evaluation.regression.regression_report import REGRESSION, RegressionReport
 from evaluation.report.summary import curves_of
 from rlhf_core.config import KINDS
 from rlhf_core.data.data_report import MARKDOWN as DATA_REPORT
+from rlhf_core.recipe.digest import content_now
 from rlhf_core.records import EvalReport, StageResult
 from rlhf_core.runs.allotment import check_stop, variables
 from rlhf_core.runs.launch import StageFailed, launch
@@ -96,7 +97,7 @@ def require_unchanged(request: StageRequest, digests: Digests) -> None:
     """Raises StageFailed when a file that determines the result has changed since the run was planned and its
     directory was named. Otherwise the stage would continue from a resume state with different data, or would
     look done to anyone who has the old file."""
-    changed = [path for path, content in request.contents.items() if digests.of(Path(path)) != content]
+    changed = [path for path, content in request.contents.items() if content_now(path, digests) != content]
     if changed:
         told = (
             f"{', '.join(changed)}: changed since the run was planned; run again, and the stage gets a"

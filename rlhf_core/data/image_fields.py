@@ -1,13 +1,21 @@
-"""Says whether a local data file may have images, without reading its rows. Torch-free."""
+"""Says whether a local data file may have images, and which image files it names. Opens no image.
+Torch-free."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import os
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from rlhf_core.data.pictures.message_parts import COLUMNS, IMAGE_KINDS
+from rlhf_core.config import Source
+from rlhf_core.data.pictures.message_parts import COLUMNS, GIVEN, IMAGE_KINDS, SCHEME
+from rlhf_core.data.pictures.picture_source import PictureFault, PictureSource
 from rlhf_core.data.rows.compressed import data_suffix, open_binary
+from rlhf_core.data.rows.row_files import raw_rows
 
 # names of columns, and types of parts
 NAMES = tuple(dict.fromkeys([*COLUMNS, *IMAGE_KINDS]))
@@ -64,3 +72,71 @@ def _in_text(path: str, limit: int | None) -> bool:
             before = block[-LONGEST:]
             seen += len(block)
     return False
+
+
+def image_names(path: Path) -> list[str]:
+    """Returns the paths of images in a data file's rows, as they are written, sorted. Rows after one that
+    cannot be read do not count, since no stage reads such a file."""
+    if not may_hold_images(str(path)):
+        return []
+    names: set[str] = set()
+    with contextlib.suppress(OSError, ValueError):
+        for row in _rows(path):
+            names.update(_names_of(row))
+    return sorted(names)
+
+
+def image_files(path: str, names: Iterable[str]) -> dict[str, Path]:
+    """Returns the places of the images that a data file names, without those outside of its folder, which are
+    not read."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(PictureFault):
+            found[name] = Path(PictureSource(name, os.path.dirname(os.path.abspath(path))).file)
+    return found
+
+
+def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    if path.suffix != ".parquet":
+        yield from raw_rows(Source(path=str(path)), None)
+        return
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                yield from batch.to_pylist()
+    except ArrowException as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+def _names_of(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the paths in a row's image columns and in the image parts of its messages."""
+    for column in COLUMNS:
+        value = row.get(column)
+        for cell in value if isinstance(value, list | tuple) else [value]:
+            if name := _name_of(cell):
+                yield name
+    values = [row]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            if value.get("type") in IMAGE_KINDS:
+                cell = next((value[key] for key in GIVEN if value.get(key) is not None), None)
+                if name := _name_of(value if "bytes" in value else cell):
+                    yield name
+            values += value.values()
+        elif isinstance(value, list | tuple):
+            values += value
+
+
+def _name_of(cell: Any) -> str:
+    """Returns the path of an image; "" for bytes, for a URL, and for something else than an image."""
+    if isinstance(cell, Mapping):
+        if cell.get("bytes") is not None:
+            return ""
+        return _name_of(next((cell[key] for key in ("url", "path") if cell.get(key) is not None), None))
+    if not isinstance(cell, str) or cell.startswith("data:") or SCHEME.match(cell) or "\0" in cell:
+        return ""
+    return cell

@@ -3,13 +3,14 @@
 The digest covers the stage's configuration (without fields marked `NotInDigest`, and without fields marked
 `InDigestIfSet` that have their defaults), the digests of its parents and of its local data and model folders,
 the seed, and the version of its kind. A Hub id is included by name, so changes to the repository go
-unnoticed; `owner/name@REVISION` is included by commit (revisions.py).
+unnoticed; `owner/name@REVISION` is included by commit (revisions.py). Image files that a data file names are
+included by content, wherever they are.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rlhf_core.config.rewarding.environment_config import Environment
 from rlhf_core.config.rewarding.verifiers import ReasoningGymReward, VerifierReward
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.config.training.zero_fields import ZeroFields, deciding_options
+from rlhf_core.data.image_fields import image_files, image_names
 from rlhf_core.data.rows.reasoning_gym_rows import installed_release
 from rlhf_core.data.rows.verifiers_rows import NoSuchInstallation, verifiers_release
 from rlhf_core.hub.ids import is_remote
@@ -31,10 +33,12 @@ from rlhf_core.recipe.named_inputs import renamed
 from rlhf_core.records import InDigestIfSet, NotInDigest
 from rlhf_core.system.files import ABSENT, Digests, digest
 
+IMAGES_OF = "images of "  # key of `Reading.contents` before a data file's path
+
 
 class Reading(Digests):
     """A `Digests` that also records the digest of each existing file and folder in `contents`, by absolute
-    path."""
+    path, and of the images that a data file names by `IMAGES_OF` and its path."""
 
     def __init__(self, digests: Digests):
         self._digests = digests
@@ -44,6 +48,14 @@ class Reading(Digests):
         content = self._digests.of(path)
         if content != ABSENT:
             self.contents[os.path.abspath(path)] = content
+        return content
+
+    def names_in(self, path: Path, read: Callable[[Path], list[str]]) -> list[str]:
+        return self._digests.names_in(path, read)
+
+    def together(self, title: str, files: Mapping[str, Path]) -> str:
+        content = self._digests.together(title, files)
+        self.contents[title] = content
         return content
 
 
@@ -92,6 +104,9 @@ def deciding(value: Any, digests: Digests) -> Any:
             content["path"] = _package(value.verifiers.environment, value.verifiers.python)
         elif isinstance(value, Source):
             content["path"] = _content(value.path, digests)
+            images = images_content(value.path, digests)
+            if images != ABSENT:
+                content["images"] = images
         if isinstance(value, PPO) and value.train_only is not None:
             content["train_only"] = digests.of(Path(value.train_only))
         if isinstance(value, FunctionReward):
@@ -156,6 +171,22 @@ def found_release(environment: str, python: str | None) -> Mapping[str, str]:
 
 def _content(place: str, digests: Digests) -> str:
     return f"hub:{place}" if is_remote(place) else digests.of(Path(place))
+
+
+def images_content(path: str, digests: Digests) -> str:
+    """Returns the digest of the image files that a local data file names; `absent` if there are none."""
+    if is_remote(path) or not os.path.isfile(path):
+        return ABSENT
+    names = digests.names_in(Path(path), image_names)
+    files = image_files(path, names)
+    return digests.together(f"{IMAGES_OF}{os.path.abspath(path)}", files) if files else ABSENT
+
+
+def content_now(place: str, digests: Digests) -> str:
+    """Returns the digest of what a key of `Reading.contents` stands for, as it is now."""
+    if place.startswith(IMAGES_OF):
+        return images_content(place.removeprefix(IMAGES_OF), digests)
+    return digests.of(Path(place))
 
 
 def _task_content(task: str, digests: Digests) -> list[str]:

@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,39 @@ class Digests:
         names = sorted(name for name in inside if not any(part.startswith(".") for part in name.parts))
         return digest({name.as_posix(): self._file((path / name).resolve()) for name in names})
 
+    def names_in(self, path: Path, read: Callable[[Path], list[str]]) -> list[str]:
+        """Returns what `read` finds in a file, cached like its digest under the name of `read`."""
+        return list(self._cached(f"{read.__name__} {path.resolve()}", [path], lambda: read(path)))
+
+    def together(self, title: str, files: Mapping[str, Path]) -> str:
+        """Returns the digest of the names and contents of many files, cached as one: `absent` in place of the
+        content of a file that is missing."""
+        return str(
+            self._cached(
+                title,
+                list(files.values()),
+                lambda: digest(
+                    {
+                        name: file_digest(path) if os.path.isfile(path) else ABSENT
+                        for name, path in files.items()
+                    }
+                ),
+            )
+        )
+
+    def _cached(self, title: str, paths: Sequence[Path], make: Callable[[], Any]) -> Any:
+        """Returns what `make` returns, once for each state of these files: path, size and mtime."""
+        states = [_state(path) for path in paths]
+        state = digest(states)
+        known = self._known.get(title)
+        if isinstance(known, list) and known[:2] == [state, len(paths)]:
+            return known[2]
+        found = make()
+        newest = max((state[2] for state in states), default=0)
+        if time.time() - newest / 1e9 > SETTLED_SECONDS:
+            self._known[title] = [state, len(paths), found]
+        return found
+
     def save(self) -> None:
         """Writes new digests to the cache. A missing or read-only folder is not an error, because the cache
         only saves time."""
@@ -64,6 +97,15 @@ class Digests:
         if time.time() - info.st_mtime > SETTLED_SECONDS:
             self._known[str(path)] = [info.st_size, info.st_mtime_ns, found]
         return found
+
+
+def _state(path: Path) -> tuple[str, int, int]:
+    """Returns a file's path, size and mtime; -1 and 0 if it is missing."""
+    try:
+        info = os.stat(path)
+    except (OSError, ValueError):  # the latter: a null character in the path
+        return str(path), -1, 0
+    return str(path), info.st_size, info.st_mtime_ns
 
 
 @contextlib.contextmanager
