@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,12 +221,13 @@ def kill_with_workers(folder: Path, process: subprocess.Popen[bytes]) -> None:
     assert RunDir(folder).result() is None, "the run ended before it could be killed"
 
 
-def assert_same_end(whole: Path, killed: Path) -> None:
-    """The same curve and weights, bit for bit; and the second half of the killed run was a resumed one."""
+def assert_same_end(whole: Path, killed: Path, but: Sequence[str] = ()) -> None:
+    """The same curve and weights, bit for bit; and the second half of the killed run was a resumed one. `but`:
+    metrics that may differ."""
 
     def curve(folder: Path) -> list[dict[str, float]]:
         return [
-            {k: v for k, v in line.items() if k != "time" and not k.startswith(TIMES)}
+            {k: v for k, v in line.items() if k not in ("time", *but) and not k.startswith(TIMES)}
             for line in read_metrics(folder)
         ]
 
