@@ -118,7 +118,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             problems += [told for told in (prompt_problem(node, plan.recipe.seed),) if told]
         problems += question_problems(node, plan.recipe.seed)
         problems += code_problems(node)
-        problems += verified_rows_problems(node)
+        problems += verified_rows_problems(node, plan.recipe.seed)
         if isinstance(node.config, AlignmentTax):
             for task in filter(is_path, node.config.tasks):
                 problems += _refused(

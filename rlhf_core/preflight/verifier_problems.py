@@ -3,12 +3,15 @@ Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
+from typing import Any
 
 from rlhf_core.config import PPO, Data, Rewarded
 from rlhf_core.config.rewarding.verifiers import ReasoningGymReward
-from rlhf_core.data.rows.mixture import checked_rows
+from rlhf_core.data.rows.columns import Located
+from rlhf_core.data.rows.mixture import checked_rows, used_rows
 from rlhf_core.data.rows.pass_rate_column import pass_rate_problem
 from rlhf_core.data.rows.verifiers_rows import verifiers_problem
 from rlhf_core.environments.agents.openenv_session import openenv_problem
@@ -17,12 +20,17 @@ from rlhf_core.environments.verifiers.verifier_checks import lacks, row_problem,
 from rlhf_core.recipe.plan import Node
 from rlhf_core.rewards.row_teachers import teacher_problem
 
-FIRST = 2000  # rows of each data set; the stage checks them all before it starts an engine
+FIRST = (
+    2000  # rows of each data set that verifiers read; the stage checks them all before it starts an engine
+)
+
+PlacedRow = tuple[str, Mapping[str, Any]]
 
 
-def verified_rows_problems(node: Node) -> list[str]:
+def verified_rows_problems(node: Node, seed: int = 0) -> list[str]:
     """Returns a sentence for each data set with a row that a verifier cannot read, or that names none of the
-    stage's environments, or a teacher that the stage lacks, or whose pass rate for a curriculum is none."""
+    stage's environments, or a teacher that the stage lacks, or whose pass rate for a curriculum is none.
+    `seed`: the recipe's, which decides the rows of a mixture."""
     config = node.config
     if not isinstance(config, Rewarded):
         return []
@@ -35,38 +43,28 @@ def verified_rows_problems(node: Node) -> list[str]:
     teachers = config.teachers if isinstance(config, PPO) else {}
     if not verifiers_of(config.reward) and not environments and not teachers and key is None:
         return []
-    told = {
-        field: _problem(config, environments, data, key if field == "prompts" else None)
-        or _teacher_problem(teachers if field == "prompts" else {}, data)
-        for field, data in sets.items()
-    }
+    told = {}
+    for field, data in sets.items():
+        named: list[Callable[[Iterable[PlacedRow]], str]] = []  # each reads all rows that the stage uses
+        if environments:
+            named.append(partial(environment_problem, environments))
+        if field == "prompts" and key is not None:
+            named.append(partial(pass_rate_problem, key))
+        if field == "prompts" and teachers:
+            named.append(partial(teacher_problem, teachers))
+        try:
+            problem = row_problem(config.reward, _with_places(islice(checked_rows(data, "prompt"), FIRST)))
+            for problem_of in named:
+                problem = problem or problem_of(_with_places(used_rows(data, seed, "prompt")))
+        except ValueError:  # reported with the data
+            continue
+        told[field] = problem or _form_problem(config, data)
     return [f"stages.{node.name}.{field}: {problem}" for field, problem in told.items() if problem]
 
 
-def _problem(config: Rewarded, environments: Collection[str], data: Data, pass_rate_key: str | None) -> str:
-    try:
-        located = islice(checked_rows(data, "prompt"), FIRST)
-        rows = [(found.where, found.row) for found in located]
-    except ValueError:  # reported with the data
-        return ""
-    return (
-        row_problem(config.reward, rows)
-        or environment_problem(environments, rows)
-        or pass_rate_problem(pass_rate_key, rows)
-        or _form_problem(config, data)
-    )
-
-
-def _teacher_problem(teachers: Collection[str], data: Data) -> str:
-    """Returns a sentence for the first row that names none of the teachers; "" without teachers."""
-    if not teachers:
-        return ""
-    try:
-        return teacher_problem(
-            teachers, ((found.where, found.row) for found in islice(checked_rows(data, "prompt"), FIRST))
-        )
-    except ValueError:  # reported with the data
-        return ""
+def _with_places(rows: Iterable[Located]) -> Iterator[PlacedRow]:
+    """Yields each row's place and the row."""
+    return ((found.where, found.row) for found in rows)
 
 
 def _form_problem(config: Rewarded, data: Data) -> str:

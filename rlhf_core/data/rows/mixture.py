@@ -89,6 +89,15 @@ def unusable(located: Located, kind: Kind | None) -> str:
     return located.no_preference if needed or no_answer else ""
 
 
+def used_rows(data: Data, seed: int, kind: Kind) -> Iterator[Located]:
+    """Yields all rows that a stage uses if all sources are files (a second for about 65,000 rows of a
+    kilobyte), else those of `checked_rows`."""
+    if all(map(is_file, data.sources)):
+        yield from (placed.located for placed in placed_rows(data, seed, kind))
+    else:
+        yield from checked_rows(data, kind)
+
+
 def placed_rows(data: Data, seed: int, kind: Kind | None, mixture: Mixture | None = None) -> Iterator[Placed]:
     """Yields the rows of the mixture one at a time in the order of the files, each with its place in the
     mixture's order. Includes rows that `load_rows` leaves out as unusable.

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config import PPO
+from rlhf_core.config import PPO, Data
+from rlhf_core.data.rows.mixture import CHECKED_ROWS, mixture_of
 from rlhf_core.environments import sandbox
 from rlhf_core.environments.verifiers import verifier_checks
 from rlhf_core.preflight.model_checks import vocabulary_problems
@@ -148,3 +149,48 @@ def test_a_teacher_with_another_tokenizer_is_named(tmp_path: Path) -> None:
 
     told = vocabulary_problems(found, lambda name: name, unlike)
     assert told == ["stages.ppo.teachers.math: org/math has other tokens than sft"]
+
+
+@pytest.mark.parametrize(
+    ("how", "good", "told"),
+    [
+        (
+            {"environments": {"game": "guess"}, "advantage_estimator": "reinforce_pp", "critic": None},
+            {"environment": "game"},
+            "the row names no environment",
+        ),
+        ({"reward": "a.py:f", "teachers": {"math": "sft"}}, {"teacher": "math"}, "the teacher 'last'"),
+        (
+            {"reward": "a.py:f", "curriculum": {"right": 1, "pass_rate_key": "rate"}},
+            {"rate": 0.5},
+            "rate is 'last', and a pass rate is from 0 to 1",
+        ),
+    ],
+)
+def test_what_rows_name_is_checked_in_all_of_them(
+    how: dict[str, Any], good: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    count = CHECKED_ROWS + 5
+    last = {"teacher": "last", "rate": "last"}
+    found = node(tmp_path, *[good] * (count - 1), last, **how)
+    (problem,) = verified_rows_problems(found)
+    assert f"rows.jsonl, row {count}: " in problem and told in problem
+    used = {"sources": str(tmp_path / "rows.jsonl"), "max_samples": count - 1}
+    found.config = found.config.model_copy(update={"prompts": Data.model_validate(used)})
+    assert verified_rows_problems(found) == []
+
+
+def test_rows_that_a_mixture_leaves_out_name_what_they_like(tmp_path: Path) -> None:
+    """The mixture takes 30 rows of each file; the 20 that are left of the second one are not checked."""
+    (tmp_path / "short.jsonl").write_text('{"prompt": "q", "teacher": "math"}\n' * 30)
+    sources = [{"path": str(tmp_path / name), "probability": 0.5} for name in ("short.jsonl", "rows.jsonl")]
+    how = {"reward": "a.py:f", "teachers": {"math": "sft"}, "prompts": {"sources": sources}}
+    rows = [{"teacher": "math"}] * 50
+    mixture = mixture_of(node(tmp_path, *rows, **how).config.prompts, 5)
+    assert mixture is not None
+    used = [place >= 0 for place in mixture.places[1]]
+    unused = [row if here else {"teacher": "other"} for row, here in zip(rows, used, strict=True)]
+    assert 20 <= used.count(False) < 25 and verified_rows_problems(node(tmp_path, *unused, **how), 5) == []
+    unused[used.index(True)] = {"teacher": "other"}
+    (problem,) = verified_rows_problems(node(tmp_path, *unused, **how), 5)
+    assert f"rows.jsonl, row {used.index(True) + 1}: " in problem
