@@ -82,7 +82,9 @@ def kill_while_judging(run: Path, process: subprocess.Popen[bytes], known: int) 
     [
         ("transformers", {"advantage_estimator": "grpo"}),
         pytest.param("vllm", {"advantage_estimator": "grpo"}, marks=pytest.mark.long),
-        pytest.param("transformers", {"critic_ranks": {"cpus": SHARE}}, marks=pytest.mark.long),
+        pytest.param(
+            "transformers", {"critic": "base", "critic_ranks": {"cpus": SHARE}}, marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_run_that_is_killed_while_its_judge_works_asks_for_each_verdict_once(
