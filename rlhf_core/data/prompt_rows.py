@@ -12,6 +12,8 @@ from rlhf_core.data.pictures.picture_source import MISNAMED, TOO_LONG, PictureFa
 from rlhf_core.data.rows.columns import Located, pictured_prompt_of, tools_of
 from rlhf_core.data.survey import BuiltItems
 
+SENDS = "the environment may send images (images: true)"
+
 if TYPE_CHECKING:  # chat imports transformers
     from rlhf_core.data.chat import Renderer
 
@@ -43,24 +45,35 @@ def prompt_within(renderer: Renderer, limit: int, located: Located) -> tuple[Pro
 
 
 def has_pictures(config: StageConfig, prompts: Sequence[Prompt], own_tokens: Iterable[str] = ()) -> bool:
-    """Returns whether some prompts have images. `own_tokens`: the titles of reward models with another
-    tokenizer than the policy. Raises ValueError if there are images that the stage or these do not read."""
-    if not any(prompt.pictures for prompt in prompts):
+    """Returns whether some prompts have images, or an environment may send some. `own_tokens`: the titles of
+    reward models with another tokenizer than the policy. Raises ValueError if there are images that the stage
+    or these do not read."""
+    if any(prompt.pictures for prompt in prompts):
+        have = "the rows have images"
+    elif environment_sends(config):
+        have = SENDS
+    else:
         return False
-    if refusal := picture_refusal(config):
+    if refusal := picture_refusal(config, have):
         raise ValueError(refusal)
     other = next(iter(own_tokens), None)
     if other is not None:
         raise ValueError(
-            f"the prompts have images, and the reward model {other} has another tokenizer than the policy:"
+            f"{have}, and the reward model {other} has another tokenizer than the policy:"
             " name one that was trained from the policy's base model"
         )
     return True
 
 
-def picture_refusal(config: StageConfig) -> str:
-    """Returns why a stage does not read the images of its rows, in a sentence; "" if it does."""
-    has = "the rows have images, which"
+def environment_sends(config: StageConfig) -> bool:
+    """Returns whether an environment of the stage may send images."""
+    return isinstance(config, PPO) and any(known.images for known in config.talks_to.values())
+
+
+def picture_refusal(config: StageConfig, have: str = "the rows have images") -> str:
+    """Returns why a stage does not read the images of its rows, in a sentence; "" if it does. `have`: the
+    beginning of the sentence."""
+    has = f"{have}, which"
     if getattr(config, "sequence_parallel_size", 1) > 1:
         return f"{has} ranks do not split: set sequence_parallel_size to 1"
     if not isinstance(config, PPO | Preferences):
@@ -68,10 +81,6 @@ def picture_refusal(config: StageConfig) -> str:
     samples = isinstance(config, Preferences) or config.has_engines
     if samples and not config.engine.abilities.images:
         return f"{has} engines of {config.engine.kind} do not read: set engine.kind to transformers"
-    if isinstance(config, Preferences):
-        if config.post_processor in ("dpo", "kto"):
-            return ""
+    if isinstance(config, Preferences) and config.post_processor not in ("dpo", "kto"):
         return f"{has} rows of answers alone do not keep: set post_processor to dpo or kto"
-    if config.environment is not None or config.environments:
-        return f"{has} environments do not read: leave the environment out, or drop the images"
     return ""

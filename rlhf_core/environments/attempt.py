@@ -10,12 +10,15 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf_core.data.documents import Prompt
+from rlhf_core.data.pictures.environment_content import in_base64
+from rlhf_core.data.pictures.message_parts import named_pictures, with_sources
+from rlhf_core.data.pictures.picture_source import PictureSource
 from rlhf_core.environments.episode_contract import EnginePool, EpisodeRequest
 from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
 from rlhf_core.environments.trajectories.joined_trajectories import JoinedTrajectories
 from rlhf_core.environments.trajectories.trajectory import Full
 from rlhf_core.rewards.reward_contract import bounded
-from rlhf_core.rollout.engine_contract import Sampling
+from rlhf_core.rollout.engine_contract import Pictures, Sampling
 
 Mail = dict[str, Any] | Failed  # a line from the environment's process, or the reason why it ended
 
@@ -37,7 +40,8 @@ class Clock:
 
 class EpisodeAttempt:
     """One attempt at an episode. `number`: its ID in the environment's process. `seed`: the seed of its
-    answers. `timeout`: the environment's time limit in seconds, for messages."""
+    answers. `timeout`: the environment's time limit in seconds, for messages. `images`: whether the
+    environment may send images."""
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class EpisodeAttempt:
         clock: Clock,
         timeout: float,
         engines: EnginePool,
+        images: bool,
     ):
         self._process = process
         self._number = number
@@ -60,6 +65,7 @@ class EpisodeAttempt:
         self._clock = clock
         self._timeout = timeout
         self._engines = engines
+        self._images = images
         self._requests = 0
         self._answering = dict[int, asyncio.Task[None]]()  # by call
         self._held = list[dict[str, Any]]()  # requests that wait until others release their tokens
@@ -95,9 +101,13 @@ class EpisodeAttempt:
                 self._process.send(cancel=self._number)
 
     def _send_start(self, prompt: Prompt) -> None:
-        messages = list(prompt.messages)
+        """Sends the row and its prompt. Images are the paths of their files, or their content in base64."""
+        sources = [_readable(picture.source) for picture in prompt.pictures]
+        messages = named_pictures(with_sources(prompt.messages, sources))
         task = {**prompt.row, "messages": messages}
-        self._process.send(start=self._number, task=task, messages=messages, seed=self._asked.shared)
+        self._process.send(
+            start=self._number, task=task, messages=messages, seed=self._asked.shared, images=self._images
+        )
 
     async def _next(self) -> Mail:
         """Returns the next line from the environment, whose time counts only while no engine is answering.
@@ -162,10 +172,14 @@ class EpisodeAttempt:
         self._requests += 1
         seed = self._seed if not turn else random.Random(f"{self._seed}-turn-{turn}").getrandbits(48)
         how = self._sampling._replace(n=1, max_new_tokens=room)
-        self._answering[call] = asyncio.create_task(self._answer(call, list(tokens), seed, how))
+        pictures = self._trajectories.pictures_of(call)
+        answering = self._answer(call, list(tokens), seed, how, pictures)
+        self._answering[call] = asyncio.create_task(answering)
 
-    async def _answer(self, call: int, tokens: list[int], seed: int, how: Sampling) -> None:
-        answer = await self._engines.ask(self._engine, tokens, seed, how)
+    async def _answer(
+        self, call: int, tokens: list[int], seed: int, how: Sampling, pictures: Pictures
+    ) -> None:
+        answer = await self._engines.ask(self._engine, tokens, seed, how, pictures)
         seen, message = self._trajectories.take(call, answer)
         self._process.send(answer=self._number, call=call, **asdict(seen), message=message)
 
@@ -193,6 +207,11 @@ class EpisodeAttempt:
             raise Failed(
                 "an answer came that nobody waited for: the environment cancelled model.answer()"
             ) from None
+
+
+def _readable(source: PictureSource) -> PictureSource:
+    """Returns an image whose name is its path or, if it is in no file, its content in base64."""
+    return source._replace(name=in_base64(bytes(source.data)) if len(source.data) else source.file)
 
 
 def _ends(hearing: asyncio.Task[Mail]) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_core.data.pictures.environment_content import check_size, sent_content
 from rlhf_core.environments.joined_calls import JoinedCalls, Message
 
 
@@ -47,7 +48,7 @@ class Answer:
 
 class Conversation:
     """A conversation with the model. `messages`: all messages so far. `turns`: the number of answers since
-    the prompt.
+    the prompt. `images`: whether messages may have images.
 
     `random` is seeded by the run, the iteration and the prompt. All answers to a prompt share the seed,
     because they are compared with each other.
@@ -58,36 +59,41 @@ class Conversation:
         messages: Sequence[Message],
         seed: int,
         ask: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
+        images: bool = False,
+        folder: str | None = None,
     ):
         """`ask` sends a request: the new messages, the number of their conversation and, if the request
-        starts that conversation, its tools or the conversation that it forks (`CallPlace`)."""
+        starts that conversation, its tools or the conversation that it forks (`CallPlace`). `folder`: that of
+        image files, None if none are read."""
         self.messages = list(messages)
         self.turns = 0
         self.rewards = list[float]()
         self.answered = list[int]()  # the calls that `rewards` refer to
         self.rewarded = False
         self.random = random.Random(seed)
+        self.images = images
+        self._folder = folder
         self._ask = ask
         self._lost = False
-        self._calls = JoinedCalls()
+        self._calls = JoinedCalls(images)
 
     async def answer(self, *new: str | Message) -> Answer:
-        """Adds messages (a string becomes a user message) and returns the model's answer. Raises
-        LimitReached."""
+        """Adds messages (a string becomes a user message) and returns the model's answer. Content is a text,
+        or a list of texts and images, as in rows of data. Raises LimitReached."""
         if self.turns and not new:
             raise ValueError("model.answer() without a message, after an answer: say something to it")
-        added = [
+        added: list[Message] = [
             {"role": "user", "content": message} if isinstance(message, str) else dict(message)
             for message in new
         ]
         for message in added:
-            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str | list):
                 raise ValueError(
-                    "model.answer() takes texts, or messages with a role and a content that are texts, not"
-                    f" {message!r:.80}"
+                    "model.answer() takes texts, or messages with a role and a content, which is a text or a"
+                    f" list of parts, not {message!r:.80}"
                 )
-            # replaces lone surrogates
-            message["content"] = message["content"].encode(errors="replace").decode()
+            message["content"] = sent_content(message["content"], self.images, self._folder)
+        check_size(added)
         if self._lost:
             raise RuntimeError(
                 "a wait for an answer was cancelled before, so the conversation cannot go on: end the episode"
@@ -110,8 +116,9 @@ class Conversation:
         """
         place = self._calls.place(messages, list(tools))
         request = {"ask": place.new, "conversation": place.conversation.number, "fork": place.fork}
-        reply = await self._ask(request | {"tools": list(tools), "most": most})
         try:
+            check_size(place.new)
+            reply = await self._ask(request | {"tools": list(tools), "most": most})
             answer = self._answer_of(reply)
         except (LimitReached, ValueError):
             self._calls.refused(place)

@@ -14,7 +14,7 @@ from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.process import Failed
 from rlhf_core.rewards.reward_trial import SECONDS, made_up_answer
 from rlhf_core.rollout.dispatch import Background
-from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling, answer_of
+from rlhf_core.rollout.engine_contract import Pictures, SampledAnswer, Sampling, answer_of
 
 
 class MadeUpAnswers:
@@ -28,7 +28,9 @@ class MadeUpAnswers:
 
     def release(self, engine: int) -> None: ...
 
-    async def ask(self, engine: int, tokens: list[int], seed: int, sampling: Sampling) -> SampledAnswer:
+    async def ask(
+        self, engine: int, tokens: list[int], seed: int, sampling: Sampling, pictures: Pictures
+    ) -> SampledAnswer:
         given = self._tokens[: sampling.max_new_tokens]
         return answer_of(given, [0.0] * len(given), len(given) == len(self._tokens))
 

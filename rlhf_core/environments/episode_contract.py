@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.trajectories.joined_trajectories import JoinedTrajectories
-from rlhf_core.rollout.engine_contract import SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import Pictures, SampledAnswer, Sampling
 
 
 @dataclass(frozen=True)
@@ -39,4 +39,6 @@ class EnginePool(Protocol):
 
     def release(self, engine: int) -> None: ...
 
-    async def ask(self, engine: int, tokens: list[int], seed: int, sampling: Sampling) -> SampledAnswer: ...
+    async def ask(
+        self, engine: int, tokens: list[int], seed: int, sampling: Sampling, pictures: Pictures
+    ) -> SampledAnswer: ...

@@ -157,7 +157,16 @@ class Episodes:
         which = number % len(self._processes)
         process = await self._process(which)
         attempt = EpisodeAttempt(
-            process, number, asked, seed, trajectories, sampling, clock, self._config.timeout, engines
+            process,
+            number,
+            asked,
+            seed,
+            trajectories,
+            sampling,
+            clock,
+            self._config.timeout,
+            engines,
+            images=self._config.images or bool(asked.prompt.pictures),
         )
         rewards = await attempt.run()
         self._admissions[which].finished()

@@ -15,6 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rlhf_core.data.pictures.environment_content import (
+    NO_IMAGES,
+    compared_content,
+    has_images,
+    sent_content,
+)
+
 Message = dict[str, Any]
 DEEPEST = 64  # nesting levels of the JSON in tools and call arguments
 ROLES = {"developer": "system", "function": "tool"}  # older or newer names
@@ -42,16 +49,18 @@ class CallPlace(NamedTuple):
 
 
 class JoinedCalls:
-    """Keeps track of the conversations of one episode. Number 0 is the conversation of `model.answer`."""
+    """Keeps track of the conversations of one episode. Number 0 is the conversation of `model.answer`.
+    `images`: whether messages may have images."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: bool = False) -> None:
+        self._images = images
         self._known = list[KnownConversation]()
         self._numbers = itertools.count(1)
 
     def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> CallPlace:
         """Returns the place of a call, and closes its conversation until `answered` is called. Raises
         ValueError if the messages are not a conversation waiting for an answer."""
-        asked = [plain_message(message) for message in messages]
+        asked = [plain_message(message, self._images) for message in messages]
         if not asked or asked[-1]["role"] == "assistant":
             raise ValueError("the messages need a last one that is not the assistant's")
         check_depth([tools, [message.get("tool_calls") for message in asked]])
@@ -117,16 +126,20 @@ def _compared(message: Message) -> list[Any]:
     calls = [
         (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
     ]
-    return [message["role"], message["content"].strip(), calls]
+    return [message["role"], compared_content(message["content"]), calls]
 
 
-def plain_message(message: Message) -> Message:
+def plain_message(message: Message, images: bool = False) -> Message:
     """Converts an OpenAI chat completions message to the form that chat templates read: role, content as one
-    string, and tool calls with their arguments as an object. Raises ValueError if it is not such a message,
-    or has parts that are not text."""
+    string or as texts and images (`sent_content`), and tool calls with their arguments as an object. Raises
+    ValueError if it is not such a message, or has other parts; images in base64 URLs are read with `images`,
+    but not in answers."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message is an object with a role and a content, not {message!r:.80}")
-    plain: Message = {"role": ROLES.get(message["role"], message["role"]), "content": _text(message)}
+    role = ROLES.get(message["role"], message["role"])
+    reads = images and role != "assistant" and has_images(message.get("content"))
+    content = sent_content(message["content"], True, None) if reads else _text(message)
+    plain: Message = {"role": role, "content": content}
     if message.get("tool_calls"):
         plain["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
     for name in ("tool_call_id", "name"):
@@ -143,6 +156,8 @@ def _text(message: Message) -> str:
         text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if has_images([part]) and message["role"] != "assistant":
+                raise ValueError(NO_IMAGES)
             raise ValueError(f"the policy reads text alone, and a message has a part of type {kind!r}")
         texts.append(text)
     return "".join(texts).encode(errors="replace").decode()  # replaces lone surrogates

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from rlhf_core.data.pictures.environment_content import in_base64
 from rlhf_core.environments.environment_worker import PAGE
 from rlhf_core.system.processes import child_environment, how_ended, kill_group
 
@@ -116,7 +117,7 @@ class Process:
         `Failed`."""
         assert self._process.stdin is not None
         if not self.ended:
-            self._process.stdin.write(json.dumps(line, default=str).encode() + b"\n")
+            self._process.stdin.write(json.dumps(line, default=_as_json).encode() + b"\n")
 
     def _running(self) -> tuple[int, int]:
         """Returns the episode being stepped (-1: none), and the step counter."""
@@ -187,3 +188,8 @@ class Process:
         self.ended = True
         kill_group(self._process.pid)
         await self._process.wait()
+
+
+def _as_json(value: Any) -> str:
+    """Returns a value that JSON lacks as text: bytes, such as a row's image, in base64."""
+    return in_base64(value) if isinstance(value, bytes) else str(value)

@@ -30,6 +30,7 @@ from rlhf_core.preflight.families.family import family_problems, option_problems
 from rlhf_core.preflight.machine_checks import check_machine
 from rlhf_core.preflight.model_checks import (
     argument_problems,
+    image_problems,
     judge_problems,
     model_problem,
     sampling_problems,
@@ -110,6 +111,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             problems += judge_problems(node, partial(_start_of, plan, node), plan.recipe.trust_remote_code)
         problems += argument_problems(node, partial(_start_of, plan, node), plan.recipe.trust_remote_code)
         problems += sequence_problems(node, partial(_start_of, plan, node))
+        problems += image_problems(node, partial(_start_of, plan, node))
         for text in node.config.texts:
             frame = frames.get(pair_of(start or "", text.data))
             problems += text_problems(node, text, frame, unfit_rows)

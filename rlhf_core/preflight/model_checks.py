@@ -11,11 +11,13 @@ from typing import Any
 
 from rlhf_core.config import KINDS, PPO, AlignmentTax, Evaluation, Rewarded, StageConfig
 from rlhf_core.config.kinds import named
+from rlhf_core.data.prompt_rows import SENDS, environment_sends, picture_refusal
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import (
     FIXED_EXPERTS,
     NO_FLOAT16,
     ONLY_TRAINED,
+    PICTURE_FAMILIES,
     cannot_train_quantised,
     keeps_experts,
     more_than_text,
@@ -253,6 +255,25 @@ def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list
             " their activations overflow: set bfloat16"
         ]
     return []
+
+
+def image_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
+    """Returns why the stage cannot read the images that its environment may send. `start_of`: as in
+    `vocabulary_problems`."""
+    config = node.config
+    if not isinstance(config, PPO) or not environment_sends(config):
+        return []
+    told = picture_refusal(config, SENDS)
+    place = start_of(config.actor)
+    if not told and place is not None and not is_remote(place):
+        family = _config(place).get("model_type")
+        if family is not None and family not in PICTURE_FAMILIES:
+            families = ", ".join(PICTURE_FAMILIES)
+            told = (
+                f"{SENDS}, but {place} ({family}) reads none: name a model of the families {families}, or"
+                " leave images out"
+            )
+    return [f"stages.{node.name}.actor: {told}"] if told else []
 
 
 def unlike_vocabulary(own: str, other: str, trust_remote_code: bool = False) -> str | None:

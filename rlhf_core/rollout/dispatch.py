@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from rlhf_core.cluster.pending import Pending, RankDied
 from rlhf_core.cluster.worker_group import WorkerGroup
-from rlhf_core.rollout.engine_contract import Request, SampledAnswer, Sampling
+from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 
 R = TypeVar("R")
@@ -104,13 +104,20 @@ class Engines:
         living = [engine for engine in range(len(self._asked)) if engine not in self.dead]
         return min(living or range(len(self._asked)), key=lambda engine: self._reserved[engine])
 
-    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
+    async def ask(
+        self,
+        engine: int,
+        tokens: Sequence[int],
+        seed: int,
+        sampling: Sampling,
+        pictures: Pictures = (),
+    ) -> SampledAnswer:
         """Asks an engine for one answer. If it dies, asks another, or the same one once it is back
         (`revived`). Raises RoleFailed when an engine fails in another way, makes no progress, or dies for
         good. Cancelling this call makes the engine abort the request."""
         while True:
             try:
-                return await self._ask(engine, tokens, seed, sampling)
+                return await self._ask(engine, tokens, seed, sampling, pictures)
             except RankDied:
                 if not self._revives:
                     raise
@@ -118,12 +125,14 @@ class Engines:
                 if engine in self.dead:
                     await self._back.wait()
 
-    async def _ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
+    async def _ask(
+        self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling, pictures: Pictures
+    ) -> SampledAnswer:
         if engine in self.dead:
             raise RankDied(f"engine {engine} is dead")
         key = next(self._keys)
         future = asyncio.get_running_loop().create_future()
-        self._new[engine].append(Request(key, list(tokens), seed, sampling))
+        self._new[engine].append(Request(key, list(tokens), seed, sampling, pictures))
         self._asked[engine][key] = future
         serving = self._serving[engine]
         if serving is None or serving.done():

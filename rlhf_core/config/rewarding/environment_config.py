@@ -92,6 +92,10 @@ class Environment(Config):
             " client (docs/how-to/openenv.md)"
         ),
     )
+    images: Annotated[bool, InDigestIfSet] = Field(
+        False,
+        description="whether the environment may send images, which policy and engines must then read",
+    )
     max_turns: Positive = Field(8, description="answers of an episode")
     answer_max_len: Positive | None = Field(
         None,

@@ -153,7 +153,7 @@ def _load(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
     family = getattr(config, "model_type", "")
     if config is None or family not in PICTURE_FAMILIES:
         raise ValueError(
-            f"the row has images, but {folder} ({family or 'no config.json'}) cannot be trained on any: name"
+            f"there are images, but {folder} ({family or 'no config.json'}) cannot be trained on any: name"
             f" a model of the families {', '.join(PICTURE_FAMILIES)}, or drop the images"
         )
     try:

@@ -20,7 +20,7 @@ from rlhf_core.data.pictures.message_parts import (
     with_texts,
     without_sources,
 )
-from rlhf_core.data.pictures.picture_source import CUT_AWAY, PictureFault
+from rlhf_core.data.pictures.picture_source import CUT_AWAY, PictureFault, PictureSource
 from rlhf_core.data.rows.columns import without_weights
 
 if TYPE_CHECKING:
@@ -93,17 +93,27 @@ class Renderer:
     def follow(
         self, messages: Sequence[Message], new: Sequence[Message], ended: bool, tools: Tools = ()
     ) -> list[int]:
-        """Returns the tokens between the last answer in `messages` and the answer to the `new` messages.
-        `ended`: the tokens of the last answer already include its end-of-turn token. The answers themselves
-        are not rendered: sampled tokens stay unchanged.
+        """Returns the tokens of `follow_document`."""
+        return list(self.follow_document(messages, new, ended, tools).tokens)
 
-        Raises ValueError when the template rejects the messages or does not show where the answer ends.
+    def follow_document(
+        self, messages: Sequence[Message], new: Sequence[Message], ended: bool, tools: Tools = ()
+    ) -> Document:
+        """Returns what is between the last answer in `messages` and the answer to the `new` messages, with
+        the images of `new`; the mask is False. `ended`: the tokens of the last answer already include its
+        end-of-turn token. The answers themselves are not rendered: sampled tokens stay unchanged. Images in
+        `messages` need only be named.
+
+        Raises ValueError when the template rejects the messages or does not show where the answer ends, and
+        PictureFault for an image that cannot be used.
         """
         if messages[-1]["role"] != "assistant" or not new or new[-1]["role"] == "assistant":
             raise ValueError(
                 "new messages follow an answer, and the last of them must not be the assistant's"
             )
-        after = self._template.after_answer(messages, new, tools)
+        sources = sources_in(new)
+        self._require_place(sources)
+        after = self._template.after_answer(without_sources(messages), without_sources(new), tools)
         if after is None:
             raise ValueError(
                 "the chat template does not show where an answer ends once messages follow it: take another"
@@ -111,7 +121,12 @@ class Renderer:
             )
         if ended and self._template.end_of_turn:
             after = after.removeprefix(self._template.end_of_turn)
-        return self._encoder.encode_part(after, first=False)
+        counts: list[int] = []
+        if sources:
+            after, _, counts = self.pictures.expanded(after, [], sources)
+        tokens = self._encoder.encode_part(after, first=False)
+        located = self.pictures.located(tokens, sources, counts) if sources else ()
+        return Document(tokens, [False] * len(tokens), pictures=located)
 
     def frame_of(self, tools: Tools) -> int:
         """Returns the template's own length in tokens, including its description of the tools."""
@@ -223,8 +238,7 @@ class Renderer:
     def _encoded(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools) -> Document:
         """Returns the rendered messages with their images."""
         sources = sources_in(messages)
-        if sources and self.template != "chat":
-            raise ValueError("a plain template has no place for images: use 'chat'")
+        self._require_place(sources)
         text, spans = self._template.render(
             without_sources(without_weights(messages)), generation_prompt, tools
         )
@@ -233,6 +247,10 @@ class Renderer:
         text, spans, counts = self.pictures.expanded(text, spans, sources)
         document = self._encoder.encode(text, spans, self.stop_token_ids, _untrained(messages, spans))
         return replace(document, pictures=self.pictures.located(document.tokens, sources, counts))
+
+    def _require_place(self, sources: Sequence[PictureSource]) -> None:
+        if sources and self.template != "chat":
+            raise ValueError("a plain template has no place for images: use 'chat'")
 
     def answer(self, prompt_messages: Sequence[Message], response: str) -> Document:
         """Returns the prompt's tokens, the response and the end-of-turn token, with the mask on the last two,

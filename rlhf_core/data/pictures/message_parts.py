@@ -12,7 +12,7 @@ import base64
 import binascii
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_core.data.pictures.picture_source import KNOWN_SUFFIXES, PictureSource
@@ -221,7 +221,7 @@ def without_sources(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _shown(part: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "image"} if "picture" in part else part
+    return {"type": "image"} if part["type"] == "image" else part
 
 
 def with_texts(content: Content, texts: Sequence[str]) -> Content:
@@ -237,6 +237,26 @@ def texts_of(content: Content) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part["text"] for part in content if part["type"] == "text"]
+
+
+def with_sources(
+    messages: Sequence[Mapping[str, Any]], sources: Iterable[PictureSource]
+) -> list[dict[str, Any]]:
+    """Returns messages whose images are named (`named_pictures`) with the images themselves. `sources`: in
+    order. Raises ValueError if there are more or fewer."""
+    left = iter(sources)
+    found = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [
+                {"type": "image", "picture": next(left, None)} if part["type"] == "image" else part
+                for part in content
+            ]
+        found.append({**message, "content": content})
+    if None in sources_in(found) or next(left, None) is not None:
+        raise ValueError("messages name more or fewer images than there are: sample the answers again")
+    return found
 
 
 def named_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

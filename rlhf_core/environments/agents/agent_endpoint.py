@@ -42,17 +42,19 @@ from rlhf_core.environments.joined_calls import Message
 
 LOOPBACK = "127.0.0.1"
 LARGEST = 2**22  # bytes of a request, which is tokenised in the event loop that serves all episodes
+LARGEST_WITH_IMAGES = 2**25  # bytes of a request to a policy that reads images
 KEEP_ALIVE_SECONDS = 3600  # how long an agent's tools may work between two requests
 
 
 class AgentSession:
     """An episode as its agent sees it. `name`: the model name that identifies the episode in requests sent
-    with the key shared by all episodes. `limited`: why a limit refused the last request. `responses`: the
-    messages up to each response, keyed by response ID."""
+    with the key shared by all episodes. `limited`: why a limit refused the last request. `images`: whether
+    messages may have images. `responses`: the messages up to each response, keyed by response ID."""
 
     def __init__(self, model: Conversation, name: str):
         self.name = name
         self.limited = ""
+        self.images = model.images
         self.responses = dict[str, list[Message]]()
         self._model = model
         self._working = set[asyncio.Task[Answer]]()
@@ -173,7 +175,8 @@ class AgentEndpoint:
         if session is None and key != self.shared_key:
             return _refusal(401, "the key is not one of an episode that runs", "invalid_api_key")
         try:
-            body = json.loads(await body_of(request))
+            images = any(known.images for known in self._sessions.values())
+            body = json.loads(await body_of(request, LARGEST_WITH_IMAGES if images else LARGEST))
             if not isinstance(body, dict):
                 raise ValueError("the body must be a JSON object")
             session = session or self._named.get(str(body.get("model")))
@@ -195,16 +198,16 @@ class AgentEndpoint:
 
 
 class TooLarge(ValueError):
-    """Reports a request larger than `LARGEST` bytes."""
+    """Reports a request that is too large."""
 
 
-async def body_of(request: Request) -> bytes:
-    """Returns the body of a request. Raises TooLarge if it is too large."""
+async def body_of(request: Request, most: int) -> bytes:
+    """Returns the body of a request. Raises TooLarge if it has more than `most` bytes."""
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > LARGEST:
-            raise TooLarge(f"a request may have {LARGEST} bytes")
+        if len(body) > most:
+            raise TooLarge(f"a request may have {most} bytes")
     return bytes(body)
 
 

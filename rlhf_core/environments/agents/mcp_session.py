@@ -105,8 +105,11 @@ class McpSession:
                 break
         return found
 
-    async def call(self, name: str, arguments: dict[str, Any], seconds: float) -> str:
-        """Calls a tool and returns its result as text, or an error message if it fails. Raises ServerGone."""
+    async def call(
+        self, name: str, arguments: dict[str, Any], seconds: float, images: bool = False
+    ) -> str | list[dict[str, Any]]:
+        """Calls a tool and returns its result as text, or as texts and images if it has some and `images` are
+        read; or an error message if it fails. Raises ServerGone."""
         try:
             check_depth(arguments)
             json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
@@ -125,6 +128,8 @@ class McpSession:
             return f"error: {stopped if error.error.code == REQUEST_TIMEOUT else error.error.message}"
         except Exception as error:  # the result does not have the form that the tool declares
             return f"error: {error or type(error).__name__}"
+        if images and not found.is_error and any(part.type == "image" for part in found.content):
+            return [part_of(part) for part in found.content]
         text = "\n".join(map(text_of, found.content))
         if not text and found.structured_content:
             text = json.dumps(found.structured_content)
@@ -136,3 +141,10 @@ def text_of(part: Any) -> str:
     inner = part.resource if part.type == "resource" else part
     text = getattr(inner, "text", None)
     return f"[{part.type}]" if text is None else str(text)
+
+
+def part_of(part: Any) -> dict[str, Any]:
+    """Returns part of a result as part of a message."""
+    if part.type == "image":
+        return {"type": "image", "base64": part.data}
+    return {"type": "text", "text": text_of(part)}

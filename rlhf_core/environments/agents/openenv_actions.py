@@ -87,6 +87,26 @@ def text_of(observation: Mapping[str, Any], fields: Collection[str], longest: in
     return shortened(text if shown else "", longest)
 
 
+def shown_to(
+    images: bool, observation: Mapping[str, Any], fields: Collection[str], longest: int
+) -> str | dict[str, Any]:
+    """Returns what the model sees of an observation: `text_of` it or, if the model reads `images` and fields
+    hold some (`data:image/...`), a message with these before the text of the other fields."""
+    seen = {name: value for name, value in observation.items() if name in fields or not fields}
+    urls = [name for name, value in seen.items() if _is_image(value)]
+    if not images or not urls:
+        return text_of(observation, fields, longest)
+    others = {name: value for name, value in observation.items() if name not in urls}
+    parts = [{"type": "image", "image": observation[name]} for name in urls]
+    text = text_of(others, fields, longest)
+    texts = [{"type": "text", "text": text}] if text else []
+    return {"role": "user", "content": parts + texts}
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("data:image/")
+
+
 def tool_text(observation: Mapping[str, Any], longest: int) -> str:
     """Returns the text of a tool's result that the model sees."""
     error = observation.get("error")

@@ -18,6 +18,7 @@ from typing import Any
 
 import mcp
 
+from rlhf_core.data.pictures.environment_content import Content
 from rlhf_core.environments.agents.agent_command import adopt_orphans, kill_marked
 from rlhf_core.environments.agents.mcp_session import McpSession, Servers
 from rlhf_core.environments.agents.own_loop import in_a_loop_of_its_own
@@ -116,19 +117,28 @@ class McpTools:
             results = []
             for number, call in enumerate(answer.calls):
                 over = f"error: an answer may have {self._calls} calls"
-                text = await self._result(call, sessions) if number < self._calls else over
+                images = model.images
+                content = await self._result(call, sessions, images) if number < self._calls else over
                 name = call.name.encode(errors="replace").decode()
-                results.append({"role": "tool", "name": name, "tool_call_id": call.id, "content": text})
+                results.append({"role": "tool", "name": name, "tool_call_id": call.id, "content": content})
             answer = await model.answer(*results)
         return answer
 
-    async def _result(self, call: Call, sessions: Sequence[McpSession]) -> str:
-        """Returns the text of a call's result that the model sees, at most `longest` characters. Raises
-        ServerGone."""
+    async def _result(self, call: Call, sessions: Sequence[McpSession], images: bool) -> Content:
+        """Returns a call's result as the model sees it: at most `longest` characters of each text and, with
+        `images`, images. Raises ServerGone."""
         if call.wrong or call.name not in self._server_of:
             return f"error: {call.wrong or f'there is no tool {call.name!r}'}"
         session = sessions[self._server_of[call.name]]
-        text = await session.call(call.name, call.arguments, self._seconds)
+        content = await session.call(call.name, call.arguments, self._seconds, images)
+        if isinstance(content, str):
+            return self._shortened(content)
+        return [
+            {**part, "text": self._shortened(part["text"])} if part["type"] == "text" else part
+            for part in content
+        ]
+
+    def _shortened(self, text: str) -> str:
         cut = "" if len(text) <= self._longest else f"\n[{len(text) - self._longest} more characters]"
         return text[: self._longest] + cut
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from rlhf_core.environments.agents.openenv_actions import (
     action_of,
     action_problem,
+    shown_to,
     takes_tools,
     text_field,
-    text_of,
     tool_text,
     tools_of,
 )
@@ -29,6 +29,7 @@ from rlhf_core.environments.agents.openenv_session import (
 )
 from rlhf_core.environments.agents.own_loop import in_a_loop_of_its_own
 from rlhf_core.environments.conversation import Answer, Conversation, LimitReached
+from rlhf_core.environments.joined_calls import Message
 
 CALLS = 8  # maximum number of tool calls in one answer
 CUT = "a limit of tokens cut the last answer"
@@ -109,16 +110,18 @@ class OpenEnvEpisodes:
         self, session: OpenEnvSession, step: OpenEnvStep, model: Conversation, rewards: RewardsOfSteps
     ) -> None:
         """Steps with the text of each answer until the episode is done. Raises LimitReached."""
-        said = self._text(step)
+        said = self._seen(step, model)
         answer = await model.answer(*[said] if said else [])
         while answer.finished:
-            told = await self._stepped(session, answer, rewards)
+            told = await self._stepped(session, answer, model, rewards)
             if told is None:
                 return
             answer = await model.answer(told)
         raise LimitReached(CUT)
 
-    async def _stepped(self, session: OpenEnvSession, answer: Answer, rewards: RewardsOfSteps) -> str | None:
+    async def _stepped(
+        self, session: OpenEnvSession, answer: Answer, model: Conversation, rewards: RewardsOfSteps
+    ) -> str | Message | None:
         """Returns the next message for the model; None when the episode is done."""
         try:
             action = action_of(answer.text, self._field, self._schema, self._action)
@@ -126,14 +129,14 @@ class OpenEnvEpisodes:
         except (ActionRefused, ValueError) as error:
             return f"error: {error}"
         rewards.add(step.reward)
-        return None if step.done else self._text(step) or "(nothing)"
+        return None if step.done else self._seen(step, model) or "(nothing)"
 
     async def _call_tools(
         self, session: OpenEnvSession, step: OpenEnvStep, model: Conversation, rewards: RewardsOfSteps
     ) -> None:
         """Steps with each call until the episode is done, or until an answer has no calls, which gets the
         reward 0. Raises LimitReached."""
-        said = self._text(step)
+        said = self._seen(step, model)
         answer = await model.answer(*[said] if said else [])
         while answer.calls and answer.finished:
             results = []
@@ -156,8 +159,8 @@ class OpenEnvEpisodes:
             raise LimitReached(CUT)
         model.reward(0.0)  # an episode that ends without a step also needs a reward
 
-    def _text(self, step: OpenEnvStep) -> str:
-        return text_of(step.observation, self._observe, self._longest)
+    def _seen(self, step: OpenEnvStep, model: Conversation) -> str | Message:
+        return shown_to(model.images, step.observation, self._observe, self._longest)
 
 
 class RewardsOfSteps:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +19,8 @@ from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Document, Message, Prompt
 from rlhf_core.environments.conversation import Answer
 from rlhf_core.environments.trajectories.calls import CallFormat
-from rlhf_core.environments.trajectories.trajectory import Full, Limit, Limits, Trajectory
-from rlhf_core.rollout.engine_contract import SampledAnswer
+from rlhf_core.environments.trajectories.trajectory import Full, Limit, Limits, Trajectory, moved
+from rlhf_core.rollout.engine_contract import Pictures, SampledAnswer
 
 
 class TakenAnswer(NamedTuple):
@@ -96,6 +96,10 @@ class JoinedTrajectories:
         prompt = Prompt((), [], self._row, False)
         return Trajectory(prompt, self._renderer, self._limits, tools, calls, whole=True)
 
+    def pictures_of(self, call: int) -> Pictures:
+        """Returns the images of the conversation of a waiting request."""
+        return self._paths[self._waiting[call][0]].pictures
+
     def take(self, call: int, answer: SampledAnswer) -> tuple[Answer, Message]:
         """Adds the model's answer to a request. Returns the same as `Trajectory.take`."""
         number, _ = self._waiting.pop(call)
@@ -169,11 +173,14 @@ class JoinedTrajectories:
         documents = [path.document for path in self._kept]
         if len(documents) == 1:
             return documents[0]
+        starts = self._starts()
+        moved_pictures = [moved(part.pictures, at) for part, at in zip(documents, starts, strict=True)]
         return Document(
             array("i", [token for document in documents for token in document.tokens]),
             array("b", [bool(flag) for document in documents for flag in document.mask]),
             experts=joined_experts([document.experts for document in documents]),
-            starts=tuple(self._starts()[1:]),
+            starts=tuple(starts[1:]),
+            pictures=tuple(chain.from_iterable(moved_pictures)),
         )
 
     @property

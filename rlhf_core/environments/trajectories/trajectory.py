@@ -15,9 +15,16 @@ import numpy as np
 
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Document, Message, Prompt, compact
+from rlhf_core.data.pictures.message_parts import (
+    MAX_PICTURES,
+    named_pictures,
+    parts_of,
+    sources_in,
+    with_sources,
+)
 from rlhf_core.environments.conversation import Answer, Call
 from rlhf_core.environments.trajectories.calls import CallFormat
-from rlhf_core.rollout.engine_contract import SampledAnswer
+from rlhf_core.rollout.engine_contract import Pictures, SampledAnswer
 
 NO_LIMIT = sys.maxsize
 
@@ -55,7 +62,8 @@ class AnswerPlace(NamedTuple):
 
 class Trajectory:
     """Holds the tokens of one conversation. `prompt`: all messages before the first answer, once that answer
-    is requested. `whole`: whether a prompt over its limit is refused instead of truncated."""
+    is requested. `messages`: all messages; an image is only named. `pictures`: the images, with their tokens.
+    `whole`: whether a prompt over its limit is refused instead of truncated, as one with images always is."""
 
     def __init__(
         self,
@@ -82,27 +90,32 @@ class Trajectory:
         self._versions = list[tuple[int, int]]()
         self._called = 0
         self._experts: np.ndarray | None = None
+        self.pictures: Pictures = ()
 
     def ask(self, new: Sequence[Message], left: int = NO_LIMIT) -> tuple[list[int], int]:
         """Adds messages. Returns all tokens and the token limit of the next answer. `left`: how many tokens
-        the episode may still use. Raises Full, or ValueError for messages that the template rejects; in both
-        cases nothing is added. After Full the conversation counts as not `finished`, unless another answer
-        follows."""
+        the episode may still use. Raises Full, or ValueError for messages that the template rejects and for
+        images that cannot be used; in both cases nothing is added. After Full the conversation counts as not
+        `finished`, unless another answer follows."""
+        new = [_with_sources(message) for message in new]
+        if len(self.pictures) + len(sources_in(new)) > MAX_PICTURES:
+            raise ValueError(f"an episode may have {MAX_PICTURES} images, and the environment sends more")
         if not self._answers:
             return self._open(new, left)
         if self.turns >= self._limits.turns:
             self.cut()
             raise Full(f"the conversation has its {self._limits.turns} answers (max_turns)", "turns")
-        added = self._renderer.follow(self.messages, new, self.ended, self._tools)
+        added = self._renderer.follow_document(self.messages, new, self.ended, self._tools)
         used = len(self._tokens) - len(self.prompt.tokens) + len(added)
         room = min(self._room(used), left - len(added))
         if room < 1:
             self.cut()
             raise Full(f"the conversation has its {self._limits.tokens} tokens (generate_max_len)", "tokens")
-        self._tokens += added
+        self.pictures += moved(added.pictures, len(self._tokens))
+        self._tokens += added.tokens
         self._mask += [False] * len(added)
         self._logprobs += [0.0] * len(added)
-        self.messages += new
+        self.messages += named_pictures(new)
         return self._tokens, room
 
     def cut(self) -> None:
@@ -113,27 +126,30 @@ class Trajectory:
         """Renders the prompt and returns the same as `ask`."""
         prompt = self.prompt
         if new or self._tools or not prompt.tokens:
-            messages = [*self.messages, *new]
-            tokens, cut = self._rendered(messages)
-            prompt = Prompt(tuple(messages), tokens, prompt.row, cut)
+            known = with_sources(prompt.messages, [picture.source for picture in prompt.pictures])
+            messages = [*known, *new]
+            document, cut = self._rendered(messages)
+            shown = tuple(named_pictures(messages))
+            prompt = Prompt(shown, list(document.tokens), prompt.row, cut, document.pictures)
         room = min(self._room(0), left - len(prompt.tokens))
-        if room < 1 or (self._whole and prompt.truncated):
+        if room < 1 or (prompt.truncated and (self._whole or prompt.pictures)):
             limit = self._limits.prompt_tokens
             message = f"the messages have more tokens than are left, at most {limit} (prompt_max_len)"
             raise Full(message, "tokens")
         self.prompt = prompt
         self.messages = list(prompt.messages)
+        self.pictures = prompt.pictures
         self._tokens = list(prompt.tokens)
         self._mask = [False] * len(self._tokens)
         self._logprobs = [0.0] * len(self._tokens)
         return self._tokens, room
 
-    def _rendered(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """Returns the tokens of the prompt, truncated unless `whole`, and whether the prompt was too long."""
-        if not self._whole:
-            return self._renderer.prompt_within(messages, self._limits.prompt_tokens, self._tools)
-        tokens = self._renderer.prompt(messages, self._tools)
-        return tokens, len(tokens) > self._limits.prompt_tokens
+    def _rendered(self, messages: Sequence[Message]) -> tuple[Document, bool]:
+        """Returns the prompt, truncated unless `whole` or with images, and whether it was too long."""
+        if not self._whole and not sources_in(messages):
+            return self._renderer.document_within(messages, self._limits.prompt_tokens, self._tools)
+        document = self._renderer.prompt_document(messages, self._tools)
+        return document, len(document) > self._limits.prompt_tokens
 
     def _room(self, used: int) -> int:
         left = self._limits.tokens - used
@@ -180,6 +196,7 @@ class Trajectory:
         made._answers = self._answers[:answers]
         made._copied = answers
         made._called = self._called
+        made.pictures = until(self.pictures, end)
         return made
 
     def drop_last(self) -> None:
@@ -194,14 +211,17 @@ class Trajectory:
         messages = self._answers[-1].messages if self._answers else len(self.prompt.messages)
         del self.messages[messages:], self._tokens[end:], self._mask[end:], self._logprobs[end:]
         self._versions = [(first, version) for first, version in self._versions if first < end]
+        self.pictures = until(self.pictures, end)
 
     @property
     def document(self) -> Document:
         """Returns the whole conversation up to the last answer; before the first answer, the prompt."""
         end = self._answers[-1].last + 1 if self._answers else len(self._tokens)
         if not end:
-            return compact(self.prompt.tokens, ())
-        return Document(array("i", self._tokens[:end]), array("b", self._mask[:end]), experts=self._experts)
+            return compact(self.prompt.tokens, (), pictures=self.prompt.pictures)
+        tokens = array("i", self._tokens[:end])
+        mask = array("b", self._mask[:end])
+        return Document(tokens, mask, experts=self._experts, pictures=until(self.pictures, end))
 
     @property
     def logprobs(self) -> np.ndarray:
@@ -240,3 +260,20 @@ class Trajectory:
     def ends(self) -> list[int]:
         """Returns the index of the last token of each answer that this trajectory trains on."""
         return [place.last for place in self._answers[self._copied :]]
+
+
+def moved(pictures: Pictures, by: int) -> Pictures:
+    """Returns images whose tokens are `by` tokens later."""
+    return tuple(picture._replace(start=picture.start + by, stop=picture.stop + by) for picture in pictures)
+
+
+def until(pictures: Pictures, end: int) -> Pictures:
+    """Returns the images among the first `end` tokens."""
+    return tuple(picture for picture in pictures if picture.stop <= end)
+
+
+def _with_sources(message: Message) -> Message:
+    """Returns an environment's message with the images that its content names in base64 (`sent_content`)."""
+    if not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": parts_of(message["content"], "the environment's message", None)}

@@ -6,6 +6,8 @@ Experience (to train on).
 
 from __future__ import annotations
 
+import base64
+import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_core.data.documents import Document, Message, Prompt
+from rlhf_core.data.pictures.picture_source import EncodedPicture, PictureSource
 from rlhf_core.rewards.clients import Rewards, join
 
 
@@ -81,14 +84,32 @@ def stored(rollout: Rollout) -> dict[str, Any]:
     }
     if rollout.document.starts:
         row["starts"] = list(rollout.document.starts)
-    if rollout.document.pictures:
-        row["pictures"] = picture_names(rollout.prompt)
     if rollout.own is None:
-        return row
+        return row | ({"pictures": picture_names(rollout.prompt)} if rollout.document.pictures else {})
+    if rollout.document.pictures:
+        row["images"] = [_stored_picture(picture) for picture in rollout.document.pictures]
     early = None if rollout.own.early is None else rollout.own.early.tolist()
     given = {"early": early, "reward": None if np.isnan(rollout.own.reward) else rollout.own.reward}
     of_prompt = {"prompt_messages": rollout.prompt.messages, "truncated": rollout.prompt.truncated}
     return row | of_prompt | {"messages": rollout.messages, "own": rollout.own._asdict() | given}
+
+
+def _stored_picture(picture: EncodedPicture) -> dict[str, Any]:
+    """Returns an image of an episode as JSON: its tokens, and its file or its content in base64."""
+    source = picture.source
+    place = {"start": picture.start, "stop": picture.stop}
+    if not len(source.data):
+        return place | {"path": source.file}
+    return place | {"name": source.name, "base64": base64.b64encode(source.data).decode()}
+
+
+def _restored_picture(row: Mapping[str, Any]) -> EncodedPicture:
+    if "base64" in row:
+        source = PictureSource(row["name"], None, base64.b64decode(row["base64"]))
+    else:
+        folder, name = os.path.split(row["path"])
+        source = PictureSource(name, folder)
+    return EncodedPicture(row["start"], row["stop"], source)
 
 
 def picture_names(prompt: Prompt) -> list[str]:
@@ -111,10 +132,16 @@ def restored(row: Mapping[str, Any], prompt: Prompt, experts: np.ndarray | None)
         document = replace(document, pictures=prompt.pictures)
         return Rollout(prompt, document, logprobs, row["finished"], versions=versions)
     own = Own(**row["own"])
+    pictures = tuple(_restored_picture(image) for image in row.get("images", ()))
+    document = replace(document, pictures=pictures)
     early = None if own.early is None else np.array(own.early, np.float32)
     own = own._replace(early=early, reward=np.nan if own.reward is None else own.reward)
     prompt = Prompt(
-        tuple(row["prompt_messages"]), row["tokens"][: row["prompt"]], prompt.row, row["truncated"]
+        tuple(row["prompt_messages"]),
+        row["tokens"][: row["prompt"]],
+        prompt.row,
+        row["truncated"],
+        tuple(picture for picture in pictures if picture.stop <= row["prompt"]),
     )
     return Rollout(prompt, document, logprobs, row["finished"], row["messages"], own, versions)
 

@@ -20,7 +20,7 @@ from rlhf_core.config.training.optimiser_fields import EMA
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.data_report import JSON, write_data_report
 from rlhf_core.data.documents import Prompt
-from rlhf_core.data.prompt_rows import has_pictures
+from rlhf_core.data.prompt_rows import environment_sends, has_pictures
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.environments.environment_trial import try_environment
 from rlhf_core.environments.episodes import Episodes
@@ -78,6 +78,8 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     # Before any model is loaded: functions and environment may be faulty.
     held_out_prompts = held_out.prompts if held_out else ()
     pictures = has_pictures(config, [*data.items, *held_out_prompts], own_tokens)
+    if environment_sends(config):
+        _ = renderer.pictures  # raises ValueError for a model that reads none
     require_environments(config.environments, data.items, held_out_prompts)
     require_teachers(config.teachers, [prompt.row for prompt in data.items])
     agreement: dict[str, float] = {}

@@ -203,7 +203,9 @@ class AtOnce:
 
     def release(self, engine: int, requests: int = 1) -> None: ...
 
-    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
+    async def ask(
+        self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling, pictures: Any = ()
+    ) -> SampledAnswer:
         last = self._renderer.decoded(list(tokens), True).rpartition("user")[2]
         try:
             await asyncio.sleep(1000 if "slow" in last else 0.01)

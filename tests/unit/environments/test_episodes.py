@@ -89,7 +89,9 @@ class AtOnce:
 
     def release(self, engine: int, requests: int = 1) -> None: ...
 
-    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
+    async def ask(
+        self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling, pictures: Any = ()
+    ) -> SampledAnswer:
         await asyncio.sleep(0)
         self.asked.append((len(tokens), seed))
         said = self._renderer.tokenizer(f"ok{seed % 1000}", add_special_tokens=False).input_ids
@@ -281,9 +283,11 @@ class Slow(AtOnce):
 
     cancelled = 0
 
-    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
+    async def ask(
+        self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling, pictures: Any = ()
+    ) -> SampledAnswer:
         if not self.asked:
-            return await super().ask(engine, tokens, seed, sampling)
+            return await super().ask(engine, tokens, seed, sampling, pictures)
         try:
             await asyncio.sleep(1000)
         except asyncio.CancelledError:

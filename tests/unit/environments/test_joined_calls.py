@@ -100,7 +100,7 @@ def test_messages_have_one_form() -> None:
         ([user("a"), said("b")], "not the assistant's"),
         (["a"], "an object with a role"),
         ([{"content": "a"}], "an object with a role"),
-        ([user("a") | {"content": [{"type": "image_url", "image_url": {}}]}], "a part of type 'image_url'"),
+        ([user("a") | {"content": [{"type": "image_url", "image_url": {}}]}], "set images: true"),
         ([user("a") | {"tool_calls": [{"function": "look"}]}], "a function with a name"),
     ],
 )

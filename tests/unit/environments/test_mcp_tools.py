@@ -87,7 +87,9 @@ class Caller:
 
     def release(self, engine: int, requests: int = 1) -> None: ...
 
-    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
+    async def ask(
+        self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling, pictures: Any = ()
+    ) -> SampledAnswer:
         await asyncio.sleep(0)
         text = self._renderer.decoded(list(tokens), True)
         got = text.rpartition("<tool_response>\n")[2].partition("\n</tool_response>")[0]

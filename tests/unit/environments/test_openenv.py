@@ -25,6 +25,7 @@ from rlhf_core.environments.agents.openenv_actions import (
     action_of,
     action_problem,
     first_object,
+    shown_to,
     text_field,
     text_of,
 )
@@ -164,7 +165,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 class Caller(AtOnce):
     """In place of engines: calls the tool."""
 
-    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
+    async def ask(
+        self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling, pictures: Any = ()
+    ) -> SampledAnswer:
         call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
         said = self._renderer.tokenizer(call, add_special_tokens=False).input_ids
         return SampledAnswer([*said, self._renderer.end_token_id], [-1.0] * (len(said) + 1), True)
@@ -175,8 +178,10 @@ class Cut(AtOnce):
 
     whole = 0
 
-    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
-        answer = await super().ask(engine, tokens, seed, sampling)
+    async def ask(
+        self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling, pictures: Any = ()
+    ) -> SampledAnswer:
+        answer = await super().ask(engine, tokens, seed, sampling, pictures)
         if len(self.asked) <= self.whole:
             return answer
         return SampledAnswer(answer.tokens[:-1], answer.logprobs[:-1], False)
@@ -369,4 +374,16 @@ def test_texts_of_observations() -> None:
     assert text_of({"a": 1, "b": "x"}, ("b",), 100) == "x"
     assert text_of({}, (), 100) == "" and text_of({"a": 1}, ("b",), 10) == ""
     assert text_of({"said": "x" * 20}, (), 8) == "x" * 8 + "\n[12 more characters]"
+
+
+def test_images_of_observations() -> None:
+    url = "data:image/png;base64,AAAA"
+    seen = {"screen": url, "said": "a" * 9, "other": 1}
+    image = {"type": "image", "image": url}
+    found = shown_to(True, seen, ("screen", "said"), 4)
+    text = {"type": "text", "text": "aaaa\n[5 more characters]"}
+    assert found == {"role": "user", "content": [image, text]}
+    assert shown_to(True, seen, ("screen",), 4) == {"role": "user", "content": [image]}
+    assert shown_to(True, seen, ("said",), 9) == "a" * 9 == shown_to(False, seen, ("said",), 9)
+    assert shown_to(False, {"screen": url}, (), 99) == url
     assert openenv_session.LARGEST == 2**24

@@ -96,6 +96,7 @@ Environment.python rlhf_core/config/rewarding/environment_config.py self.python
 VerifiersPrompts.python rlhf_core/data/rows/verifiers_rows.py source.python
 Environment.answer_max_len rlhf_core/stages/ppo/train.py environment.answer_max_len
 Environment.timeout rlhf_core/environments/episodes.py self._config.timeout
+Environment.images rlhf_core/environments/episodes.py self._config.images
 RequestLimits.timeout rlhf_core/judging/chat_client.py self.limits.timeout
 Remote.api_key_env rlhf_core/config/rewarding/remote_models.py self.api_key_env
 Endpoint.more evaluation/answers/remote_answers.py endpoint.more

@@ -377,6 +377,7 @@ SAMPLED = {
     "JudgeReward": changes(summed, {"kind": "judge", "judge": {"model": "m"}, "rubric": "r"}, WEIGHED),
     "Environment": [
         Change("answer_max_len", 5, asked),
+        Change("images", True, asked),
         Change("max_turns", 3, asked),
         Change("options", {"a": 1}, asked),
         Change("path", "tools", asked),

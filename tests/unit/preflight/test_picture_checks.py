@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlhf_core.config import Data
+from rlhf_core.config import PPO, Data
 from rlhf_core.hub.model_config import ONLY_TRAINED, PICTURE_FAMILIES
 from rlhf_core.preflight.inputs import check_inputs
+from rlhf_core.preflight.model_checks import image_problems
 from rlhf_core.preflight.rows.template_length import RowsToRender, measure, measured, pair_of
 from rlhf_core.recipe.load_recipe import load_recipe
 from rlhf_core.recipe.plan import plan
@@ -42,7 +44,27 @@ def test_a_text_model_is_refused_with_the_row(material: Path, tmp_path: Path) ->
     )
     asked_rows = RowsToRender(data.model_dump_json(), "sft", "max_len", 100)
     rendered = measure(pair_of(str(material / "base"), data), [asked_rows], False).rendered[asked_rows]
-    assert "rows.jsonl, row 1: the row has images" in rendered.refused
+    assert "rows.jsonl, row 1: there are images" in rendered.refused
+
+
+def test_a_policy_that_reads_no_images_is_told_before_the_run(material: Path, tmp_path: Path) -> None:
+    def problems(start: Path, images: bool = True, kind: str = "transformers") -> list[str]:
+        fields = {
+            "prompts": {"sources": "a.jsonl"},
+            "environment": {"path": "a.py:f", "images": images},
+            "advantage_estimator": "reinforce_pp",
+            "engine": {"kind": kind},
+        }
+        node: Any = SimpleNamespace(name="ppo", config=PPO.model_validate(fields))
+        return image_problems(node, lambda name: str(start))
+
+    reads = make_pictured("qwen3_vl", tmp_path / "base")
+    assert problems(reads) == [] == problems(material / "base", images=False)
+    (told,) = problems(material / "base")
+    assert told.startswith("stages.ppo.actor: the environment may send images (images: true), but ")
+    assert "reads none: name a model of the families" in told
+    (told,) = problems(reads, kind="vllm")
+    assert "engines of vllm do not read" in told
 
 
 @pytest.mark.parametrize("family", STAGED)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -115,7 +116,8 @@ class RolloutGroup:
             return [of_episode(episode) for episode in episodes]
         engine = self.dispatch.reserve(n)  # one for all answers, which share the prompt's keys and values
         try:
-            requests = [self.dispatch.ask(engine, prompt.tokens, seed + j, sampling) for j in range(n)]
+            asked = partial(self.dispatch.ask, engine, prompt.tokens)
+            requests = [asked(seed + j, sampling, prompt.pictures) for j in range(n)]
             return [rollout(prompt, answer) for answer in await asyncio.gather(*requests)]
         finally:
             self.dispatch.release(engine, n)

@@ -161,7 +161,7 @@ def test_other_images_in_the_prompt_of_a_comparison_are_refused() -> None:
 
 def test_a_text_model_refuses_images(material: Path, tmp_path: Path) -> None:
     renderer = Renderer(load_tokenizer(str(material / "base")), "chat")
-    told = r"rows.jsonl, row 1: the row has images, but .*base \(.*\) cannot be trained on any: name a model"
+    told = r"rows.jsonl, row 1: there are images, but .*base \(.*\) cannot be trained on any: name a model"
     with pytest.raises(ValueError, match=told):
         load([{**asked("What?"), "image": "a.png"}], tmp_path, renderer)
 

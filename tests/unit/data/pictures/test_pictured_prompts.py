@@ -165,7 +165,7 @@ def config_of(**fields: Any) -> PPO:
         (config_of(), ""),
         (config_of(engine=EngineConfig()), "set engine.kind to transformers"),
         (config_of(sequence_parallel_size=2, actor_ranks={"num_ranks_per_node": 2}), "set sequence_parallel"),
-        (config_of(environment="a.py:f", reward="environment"), "leave the environment out"),
+        (config_of(environment="a.py:f", reward="environment"), ""),
         (config_of(reward="other"), ""),
         (Preferences(policy="base", prompts={"sources": "a"}, reward="other"), "engine.kind to transformers"),
     ],
@@ -188,6 +188,22 @@ def test_validation_knows_prompts_by_their_images(
     assert has_pictures(config, found.prompts)
     with pytest.raises(ValueError, match="engines of vllm"):
         has_pictures(config_of(engine=EngineConfig()), found.prompts)
+
+
+def test_images_of_an_environment_are_refused_like_those_of_rows(reader: Renderer) -> None:
+    messages = ({"role": "user", "content": "Look."},)
+    items = [Prompt(messages, reader.prompt(messages), {}, False)]
+    quiet, sends = ({"environment": {"path": "a.py:f", "images": images}} for images in (False, True))
+    assert not has_pictures(config_of(**quiet, engine=EngineConfig()), items)
+    assert has_pictures(config_of(**sends), items)
+    several = {"environments": {"a": {"path": "a.py:f"}, "b": {"path": "b.py:f", "images": True}}}
+    assert has_pictures(config_of(**several), items)
+    with pytest.raises(
+        ValueError, match=r"may send images \(images: true\), which engines of vllm do not read"
+    ):
+        has_pictures(config_of(**sends, engine=EngineConfig()), items)
+    with pytest.raises(ValueError, match=r"\(images: true\), and the reward model rm has another tokenizer"):
+        has_pictures(config_of(**sends), items, ["rm"])
 
 
 def test_a_resumed_run_has_the_same_documents(reader: Renderer, tmp_path: Path) -> None:

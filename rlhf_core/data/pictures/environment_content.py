@@ -1,0 +1,108 @@
+"""Reads the content of an environment's messages, texts and images. Runs in an environment process and uses
+only the standard library.
+
+Images leave the process as base64, so that a file may change afterwards. What they contain is checked where
+they are decoded (`picture_decoding.py`).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_core.data.pictures.message_parts import GIVEN, IMAGE_KINDS, parts_of
+from rlhf_core.data.pictures.picture_source import MAX_BYTES, PictureSource
+
+Content = str | list[dict[str, Any]]
+NO_IMAGES = (
+    "the environment sends an image, which the policy does not read: set images: true in the stage's"
+    " environment, with a model that reads images, or send text"
+)
+
+
+def sent_content(content: Any, images: bool, folder: str | None) -> Content:
+    """Returns content as JSON: a text, or a list of texts and images in base64 URLs. `images`: whether the
+    stage reads images. `folder`: that of image files; None: no file is read.
+
+    Raises ValueError for other content, for images that the stage does not read, and for files outside the
+    folder.
+    """
+    if isinstance(content, str):
+        return _text(content)
+    if not isinstance(content, Sequence):
+        raise ValueError(f"content is a text or a list of parts, not {content!r:.80}")
+    parts = parts_of([_with_bytes(part) for part in content], "a message", folder)
+    if isinstance(parts, str):
+        return _text(parts)
+    if not images:
+        raise ValueError(NO_IMAGES)
+    return [_sent(part) for part in parts]
+
+
+def check_size(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError if the images of new messages have more than MAX_BYTES together: they are sent in one
+    line."""
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    sizes = [len(part.get("image", "")) for part in itertools.chain.from_iterable(contents)]
+    if sum(sizes) * 3 / 4 > MAX_BYTES:
+        raise ValueError(f"the images of new messages have more than {MAX_BYTES:,} bytes: make them smaller")
+
+
+def has_images(content: Any) -> bool:
+    """Returns whether content in any form is a list with an image."""
+    parts = content if isinstance(content, list) else []
+    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS for part in parts)
+
+
+def _text(text: str) -> str:
+    """Returns a text without lone surrogates."""
+    return text.encode(errors="replace").decode()
+
+
+def _sent(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part["type"] == "text":
+        return {"type": "text", "text": _text(part["text"])}
+    source: PictureSource | None = part["picture"]
+    if source is None:
+        raise ValueError("a part of a message is an image without content: give its path or bytes")
+    return {"type": "image", "image": in_base64(source.encoded())}
+
+
+def in_base64(content: bytes) -> str:
+    """Returns bytes as a URL that contains them."""
+    return f"data:;base64,{base64.b64encode(content).decode()}"
+
+
+def _with_bytes(part: Any) -> Any:
+    """Returns a part with a PNG's bytes in place of an image of Pillow, and a text as a part."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        return part
+    return {key: _png(value) if key in GIVEN else value for key, value in part.items()}
+
+
+def _png(value: Any) -> Any:
+    if not type(value).__module__.startswith("PIL.") or not hasattr(value, "save"):
+        return value
+    content = io.BytesIO()
+    known = value.mode in ("RGB", "RGBA", "L", "LA", "P", "1", "I;16")
+    (value if known else value.convert("RGB")).save(content, "PNG")
+    return content.getvalue()
+
+
+def compared_content(content: Content) -> str:
+    """Returns a string that is equal for equal content, but for space around it."""
+    if isinstance(content, str):
+        return content.strip()
+    return "".join(_compared(part) for part in content).strip()
+
+
+def _compared(part: Mapping[str, Any]) -> str:
+    if part["type"] == "text":
+        return str(part["text"])
+    return f"<image {hashlib.sha256(part['image'].encode()).hexdigest()}>"
