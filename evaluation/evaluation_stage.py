@@ -244,6 +244,7 @@ def answer_all(
             max_model_len=max_len,
             dtype=dtype,
             trust_remote_code=trust,
+            pictures=any(question.pictures for question in questions),
         )
 
     count = token_counter(config.style_tokenizer) if config.style_tokenizer else None

@@ -13,23 +13,18 @@ from rlhf_core.records import Config, NotInDigest, Positive, Rate, check, keys_t
 class Abilities(NamedTuple):
     """Describes what a kind of engine can do. `splits`: hold a model on several GPUs; `adapters`: take new
     adapters without the other weights; `routing`: return the experts of each token; `interrupts`: take new
-    weights between two tokens of an answer; `serves`: run as a server with an API; `images`: answer prompts
-    with images."""
+    weights between two tokens of an answer; `serves`: run as a server with an API."""
 
     splits: bool
     adapters: bool
     routing: bool
     interrupts: bool
     serves: bool
-    images: bool
 
 
 ABILITIES = {
-    # vLLM reads images with torchvision, of which there is no build for its CPU version
-    "vllm": Abilities(splits=True, adapters=True, routing=True, interrupts=True, serves=True, images=False),
-    "transformers": Abilities(
-        splits=False, adapters=False, routing=False, interrupts=False, serves=False, images=True
-    ),
+    "vllm": Abilities(splits=True, adapters=True, routing=True, interrupts=True, serves=True),
+    "transformers": Abilities(splits=False, adapters=False, routing=False, interrupts=False, serves=False),
 }
 
 # options of vLLM that `engine.options` refuses, and why.

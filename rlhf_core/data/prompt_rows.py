@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rlhf_core.config import PPO, Preferences, StageConfig
+from rlhf_core.config import PPO, EngineConfig, Preferences, StageConfig
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.pictures.message_parts import named_pictures, sources_in
 from rlhf_core.data.pictures.picture_source import MISNAMED, TOO_LONG, PictureFault
 from rlhf_core.data.rows.columns import Located, pictured_prompt_of, tools_of
 from rlhf_core.data.survey import BuiltItems
+from rlhf_core.system.torchvision_check import lacks_torchvision
 
 SENDS = "the environment may send images (images: true)"
 
@@ -70,6 +71,17 @@ def environment_sends(config: StageConfig) -> bool:
     return isinstance(config, PPO) and any(known.images for known in config.talks_to.values())
 
 
+def engine_refusal(engine: EngineConfig) -> str:
+    """Returns why engines read no images, in a sentence; "" if they do."""
+    if engine.kind != "vllm":
+        return ""
+    if engine.adapters == "alone":
+        return "leave engine.adapters out, since vLLM has no adapters for models that read images"
+    if engine.pipeline_parallel_size > 1:
+        return "set engine.pipeline_parallel_size to 1"
+    return lacks_torchvision()
+
+
 def picture_refusal(config: StageConfig, have: str = "the rows have images") -> str:
     """Returns why a stage does not read the images of its rows, in a sentence; "" if it does. `have`: the
     beginning of the sentence."""
@@ -79,8 +91,8 @@ def picture_refusal(config: StageConfig, have: str = "the rows have images") -> 
     if not isinstance(config, PPO | Preferences):
         return ""
     samples = isinstance(config, Preferences) or config.has_engines
-    if samples and not config.engine.abilities.images:
-        return f"{has} engines of {config.engine.kind} do not read: set engine.kind to transformers"
+    if samples and (refusal := engine_refusal(config.engine)):
+        return f"{has} these engines do not read: {refusal}"
     if isinstance(config, Preferences) and config.post_processor not in ("dpo", "kto"):
         return f"{has} rows of answers alone do not keep: set post_processor to dpo or kto"
     return ""

@@ -11,6 +11,7 @@ from rlhf_core.config import Data, Evaluation, Regression, Source, VllmJudge
 from rlhf_core.data.documents import Message, as_text
 from rlhf_core.data.pictures.message_parts import marked_text, sources_in
 from rlhf_core.data.pictures.picture_source import PictureFault, PictureSource
+from rlhf_core.data.prompt_rows import engine_refusal
 from rlhf_core.data.rows.columns import Located, pictured_prompt_of
 from rlhf_core.data.rows.mixture import placed_rows
 from rlhf_core.data.rows.required_columns import key_to_set
@@ -83,11 +84,8 @@ def load_questions(source: Source, max_questions: int | None, seed: int) -> list
 def cannot_see(config: Evaluation) -> Iterator[str]:
     """Yields sentences about the parts of an evaluation that read no images, for questions with images."""
     models = {config.baseline, *config.models, *(config.parents or {}).values()}
-    if models - config.endpoints.keys() and not config.engine.abilities.images:
-        yield (
-            f"they have images, which engines of {config.engine.kind} do not read: set engine.kind to"
-            " transformers"
-        )
+    if models - config.endpoints.keys() and (refusal := engine_refusal(config.engine)):
+        yield f"they have images, which these engines do not read: {refusal}"
     if any(isinstance(judge, VllmJudge) for judge in config.judges):
         yield "they have images, which judges of kind vllm do not read: use rule, reward or openai judges"
     if isinstance(config, Regression):

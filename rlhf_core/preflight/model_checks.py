@@ -117,9 +117,7 @@ def _has_language_model(config: dict[str, Any], node: Node, used_as: str) -> boo
     inner = str((config.get("text_config") or {}).get("model_type"))
     if inner in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return True
-    # such engines load a model as the trainer does
-    engine = getattr(node.config, "engine", None)
-    is_sampled = engine is not None and engine.abilities.images
+    is_sampled = getattr(node.config, "engine", None) is not None  # vLLM runs the whole
     return inner in ONLY_TRAINED and (is_sampled or used_as in ONLY_TRAINED[inner])
 
 

@@ -56,14 +56,6 @@ def answer_of(
     return SampledAnswer(array("i", tokens), array("f", logprobs), finished, experts)
 
 
-def refuse_pictures(pictures: Sequence[Pictures]) -> None:
-    """Raises ValueError if a prompt has images, for an engine that reads none."""
-    if any(pictures):
-        raise ValueError(
-            "a prompt has images, which engines of vllm do not read: set engine.kind to transformers"
-        )
-
-
 class Sampling(NamedTuple):
     """Describes how answers are sampled: `n` per prompt, with log-probs if `logprobs`. A text in `stop` ends
     an answer and stays in it.

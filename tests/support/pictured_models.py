@@ -50,7 +50,15 @@ GEMMA_TOKENS = (
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
 )
 GEMMA4_TOKENS = (
-    *("<bos>", "<turn|>", "<pad>", "<|turn>", "<|image>", "<image|>", "<|image|>"),
+    *(
+        "<pad>",
+        "<turn|>",
+        "<bos>",
+        "<|turn>",
+        "<|image>",
+        "<image|>",
+        "<|image|>",
+    ),  # pad is 0, as in releases
     *("<|audio>", "<audio|>", "<|audio|>", "<|video|>"),
 )
 MISTRAL_TOKENS = (*("<pad>", "</s>", "<s>", "[INST]", "[/INST]"), *("[IMG]", "[IMG_BREAK]", "[IMG_END]"))

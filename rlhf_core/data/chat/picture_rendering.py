@@ -108,6 +108,12 @@ class PictureRenderer:
         tensors: dict[str, np.ndarray] = self._processor.picture_tensors(self._processed(decoded(source)))
         return tensors
 
+    def seen(self, source: PictureSource) -> tuple[dict[str, np.ndarray], int]:
+        """Returns `tensors`, and the number of image tokens. Safe to call in several threads."""
+        features = self._processed(decoded(source))
+        tokens = str(self._processor.replace_image_token(features, 0)).count(self._token)
+        return self._processor.picture_tensors(features), tokens
+
     def _expansion_of(self, size: tuple[int, int]) -> str:
         """Returns the text that stands for an image of size (width, height)."""
         from PIL import Image

@@ -22,6 +22,7 @@ from rlhf_core.rollout.vllm.environment import (
     set_vllm_environment,
 )
 from rlhf_core.rollout.vllm.patches.table import apply_patches
+from rlhf_core.rollout.vllm.pictured_prompts import picture_options
 from rlhf_core.system.gc_pause import freeze_libraries, uncollected
 
 
@@ -52,6 +53,7 @@ def engine_arguments(
     can_sleep: bool,
     routing_replay: bool,
     adapter_rank: int,
+    pictures: bool = False,
 ) -> dict[str, Any]:
     """Returns the arguments of `vllm.LLM` for a folder that contains a complete model, excluding
     `config.options`.
@@ -76,14 +78,15 @@ def engine_arguments(
         enable_return_routed_experts=routed,
         gpu_memory_utilization=config.gpu_memory_utilization,
         trust_remote_code=trust_remote_code,
-        enable_prefix_caching=on_gpu or not has_state(vllm, model, dtype, max_model_len, trust_remote_code),
+        enable_prefix_caching=on_gpu
+        or not has_state(vllm, model, dtype, max_model_len, trust_remote_code, pictures),
         # Prefilling a prompt in parts makes vLLM rewind its seeded generator, which CPU generators cannot do,
         # so CPUs prefill whole prompts. vLLM caches the states of Mamba layers by prefix only if prompts are
         # prefilled in parts.
         enable_chunked_prefill=on_gpu,
         max_num_batched_tokens=None if on_gpu else max(max_model_len, CPU_BATCHED_TOKENS),
         logprobs_mode="processed_logprobs",
-        language_model_only=wraps_text_by_config(of_model),
+        **(picture_options() if pictures else {"language_model_only": wraps_text_by_config(of_model)}),
         **delta_rule(model),
         **graphs(config.options),
         **({"worker_cls": "rlhf_core.rollout.vllm.gpu_worker.GpuWorker"} if on_gpu else {}),
@@ -98,22 +101,35 @@ def engine_arguments(
     )
 
 
-def has_state(vllm: Any, model: str, dtype: str, max_model_len: int, trust_remote_code: bool) -> bool:
+def has_state(
+    vllm: Any,
+    model: str,
+    dtype: str,
+    max_model_len: int,
+    trust_remote_code: bool,
+    pictures: bool = False,
+) -> bool:
     """Returns whether any layers carry a state from token to token (Mamba and related models), according to
     vLLM's model registry.
 
-    Raises ValueError for a model that this vLLM cannot run.
+    Raises ValueError for a model that this vLLM cannot run on a CPU, or not with `pictures`.
     """
     arguments = vllm.EngineArgs(
         model=model, dtype=dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code
     )
     try:
-        return bool(arguments.create_model_config().has_inner_state)
+        config = arguments.create_model_config()
     except ValueError as error:
         said = "".join(str(error).splitlines()[1:2]).partition(" [type=")[0].strip() or str(error)
         raise ValueError(
             f"vLLM {vllm.__version__} cannot run {model} here ({said}): the log above says what it lacks"
         ) from error
+    if pictures and config.is_mm_prefix_lm:
+        raise ValueError(
+            f"{model}: the tokens of an image attend to each other in both directions, which vLLM does not do"
+            " on CPUs: set engine.kind to transformers"
+        )
+    return bool(config.has_inner_state or config.is_hybrid)
 
 
 def token_rows(source: str, config: dict[str, Any]) -> int | None:

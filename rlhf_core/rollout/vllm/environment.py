@@ -111,9 +111,10 @@ def _config_file(model: str) -> Path:
 
 
 @contextmanager
-def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str]:
+def whole_model(model: str, dtype: str, trust_remote_code: bool, pictures: bool = False) -> Iterator[str]:
     """Yields a checkpoint folder or Hub ID that vLLM can load: `model` itself, or a temporary folder that
-    contains either the merged model of an adapter or the language model of a multimodal checkpoint."""
+    contains either the merged model of an adapter or, without `pictures`, the language model of a multimodal
+    checkpoint."""
     with ExitStack() as stack:
         if (Path(model) / ADAPTER_CONFIG).is_file():
             from rlhf_core.models.checkpoint.save import save_merged
@@ -123,7 +124,7 @@ def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str
             save_merged(model, folder / "model", dtype, trust_remote_code)
             model = str(folder / "model")
         kind = config_of(model)
-        if kind and wraps_text_by_config(kind) and not runs_whole(kind):
+        if kind and wraps_text_by_config(kind) and not pictures and not runs_whole(kind):
             from rlhf_core.models.multimodal.wrapper import link_language_model
 
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="alignflow-text-")))

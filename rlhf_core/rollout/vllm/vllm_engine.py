@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_core.config.engines import EngineConfig
-from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer, Sampling, refuse_pictures
+from rlhf_core.hub.model_config import wraps_text_by_config
+from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer, Sampling
 from rlhf_core.rollout.vllm.engine_arguments import engine_arguments, library, token_rows
 from rlhf_core.rollout.vllm.environment import config_of, require_known_options, whole_model
 from rlhf_core.rollout.vllm.patches.fp32_heads import FP32_HEAD
+from rlhf_core.rollout.vllm.pictured_prompts import PicturedPrompts
 from rlhf_core.rollout.vllm.pipeline import Followers, PipelineStage
 from rlhf_core.rollout.vllm.vllm_answers import answer_in
 from rlhf_core.rollout.vllm.weight_receiver import adapter_request
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
+from rlhf_core.system.torchvision_check import require_torchvision
 
 ASKED = "asked-"  # prefix of the IDs of requests from `advance`
 COUNTERS = ("vllm:generation_tokens", "vllm:spec_decode_num_accepted_tokens")  # names of public vLLM metrics
@@ -42,7 +45,8 @@ class VllmEngine:
 
     `first`: the number of processes of all engines before it. `adapter_rank`: the rank of the adapters; if
     set, the engine receives only adapters. `fp32_head`: whether logits are computed in fp32
-    (`models/logprobs/fp32_head.py`). `stage`: the values of a `PipelineStage`. A process of a later pipeline
+    (`models/logprobs/fp32_head.py`). `pictures`: whether prompts may have images; if so, vLLM runs the whole
+    of a multimodal model. `stage`: the values of a `PipelineStage`. A process of a later pipeline
     stage starts only the engine's worker processes, and `stay` waits for them to end.
     """
 
@@ -61,16 +65,21 @@ class VllmEngine:
         routing_replay: bool = False,
         adapter_rank: int = 0,
         fp32_head: bool = False,
+        pictures: bool = False,
         stage: tuple[Any, ...] = (),
     ):
         self._dtype = dtype
+        self._pictures = pictures
         self._trust_remote_code = trust_remote_code
         require_known_options(config.options)
-        self._library = library(config.kv_cache_gib)
         merged = ExitStack()
         source = model
-        model = merged.enter_context(whole_model(model, dtype, trust_remote_code))
-        known = token_rows(source, config_of(model))
+        model = merged.enter_context(whole_model(model, dtype, trust_remote_code, pictures))
+        of_model = config_of(model)
+        if wraps_text_by_config(of_model):
+            require_torchvision()
+        self._library = library(config.kv_cache_gib)
+        known = token_rows(source, of_model)
         options = engine_arguments(
             self._library,
             model,
@@ -82,6 +91,7 @@ class VllmEngine:
             can_sleep=can_sleep,
             routing_replay=routing_replay,
             adapter_rank=adapter_rank,
+            pictures=pictures,
         )
         place = PipelineStage(*stage)
         options |= place.options() | config.options
@@ -105,6 +115,7 @@ class VllmEngine:
         self._begun = dict[str, OpenRequest]()  # unfinished requests from `advance`
         # answers to requests from `advance` that have finished since it last returned
         self._finished = list[tuple[int, SampledAnswer]]()
+        self._pictured = PicturedPrompts(self.llm, model, trust_remote_code) if pictures else None
         merged.close()  # here, since Ray ends its processes without letting them clean up
 
     def generate(
@@ -129,13 +140,16 @@ class VllmEngine:
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         """Does the same as `generate`, but yields each prompt's index and `n` answers as soon as they
         finish."""
-        refuse_pictures(pictures)
         n = sampling.n
         found = dict[int, dict[int, SampledAnswer]]()
-        for i, params in enumerate(self._params(seeds, sampling)):
-            self._add(str(i), prompts[i // n], params)
         left = n * len(prompts)
+        adding = self._adding(prompts, self._params(seeds, sampling), n, pictures)
+        most = self._most_open if any(pictures) else left
+        unasked = left
         while left:
+            while unasked and left - unasked < most:
+                next(adding)
+                unasked = unasked - 1
             for output in self._step():
                 prompt, which = divmod(int(output.request_id), n)
                 group = found.setdefault(prompt, {})
@@ -144,12 +158,41 @@ class VllmEngine:
                 if len(group) == n:
                     yield prompt, [answer for _, answer in sorted(found.pop(prompt).items())]
 
-    def _add(self, key: str, tokens: Sequence[int], params: Any) -> str:
+    def _adding(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[Any],
+        n: int,
+        pictures: Sequence[Pictures],
+    ) -> Iterator[None]:
+        """Adds the next of the `n` requests of each prompt, one per step of the iterator."""
+        for i, prompt in enumerate(self._built(prompts, pictures)):
+            for j in range(i * n, i * n + n):
+                self._add(str(j), prompt, params[j])
+                yield
+
+    def _built(
+        self, prompts: Sequence[Sequence[int]], pictures: Sequence[Pictures]
+    ) -> Iterator[dict[str, Any]]:
+        """Yields vLLM's form of each prompt. Raises ValueError for images that this engine cannot read."""
+        if not any(pictures):
+            yield from ({"prompt_token_ids": list(tokens)} for tokens in prompts)
+        elif self._pictured is None:
+            raise ValueError("a prompt has images, and this engine was started without: restart the stage")
+        else:
+            yield from self._pictured.built(prompts, pictures)
+
+    @property
+    def _most_open(self) -> int:
+        """The number of requests that run at once. More would only hold the tensors of their images."""
+        return int(self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+
+    def _add(self, key: str, prompt: dict[str, Any], params: Any) -> str:
         """Adds a request and returns the engine's own name for it."""
         # Cache entries from other weights have a different salt, because the cache cannot be cleared while
         # requests are using it.
-        prompt = {"prompt_token_ids": list(tokens), "cache_salt": str(self._loads)}
-        return self.llm.llm_engine.add_request(key, prompt, params, lora_request=self._adapter) or key
+        salted = prompt | {"cache_salt": str(self._loads)}
+        return self.llm.llm_engine.add_request(key, salted, params, lora_request=self._adapter) or key
 
     def _step(self) -> list[Any]:
         """Runs one engine step. Returns finished outputs, except the answers to requests from `advance`,
@@ -179,13 +222,12 @@ class VllmEngine:
         engine = self.llm.llm_engine
         until = time.monotonic() + seconds
         self._abort(gone)
-        refuse_pictures([request.pictures for request in requests])
-        for request in requests:
-            own = self._add(
-                key := f"{ASKED}{request.key}",
-                request.tokens,
-                self._parameters(request.seed, request.sampling),
-            )
+        prompts = self._built(
+            [request.tokens for request in requests], [request.pictures for request in requests]
+        )
+        for request, prompt in zip(requests, prompts, strict=True):
+            key = f"{ASKED}{request.key}"
+            own = self._add(key, prompt, self._parameters(request.seed, request.sampling))
             self._begun[key] = OpenRequest(own, [(0, self.version)])
         with uncollected():
             while engine.has_unfinished_requests() and time.monotonic() < until:
@@ -229,11 +271,10 @@ class VllmEngine:
     ) -> list[list[float]]:
         """Returns the log-prob of every token of each document given the tokens before it (0 for the first),
         in order to check a weight sync."""
-        refuse_pictures(pictures)
         params = self._library.SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False
         )
-        for i, document in enumerate(documents):
+        for i, document in enumerate(self._built(documents, pictures)):
             self._add(str(i), document, params)
         found = dict[int, list[float]]()
         while len(found) < len(documents):
@@ -257,12 +298,14 @@ class VllmEngine:
         known = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
         for begun in self._begun.values():
             begun.versions.append((known[begun.own].num_output_tokens, version))
+        if self._pictures:  # the runner has dropped the features of images, which the scheduler must know
+            self.llm.llm_engine.reset_encoder_cache()
         if not self._begun:
             self.llm.reset_prefix_cache()
 
     def load(self, model: str) -> None:
         """Loads another checkpoint of the same architecture from its safetensors files."""
-        with whole_model(model, self._dtype, self._trust_remote_code) as whole:
+        with whole_model(model, self._dtype, self._trust_remote_code, self._pictures) as whole:
             if not any(Path(whole).glob("*.safetensors")):
                 raise ValueError(
                     f"{whole} holds no safetensors file to load into the running engine: name a local"
@@ -303,9 +346,10 @@ class VllmEngine:
         """Frees the GPU until `wake` is called: drops the KV cache, and drops the weights or moves them to
         (pinned) host memory.
 
-        Weights that were not kept must be sent again after `wake`, before sampling.
+        Weights that were not kept must be sent again after `wake`, before sampling. An image encoder is not
+        sent, so a model with one is always kept.
         """
-        self.llm.sleep(level=1 if keep_weights else 2)
+        self.llm.sleep(level=1 if keep_weights or self._pictures else 2)
 
     def wake(self) -> None:
         self.llm.wake_up()

@@ -15,6 +15,7 @@ from vllm.distributed import get_pp_group
 from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts
 from rlhf_core.hub.model_files import weight_files
 from rlhf_core.models.multimodal.wrapper import stored_names, text_names
+from rlhf_core.rollout.vllm.patches.language_models import whole_name
 from rlhf_core.rollout.vllm.patches.packed_experts import forget_packed_experts
 from rlhf_core.rollout.vllm.patches.vocabulary_rows import leave_out_padding
 from rlhf_core.rollout.vllm.pipeline import join_stages
@@ -116,13 +117,11 @@ class WeightReceiver:
 
     def _names(self, stored: set[str]) -> dict[str, str]:
         """Maps stored names to the names under which the weights are loaded. If vLLM runs the whole of a
-        multimodal model, the two are equal."""
+        multimodal model, the two are equal but for `whole_name`."""
         config = self.model_runner.model_config
-        return (
-            text_names(stored)
-            if config.hf_config is config.hf_text_config
-            else {name: name for name in stored}
-        )
+        if config.hf_config is config.hf_text_config:
+            return text_names(stored)
+        return {name: whole_name(config.hf_config.model_type, name) for name in stored}
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]], tied: bool) -> None:
         """Replaces the weights. vLLM's `load_weights` alone fails once linear layers have been repacked,
@@ -132,7 +131,8 @@ class WeightReceiver:
         weights = ((name, weight) for sent, weight in weights for name in self._names({sent}).values())
         if not torch.cuda.is_available():
             forget_packed_experts(self.model_runner.get_model())
-        if tied and hasattr(self.model_runner.get_model(), "lm_head"):
+        model = self.model_runner.get_model()
+        if tied and hasattr(getattr(model, "language_model", model), "lm_head"):
             weights = _with_head(weights)
         self.model_runner.reload_weights(weights_iterator=weights)
         if torch.cuda.is_available():

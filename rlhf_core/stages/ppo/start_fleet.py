@@ -78,7 +78,9 @@ def start_fleet(
     spec = partial(spec_of, config, paths, tokenizer.pad_token_id, trust_remote_code, own_tokens, pictures)
     sampler = []
     if config.has_engines:
-        sampler.append(start_sampler(groups["sampler"], config, paths["actor"], seed, trust_remote_code))
+        sampler.append(
+            start_sampler(groups["sampler"], config, paths["actor"], seed, trust_remote_code, pictures)
+        )
     loading = [
         *sampler,
         *start_read_only(groups, config, paths, spec),
@@ -141,9 +143,9 @@ def spec_of(
 
 
 def start_sampler(
-    group: WorkerGroup, config: PPO, model: str, seed: int, trust_remote_code: bool
+    group: WorkerGroup, config: PPO, model: str, seed: int, trust_remote_code: bool, pictures: bool
 ) -> Pending[RankReady]:
-    """Starts to load the actor's model into the engines."""
+    """Starts to load the actor's model into the engines. `pictures`: prompts have images."""
     lora = config.lora if config.engine.adapters == "alone" else None
     return group.build(
         SamplerRole,
@@ -157,6 +159,7 @@ def start_sampler(
         routing_replay=config.replays_routing,
         adapter_rank=lora.rank if lora is not None else 0,
         fp32_head=config.fp32_head,
+        pictures=pictures,
     )
 
 

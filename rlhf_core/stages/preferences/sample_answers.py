@@ -55,6 +55,7 @@ def answers_of_round(
             "max_model_len": config.prompt_max_len + config.generate_max_len,
             "dtype": dtype_of(policy, config.dtype, request.trust_remote_code),
             "trust_remote_code": request.trust_remote_code,
+            "pictures": any(pictures),
         }
         how = Sampling.of(config, n, stop_token_ids, logprobs=False)
         logged = time.monotonic()

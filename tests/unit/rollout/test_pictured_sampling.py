@@ -21,7 +21,7 @@ from rlhf_core.models.multimodal.picture_tower import PictureTower
 from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import PictureReader, collate
-from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer, Sampling, refuse_pictures
+from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer, Sampling
 from rlhf_core.rollout.engine_kinds import open_engine
 from rlhf_core.rollout.transformers_engine import TransformersEngine
 from tests.support.pictured_models import FAMILIES, make_pictured
@@ -169,9 +169,3 @@ def test_prompts_without_images_load_no_encoder(asked: Asked) -> None:
         engine.generate([asked.plain], [1], HOW)
         engine.prompt_logprobs([asked.plain])
         assert engine._sampled.tower is None
-
-
-def test_an_engine_without_images_refuses_them(asked: Asked) -> None:
-    refuse_pictures([(), ()])
-    with pytest.raises(ValueError, match=r"set engine\.kind to transformers"):
-        refuse_pictures([(), asked.pictures[0]])

@@ -7,6 +7,9 @@ from typing import Any
 
 from rlhf_core.rollout.vllm.patches.table import is_release
 
+INTERLEAVED = ("qwen3_vl", "qwen3_5")  # have positions on three axes
+GEMMA4_TOKENS = 280  # of an image, if the config does not say
+
 
 def apply() -> None:
     """Makes vLLM apply `completed` to the configs it reads."""
@@ -17,6 +20,8 @@ def apply() -> None:
     def get_completed(*arguments: Any, **options: Any) -> Any:
         config = read(*arguments, **options)
         completed(config.get_text_config())
+        if config.model_type == "gemma4" and not hasattr(config.vision_config, "default_output_length"):
+            config.vision_config.default_output_length = GEMMA4_TOKENS
         return config
 
     model.get_config = get_completed
@@ -25,8 +30,9 @@ def apply() -> None:
 def completed(config: Any) -> None:
     """Adds to a language model's config the fields that vLLM reads but transformers stores elsewhere.
 
-    These are YaRN's attention factor, which vLLM 0.24 computes without `mscale_all_dim`, and the
-    position-dependent scale of queries (Ministral 3).
+    These are YaRN's attention factor, which vLLM 0.24 computes without `mscale_all_dim`, the
+    position-dependent scale of queries (Ministral 3), and whether the three axes of a position take turns in
+    the rotary embedding, which transformers' classes always do.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
@@ -40,6 +46,8 @@ def completed(config: Any) -> None:
     ):
         factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
         rope |= {"apply_yarn_scaling": False, "attn_factor": factor}
+    if config.model_type.startswith(INTERLEAVED) and "mrope_section" in rope:
+        rope["mrope_interleaved"] = True
     beta = rope.get("llama_4_scaling_beta")
     if config.model_type == "ministral3" and beta is not None:
         known = rope["original_max_position_embeddings"]

@@ -186,8 +186,8 @@ def test_validation_knows_prompts_by_their_images(
     assert found is not None and [prompt.pictures[0].source.name for prompt in found.prompts] == ["b.png"]
     assert "1 eval_prompts of" in (told := capsys.readouterr().out) and "image missing" in told
     assert has_pictures(config, found.prompts)
-    with pytest.raises(ValueError, match="engines of vllm"):
-        has_pictures(config_of(engine=EngineConfig()), found.prompts)
+    with pytest.raises(ValueError, match=r"set engine\.pipeline_parallel_size to 1"):
+        has_pictures(config_of(engine=EngineConfig(pipeline_parallel_size=2)), found.prompts)
 
 
 def test_images_of_an_environment_are_refused_like_those_of_rows(reader: Renderer) -> None:
