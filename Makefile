@@ -47,6 +47,7 @@ test: setup-dev
 
 test-engines: setup-dev
 	$(PYTEST) tests/engines --deselect $(END_TO_END) -m "not gpu and not long"
+	PYTHONPATH=.venv/vision .venv/bin/python -m pytest -m "not gpu and not long" tests/engines/test_vllm_pictures.py
 
 test-all: setup-dev
 	$(PYTEST) -m "not gpu"

@@ -46,13 +46,13 @@ packages() {
     by_pip "$@"
 }
 # Every file has a hash in the lock. Without isolation: what builds an sdist is of the lock too.
-pinned() { packages --require-hashes --no-deps --no-build-isolation -r "$1"; }
+pinned() { packages --require-hashes --no-deps --no-build-isolation -r "$@"; }
 
 extra=${1:-}
 case $extra in "" | dev | docs) ;; *) fail "$extra.txt is not for this environment: give dev, docs or nothing." ;; esac
 
 # The folder's own path counts: scripts in a virtual environment name it, so a moved checkout is installed again.
-key=$({ pwd; cat requirements/{cpu,dev,docs,uv}.txt requirements/{install.sh,pip_settings.py} pyproject.toml; } | cksum)
+key=$({ pwd; cat requirements/{cpu,dev,docs,uv,vision}.txt requirements/{install.sh,pip_settings.py,torchvision_without_operators.py} pyproject.toml; } | cksum)
 # A killed installer can leave half a package that looks installed, so what was begun and not finished is made anew, from its cache.
 begin() { touch .venv/.unfinished; }
 stamped() { [ -x .venv/bin/python ] && [ ! -e .venv/.unfinished ] && [ "$(cat ".venv/.stamp-$1" 2>/dev/null)" = "$key" ]; }
@@ -131,6 +131,14 @@ install_cpu() {
     say "done"
 }
 
+# In a folder of its own, which only those who name it in PYTHONPATH import.
+install_vision() {
+    pinned requirements/vision.txt --target .venv/vision
+    .venv/bin/python requirements/torchvision_without_operators.py .venv/vision
+    PYTHONPATH=.venv/vision .venv/bin/python -W ignore -c 'import torchvision' ||
+        fail "torchvision does not import in .venv/vision: see the message above."
+}
+
 # One at a time: a second would empty the .venv that the first fills. The lock is on this file, so nothing is left behind.
 exec 9<requirements/install.sh
 flock --nonblock 9 || { say "waiting for another setup of this checkout"; flock 9; }
@@ -152,5 +160,6 @@ if [ -n "$extra" ] && ! stamped "$extra"; then
     begin
     get_uv
     pinned "requirements/$extra.txt"
+    [ "$extra" != dev ] || install_vision
     stamp "$extra"
 fi

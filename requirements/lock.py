@@ -2,8 +2,9 @@
 requirements/lock.py [NAME ...]
 
 Needs uv on PATH; the package index is that of uv's settings. Hashes are of wheels for Linux; of the sdist
-where a platform has no wheel. cpu, dev, docs and uv keep the packages that they list. gpu and orchestration
-follow pyproject.toml: versions stay as they are named, missing packages are added, unneeded ones removed.
+where a platform has no wheel. cpu, dev, docs, uv and vision keep the packages that they list. gpu and
+orchestration follow pyproject.toml: versions stay as they are named, missing packages are added, unneeded
+ones removed.
 """
 
 import subprocess
@@ -32,7 +33,7 @@ class Lock(NamedTuple):
     machines: tuple[str, ...] = ("x86_64", "aarch64")
 
 
-LOCKS = {name: Lock() for name in ("cpu", "dev", "docs", "uv")}
+LOCKS = {name: Lock() for name in ("cpu", "dev", "docs", "uv", "vision")}
 LOCKS |= {
     "gpu": Lock("gpu", ("wheel",), (12,), ("x86_64",)),
     "orchestration": Lock("kubernetes", pythons=(11,)),

@@ -30,7 +30,7 @@ LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 # in its interpreter.
 UNUSED = {"triton"}
 
-LOCKS = ("cpu.txt", "dev.txt", "docs.txt", "gpu.txt", "orchestration.txt", "uv.txt")
+LOCKS = ("cpu.txt", "dev.txt", "docs.txt", "gpu.txt", "orchestration.txt", "uv.txt", "vision.txt")
 
 
 def entries(name: str) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -190,3 +191,19 @@ def test_a_changed_file_is_installed_anew(checkout: Checkout, name: str) -> None
         file.write("# another\n")
     checkout.setup()
     assert "requirements/cpu.txt" in checkout.log.read_text()
+
+
+def test_torchvision_is_guarded_where_its_operators_are_missing(tmp_path: Path) -> None:
+    file = tmp_path / "torchvision" / "_meta_registrations.py"
+    file.parent.mkdir()
+    described = '@torch.library.register_fake("torchvision::{}")\ndef meta_{}(): ...\n'
+    file.write_text(described.format("nms", "nms") + described.format("qnms", "qnms"))
+    (cached := tmp_path / "cached.py").hardlink_to(file)
+    before = cached.read_text()
+    script = [sys.executable, str(ROOT / "requirements/torchvision_without_operators.py"), str(tmp_path)]
+    for _ in range(2):  # the second time changes nothing
+        subprocess.run(script, check=True, timeout=60)
+        changed = file.read_text()
+        assert changed.count(" if torchvision.extension._has_ops() else ") == 2
+        assert "def meta_qnms" in changed and "@torch.library" not in changed
+    assert cached.read_text() == before, "a file of uv's cache has changed"
