@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -126,18 +128,33 @@ class WeightReceiver:
     def _reload(self, weights: Iterable[tuple[str, Tensor]], tied: bool) -> None:
         """Replaces the weights. vLLM's `load_weights` alone fails once linear layers have been repacked,
         which happens at start on CPU."""
-        if (config := self.model_runner.model_config).hf_text_config.model_type in FIXED_EXPERTS:
+        config = self.model_runner.model_config
+        model = self.model_runner.get_model()
+        if config.hf_text_config.model_type in FIXED_EXPERTS:
             raise ValueError(keeps_experts(config.model))
         weights = ((name, weight) for sent, weight in weights for name in self._names({sent}).values())
         if not torch.cuda.is_available():
-            forget_packed_experts(self.model_runner.get_model())
-        model = self.model_runner.get_model()
-        if tied and hasattr(getattr(model, "language_model", model), "lm_head"):
+            forget_packed_experts(model)
+            model = getattr(model, "language_model", model)  # the head of a whole multimodal model
+        if tied and hasattr(model, "lm_head"):
             weights = _with_head(weights)
-        self.model_runner.reload_weights(weights_iterator=weights)
+        with _quiet() if config.hf_config is not config.hf_text_config else nullcontext():
+            self.model_runner.reload_weights(weights_iterator=weights)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps vLLM from warning of each layer of an image encoder, which stays as it was loaded."""
+    logger = logging.getLogger("vllm")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def adapter_request() -> Any:

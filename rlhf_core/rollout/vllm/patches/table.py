@@ -38,14 +38,15 @@ PATCHES = (
     Patch(
         "language_models",
         TESTED,
-        "Only the language model's weights are read from a multimodal checkpoint, and each weight read counts"
-        " as progress.",
+        "Only the language model's weights are read from a multimodal checkpoint, or with images all of them,"
+        " Gemma 3's under the names of releases; each weight read counts as progress.",
         "A public hook into the weights that a loader reads.",
     ),
     Patch(
         "model_configs",
         TESTED,
-        "vLLM reads the configs of Ministral 3, Gemma 4, OLMo 3 and Granite hybrids as transformers does.",
+        "vLLM reads the configs of Ministral 3, Gemma 4, OLMo 3, Granite hybrids and models with positions on"
+        " three axes as transformers does.",
         "A vLLM that reads the field names of transformers 5.17.",
     ),
     Patch(
