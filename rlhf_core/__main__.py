@@ -87,10 +87,11 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
     try:
         run_in_directory(argv[0], partial(_work, KINDS[kind]), seconds_before)
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] in packages:
+        missing = _missing_package(error)
+        if missing is None or missing.split(".")[0] in packages:
             raise
         return _refuse(
-            f"{kind} needs the package {error.name}, which is not installed; install alignflow's extras",
+            f"{kind} needs the package {missing}, which is not installed; install alignflow's extras",
             ENVIRONMENT,
         )
     except ValueError as error:
@@ -133,6 +134,16 @@ def _imported_first(kind: str, descriptor: int) -> str | None:
     with uncollected(), suppress(Exception):  # the stage reports what cannot be imported
         importlib.import_module(KINDS[kind].module)
     return awaited(descriptor)
+
+
+def _missing_package(error: BaseException | None) -> str | None:
+    """Returns the module that could not be imported. transformers raises an error without a name, caused by
+    the one that has it."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            return error.name
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _refuse(sentence: str, code: int) -> int:

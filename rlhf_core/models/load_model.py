@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -31,6 +30,7 @@ from rlhf_core.models.kernels.attention import (
 )
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.lora import add_lora, base_of, first_base, merge_adapter, merges_in_parts
+from rlhf_core.models.multimodal.picture_language_models import load_causal
 from rlhf_core.models.multimodal.wrapper import folder_of, is_wrapper, language_model, without_reports
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.precision import as_if_stored, unquantised
@@ -146,7 +146,7 @@ def _stay_in_eval(part: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _policy(path: str, options: dict[str, Any], shards: Shards | None, balanced: bool = False) -> Policy:
-    model = _merged(AutoModelForCausalLM.from_pretrained, path, options, shards)
+    model = _merged(load_causal, path, options, shards)
     head = model.get_output_embeddings()
     # `Policy` compares its outputs with the model's
     with gathered(shards, [] if head is None else list(head.parameters())):

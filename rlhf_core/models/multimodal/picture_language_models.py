@@ -1,12 +1,24 @@
-"""Causal language models of families for which transformers has them only inside the multimodal model."""
+"""Causal language models of families for which transformers has them only inside the multimodal model.
+
+They are not registered with `AutoModelForCausalLM`, which ignores registered classes for its own configs
+before transformers 5.18.
+"""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationMixin, Qwen3VLTextConfig, Qwen3VLTextModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3VLTextConfig,
+    Qwen3VLTextModel,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel
 
@@ -39,9 +51,24 @@ class Qwen3VLTextForCausalLM(Qwen3VLPreTrainedModel, GenerationMixin):
 PICTURE_LANGUAGE_MODELS = {Qwen3VLTextConfig: Qwen3VLTextForCausalLM}
 
 
-@cache
-def register_picture_language_models() -> None:
-    """Registers these classes with `AutoModelForCausalLM` by their configs."""
-    for config, model in PICTURE_LANGUAGE_MODELS.items():
-        # without exist_ok, transformers skips its own configs
-        AutoModelForCausalLM.register(config, model, exist_ok=True)
+def has_causal_class(config: PretrainedConfig) -> bool:
+    """Returns whether there is a causal language model for the config, here or in transformers."""
+    return type(config) in PICTURE_LANGUAGE_MODELS or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def load_causal(path: str, **options: Any) -> PreTrainedModel:
+    """Loads a causal language model. `options`: of `from_pretrained`."""
+    config = options.get("config")
+    if config is None:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=options.get("trust_remote_code"))
+    own = PICTURE_LANGUAGE_MODELS.get(type(config), AutoModelForCausalLM)
+    model: PreTrainedModel = own.from_pretrained(path, **options)
+    return model
+
+
+def causal_from_config(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """Returns a causal language model with random weights."""
+    own = PICTURE_LANGUAGE_MODELS.get(type(config))
+    if own is not None:
+        return own(config)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

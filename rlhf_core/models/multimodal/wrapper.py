@@ -24,7 +24,7 @@ from rlhf_core.hub.model_files import SECOND_COPY, TOKENIZER, WEIGHTS, stored_te
 from rlhf_core.hub.snapshots import cached
 from rlhf_core.models.multimodal.picture_language_models import (
     PICTURE_LANGUAGE_MODELS,
-    register_picture_language_models,
+    has_causal_class,
 )
 
 # Names in checkpoints and in the language model's class, by the prefix of the former.
@@ -48,10 +48,9 @@ def language_model(path: str, config: PretrainedConfig) -> dict[str, Any]:
 
     Raises ValueError if transformers has no class for it, or the checkpoint uses other names.
     """
-    register_picture_language_models()
     text = config.get_text_config()
     prefix = _prefix(stored_names(folder_of(path)))
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING or prefix is None:
+    if prefix is None or not has_causal_class(text):
         raise ValueError(more_than_text(path, (config.architectures or [type(config).__name__])[0]))
     text.tie_word_embeddings = config.tie_word_embeddings  # some configs set it only for the whole
     return {"config": text, "key_mapping": RENAMED[prefix]}

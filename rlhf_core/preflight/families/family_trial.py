@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_core.config import Lora
 from rlhf_core.data.documents import Document
@@ -19,7 +19,7 @@ from rlhf_core.hub.model_files import stored_tensors
 from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load_model import trained_policy, trained_scorer
-from rlhf_core.models.multimodal.picture_language_models import register_picture_language_models
+from rlhf_core.models.multimodal.picture_language_models import causal_from_config, has_causal_class
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.objectives.collate import Batch, collate
 from rlhf_core.preflight.families.small_copy import WORDS, small_copies
@@ -43,9 +43,8 @@ class Trial(NamedTuple):
 def try_family(config: PretrainedConfig, name: str, use: Use, trust_remote_code: bool = False) -> Trial:
     """Tries the class of `config`, or of its language model if multimodal, for one use. Sentences call the
     model `name`."""
-    register_picture_language_models()
     config = config.get_text_config()
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
+    if not has_causal_class(config) and not hasattr(config, "auto_map"):
         return Trial(True, f"{name}: transformers has no causal language model for {type(config).__name__}")
     torch.manual_seed(0)
     with TemporaryDirectory() as made:
@@ -76,12 +75,10 @@ def _small_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTraine
         for small in small_copies(config):
             with suppress(Exception):
                 with torch.device("meta"):
-                    size = AutoModelForCausalLM.from_config(
-                        small, trust_remote_code=trust_remote_code
-                    ).num_parameters()
+                    size = causal_from_config(small, trust_remote_code).num_parameters()
                 if size > MOST_PARAMETERS:
                     continue
-                model = AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code)
+                model = causal_from_config(small, trust_remote_code)
                 model(input_ids=torch.arange(3, 12)[None], use_cache=False).logits.sum().backward()
                 return model
     return None

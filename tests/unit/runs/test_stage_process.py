@@ -69,6 +69,13 @@ def test_a_missing_package_is_the_environments_fault(
     work = raise_in("rlhf_core.stages.sft", ModuleNotFoundError("no", name="vllm.core"))
     assert main(run_dir, work, monkeypatch) == 3
     assert "needs the package vllm.core" in capsys.readouterr().err
+    unnamed = ModuleNotFoundError("Could not import module 'AutoProcessor'")
+    unnamed.__cause__ = RuntimeError("install pycountry")
+    unnamed.__cause__.__context__ = ModuleNotFoundError("no", name="pycountry")
+    assert main(run_dir, raise_in("transformers", unnamed), monkeypatch) == 3
+    assert "needs the package pycountry" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError, match="no cause"):
+        main(run_dir, raise_in("transformers", ModuleNotFoundError("no cause")), monkeypatch)
     with pytest.raises(ModuleNotFoundError):
         ours = ModuleNotFoundError("no", name="rlhf_core.gone")
         main(run_dir, raise_in("rlhf_core.stages.sft", ours), monkeypatch)
