@@ -29,6 +29,7 @@ from rlhf_core.hub.stored_head import has_several_labels, has_trained_head, no_r
 from rlhf_core.hub.vocabulary import compared
 from rlhf_core.recipe.named_inputs import ConfigReference, references
 from rlhf_core.recipe.plan import Node
+from rlhf_core.system.torchvision_check import lacks_torchvision
 
 REWARD = named("reward")
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
@@ -117,7 +118,9 @@ def _has_language_model(config: dict[str, Any], node: Node, used_as: str) -> boo
     inner = str((config.get("text_config") or {}).get("model_type"))
     if inner in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return True
-    is_sampled = getattr(node.config, "engine", None) is not None  # vLLM runs the whole
+    engine = getattr(node.config, "engine", None)
+    # vLLM runs the whole
+    is_sampled = engine is not None and not (engine.kind == "vllm" and lacks_torchvision())
     return inner in ONLY_TRAINED and (is_sampled or used_as in ONLY_TRAINED[inner])
 
 

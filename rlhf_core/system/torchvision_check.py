@@ -29,7 +29,10 @@ def require_torchvision() -> None:
 
 def _advice() -> str:
     torch = _installed("torch") or "here"
-    return f"install the release that was built for torch {torch}, or set engine.kind to transformers"
+    install = f"install the release that was built for torch {torch}"
+    if torch.endswith("+cpu"):  # of which package indexes have none
+        install = "run make setup-dev and set PYTHONPATH=.venv/vision"
+    return f"{install}, or set engine.kind to transformers"
 
 
 def _installed(package: str) -> str | None:

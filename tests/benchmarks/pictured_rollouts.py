@@ -25,8 +25,11 @@ import transformers
 from PIL import Image
 
 from rlhf_core.config import PPO, Data, EngineConfig, Ranks
+from rlhf_core.data.documents import compact
 from rlhf_core.data.pictures.picture_source import PictureSource
 from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
+from rlhf_core.models.policy import masked_logprobs
+from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine_contract import SampledAnswer
 from rlhf_core.rollout.engine_kinds import open_engine
 from rlhf_core.runs.metrics_log import read_metrics
@@ -37,6 +40,7 @@ from tests.support.stage_request import stage_request
 from tests.unit.rollout.test_pictured_sampling import HOW, Asked
 
 ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 FAMILIES = ("qwen3_vl", "mistral3", "gemma4", "gemma3") if ON_GPU else ("qwen3_vl", "mistral3")
 LARGEST = 1e-4  # nats, in float32
 REWARD = "def even(responses, rows):\n    return [float(len(response) % 2) for response in responses]\n"
@@ -70,7 +74,7 @@ def make_2b(text: dict[str, Any], number: dict[str, int]) -> Any:
         vision_end_token_id=number["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-    with torch.device("cuda" if ON_GPU else "cpu"):
+    with torch.device(DEVICE):
         return transformers.Qwen3VLForConditionalGeneration(config).to(torch.bfloat16)
 
 
@@ -80,10 +84,18 @@ def compare(family: str, folder: Path) -> dict[str, Any]:
         PICTURED[family] = PICTURED[family]._replace(tokens=(*PICTURED[family].tokens, *LINES))
     asked = Asked(make_pictured(family, folder))
     trained, reader = asked.policy()
+    trained.to(DEVICE)
+    torch.backends.cudnn.allow_tf32 = False  # of the trainer's patches
+
+    @torch.no_grad()
+    def expected(i: int, answer: SampledAnswer) -> torch.Tensor:
+        document = compact(asked.prompts[i], answer.tokens, pictures=asked.pictures[i])
+        batch = collate([[document]], 0, reader=reader).to(DEVICE)
+        return masked_logprobs(trained, batch).logprobs[batch.mask].cpu()
 
     def gap(groups: list[list[SampledAnswer]]) -> float:
         differences = [
-            torch.tensor(answer.logprobs) - asked.answer_logprobs(trained, reader, i, answer)
+            torch.tensor(answer.logprobs) - expected(i, answer)
             for i, group in enumerate(groups)
             for answer in group
         ]
@@ -97,9 +109,9 @@ def compare(family: str, folder: Path) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in trained.parameters():
-                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
         weights = checkpoint_weights(trained.model, lambda parameters: nullcontext())
-        engine.update((name, weight.to("cuda" if ON_GPU else "cpu")) for name, weight in weights)  # type: ignore[attr-defined]
+        engine.update(weights)  # type: ignore[attr-defined]
         found["after"] = gap(engine.generate(asked.prompts, seeds, HOW, asked.pictures))
         probed = []
         for colour in ("red", "blue", "red"):
@@ -121,6 +133,7 @@ def train(shape: str, folder: Path, max_staleness: int) -> dict[str, Any]:
         qwen = PICTURED["qwen3_vl"]
         PICTURED["2b"] = PicturedFamily(qwen.tokens, qwen.template, PROCESSOR, make_2b)
         base = make_pictured("2b", folder / "base", **TEXT_2B)
+        torch.cuda.empty_cache()
     else:
         base = make_pictured("qwen3_vl", folder / "base")
     dice = random.Random(0)

