@@ -46,6 +46,7 @@ from rlhf_core.models.logprobs.token_logprobs import (
 )
 from rlhf_core.models.logprobs.top_logprobs import top_logprobs
 from rlhf_core.models.multimodal.picture_tower import PictureTower
+from rlhf_core.models.weights.trained_encoder import TrainedEncoder
 from rlhf_core.objectives.collate import Batch, BatchPictures, PictureReader, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
 
@@ -77,7 +78,7 @@ class Policy(nn.Module):
     # whether each document needs its own row (`document_leak`); None: not tested
     document_leak: bool | None = None
     sequence: SequenceRanks = ALONE  # the ranks that compute each pass together
-    # the frozen encoder of images, and how they are read; None: the model is given texts
+    # the encoder of images, and how they are read; None: the model is given texts
     tower: PictureTower | None = None
     reader: PictureReader | None = None
     # distributions are over the first `known` rows of the vocabulary; None: all
@@ -89,6 +90,7 @@ class Policy(nn.Module):
         if model.config.get_text_config() is not model.config:
             raise ValueError(more_than_text(model.name_or_path, type(model).__name__))
         self.model = model
+        self.image_encoder: TrainedEncoder | None = None  # the weights of `tower` that are trained
         self.balanced = balanced
         self.scale = logit_scale(model)
         self.cap = logit_cap(model)
@@ -232,6 +234,7 @@ class Scorer(nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
+        self.image_encoder: TrainedEncoder | None = None  # see `Policy.image_encoder`
 
     def forward(self, tokens: Tensor, positions: Tensor, pictures: BatchPictures | None = None) -> Tensor:
         hidden, _ = _hidden(self, tokens, positions, pictures=pictures)
@@ -281,6 +284,8 @@ def _hidden(
         )
     options: dict[str, Any] = {"output_router_logits": True} if routed else {}
     seen = None
+    if pictures is None and module.tower is not None:
+        seen = module.tower.unseen(tokens)
     if pictures is not None:
         assert module.tower is not None, "loaded with the data (models/picture_reading.py)"
         assert ranks.size == 1, "refused by the stage"

@@ -75,6 +75,7 @@ class TransformersEngine:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._policy: Policy | None = None
         self._reader: PictureReader | None = None  # once a prompt has images
+        self._encoder: dict[str, Tensor] = {}  # trained weights of the image encoder that were sent
         self.load(model)
         self.version = 0
 
@@ -82,6 +83,7 @@ class TransformersEngine:
         self._free()
         self._path = model
         self._reader = None
+        self._encoder = {}
         self._tokenizer = None
         policy = load_policy(model, self._dtype, self._trust_remote_code, on_host=True)
         policy.leave_out_padding(model)
@@ -197,12 +199,19 @@ class TransformersEngine:
         return ends.answers()
 
     def _reads_pictures(self) -> PictureReader:
-        """Returns how images are read. Loads the frozen encoder when they come for the first time."""
+        """Returns how images are read. Loads the encoder when they come for the first time."""
         if self._reader is None:
             whole = first_base(self._path)  # adapters have no image encoder
             tokenizer = load_tokenizer(whole, self._trust_remote_code)
             self._reader = reads_pictures(self._sampled, whole, tokenizer, self._dtype, 1)
+            self._take_encoder()
         return self._reader
+
+    def _take_encoder(self) -> None:
+        """Gives the encoder the weights that were sent, once it is loaded."""
+        if self._encoder and self._sampled.tower is not None:
+            self._sampled.tower.take(self._encoder)
+            self._encoder = {}
 
     def _decoder(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -225,8 +234,8 @@ class TransformersEngine:
         return found
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights: collects them in host memory, then rebuilds the model. Raises ValueError if
-        some are missing."""
+        """Replaces all weights, and those of the image encoder that are sent: collects them in host memory,
+        then rebuilds the model. Raises ValueError if some are missing."""
         before = self._sampled
         kind = type(before.model)
         sent = {name: weight.detach().to("cpu", copy=True) for name, weight in weights}
@@ -238,7 +247,8 @@ class TransformersEngine:
             "attn_implementation": before.model.config._attn_implementation,
         }
         known = before.known
-        tower = before.tower  # is frozen
+        tower = before.tower
+        self._encoder |= {name: weight for name, weight in sent.items() if name not in names}
         del before, sent
         self._free()
         model, told = kind.from_pretrained(None, output_loading_info=True, **options)
@@ -250,6 +260,7 @@ class TransformersEngine:
         policy.known = known
         policy.tower = tower
         self._use(policy)
+        self._take_encoder()
         self.version += 1
 
     def gpu_uuids(self) -> list[str | None]:

@@ -28,7 +28,7 @@ from rlhf_core.data.sources import labelled_answers
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.kernels.attention import row_width
-from rlhf_core.models.picture_reading import have_images, reads_pictures
+from rlhf_core.models.picture_reading import have_images, reads_pictures, require_images
 from rlhf_core.objectives.collate import sent
 from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
@@ -96,10 +96,13 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         load_answers(request, config, tokenizer, config.eval_data, run / STATE) if config.eval_data else None
     )
     answers = KtoAnswers(config, data.items, held_out.items if held_out else [], request.seed)
+    require_images(config.image_encoder, have_images(data.report))
     trained = policy_to_train(request, config, source)
     has_images = have_images(data.report, held_out.report if held_out else None)
     if has_images:
-        reads_pictures(trained, source, tokenizer, config.dtype, config.sequence_parallel_size)
+        reads_pictures(
+            trained, source, tokenizer, config.dtype, config.sequence_parallel_size, config.image_encoder
+        )
     engine = make_engine(trained, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     passes = Passes(

@@ -19,7 +19,7 @@ from rlhf_core.data.sources import preference_pairs
 from rlhf_core.data.survey import Loaded
 from rlhf_core.models.kernels.attention import can_share, row_width
 from rlhf_core.models.load_model import trained_scorer
-from rlhf_core.models.picture_reading import have_images, reads_pictures
+from rlhf_core.models.picture_reading import have_images, reads_pictures, require_images
 from rlhf_core.models.policy import Scorer, token_scores
 from rlhf_core.models.reward_scoring import STATISTICS
 from rlhf_core.objectives.collate import collate, sent
@@ -66,12 +66,15 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     data = load(config.data)
     held_out = load(config.eval_data) if config.eval_data else None
     pad = tokenizer.pad_token_id
+    require_images(config.image_encoder, have_images(data.report))
     tell_load(source)
     scorer = trained_scorer(
         source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed, shards_of(config)
     )
     if have_images(data.report, held_out.report if held_out else None):
-        reads_pictures(scorer, source, tokenizer, config.dtype, config.sequence_parallel_size)
+        reads_pictures(
+            scorer, source, tokenizer, config.dtype, config.sequence_parallel_size, config.image_encoder
+        )
     engine = make_engine(scorer, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     if engine.rank == 0:

@@ -22,7 +22,7 @@ from rlhf_core.data.documents import Document, store_suffix
 from rlhf_core.data.packing import Passes, best_fit
 from rlhf_core.data.sources import AnswerDocuments, SuffixOf, answer_documents, sft_documents
 from rlhf_core.models.kernels.attention import row_width
-from rlhf_core.models.picture_reading import have_images, reads_pictures
+from rlhf_core.models.picture_reading import have_images, reads_pictures, require_images
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
@@ -64,10 +64,13 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         held_out = load_documents(
             request, config, tokenizer, config.eval_data, run / STATE, suffix_of
         ).documents
+    require_images(config.image_encoder, have_images(data.report))
     policy = policy_to_train(request, config, source)
     reader = None
     if have_images(data.report, held_out.report if held_out else None):
-        reader = reads_pictures(policy, source, tokenizer, config.dtype, config.sequence_parallel_size)
+        reader = reads_pictures(
+            policy, source, tokenizer, config.dtype, config.sequence_parallel_size, config.image_encoder
+        )
     engine = make_engine(policy, config, packed=config.packing)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     if engine.rank == 0:

@@ -50,6 +50,7 @@ from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.weights.frozen_weights import freeze_weights
 from rlhf_core.models.weights.shards import Shards
+from rlhf_core.models.weights.trained_encoder import trained_encoder_of
 from rlhf_core.models.weights.unbiased_rounding import Survival
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import EXPORTS, STATE, Outcome, RunDir, StageRequest
@@ -197,11 +198,15 @@ def make_engine(
     if sharing > 1:
         split_attention(module.model, sharing)
     recompute(module.model, config.gradient_checkpointing)
+    if module.image_encoder is not None:
+        assert module.tower is not None, "its weights are those of the encoder"
+        for part in module.tower.parts:
+            recompute(part, config.gradient_checkpointing)
     if config.mlp_tokens:
         split_feed_forward(module.model, config.mlp_tokens)
     module.train()  # transformers loads models in eval mode, which disables recomputation
     if config.freeze is not None:
-        freeze_weights(module.model, config.freeze, role)
+        freeze_weights(module.model, config.freeze, role, module.image_encoder is not None)
     average = None if role == "critic" else config.ema
     muon = config.optimizer == "muon"
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm, config.decay, average, muon)
@@ -228,7 +233,7 @@ def try_export(engine: Engine, folder: Path, source: str, lora: Lora | None, tru
             save_tokenizer(source, folder, trust_remote_code)
             return
         save_description(model, source, folder, trust_remote_code)
-        plan_weights(model)
+        plan_weights(model, trained_encoder_of(engine.module))
         _print_ignored(model, source)
     except Exception as error:
         if isinstance(error, OSError) or disk_problem(error):
@@ -322,12 +327,13 @@ def _export_model(
     engine: Engine, folder: Path, source: str, trust_remote_code: bool, survival: Survival
 ) -> None:
     model = engine.module.model
-    weights = checkpoint_weights(model, engine.gathered, survival)
+    encoder = trained_encoder_of(engine.module)
+    weights = checkpoint_weights(model, engine.gathered, survival, encoder)
     if engine.rank != 0:
         deque(weights, maxlen=0)
         return
     try:
-        save_model(model, finite(weights), source, folder, trust_remote_code)
+        save_model(model, finite(weights), source, folder, trust_remote_code, encoder)
     except FloatingPointError:  # raised after the last weight
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import rlhf_core.stages.sft
 from rlhf_core.config import PPO, SFT, Data, EngineConfig, Ranks
@@ -125,18 +127,35 @@ def finished_run(folder: Path, config: PPO, actor: Path) -> RunDir:
     return made
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.long)])
-def test_grpo_learns_what_only_the_image_tells(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "image_encoder"),
+    [
+        ("qwen3_vl", "frozen"),
+        pytest.param("gemma3", "frozen", marks=pytest.mark.long),
+        pytest.param("qwen3_vl", "trained", marks=pytest.mark.long),
+    ],
+)
+def test_grpo_learns_what_only_the_image_tells(family: str, image_encoder: str, tmp_path: Path) -> None:
     base = make_pictured(family, tmp_path / "base", initializer_range=0.05)
     (tmp_path / "reward.py").write_text(REWARD)
     held_out = prompts(tmp_path, "held_out", HELD_OUT)
     fields = {"eval_prompts": held_out, "eval_steps": ITERATIONS, "max_steps": ITERATIONS}
+    if image_encoder == "trained":
+        fields |= {"image_encoder": "trained", "reset_reference_every": 8}
     config = grpo(tmp_path, prompts(tmp_path, "asks", 36), **fields)
-    made = finished_run(tmp_path / "run", config, started(base, tmp_path))
+    actor = started(base, tmp_path)
+    made = finished_run(tmp_path / "run", config, actor)
+    before = load_file(actor / "model.safetensors")
+    after = load_file(made / "checkpoint" / "model.safetensors")
+    encoder = [name for name in before if "visual." in name or "vision_tower." in name]
+    changed = [name for name in encoder if not torch.equal(before[name], after[name])]
+    assert encoder and changed == (encoder if image_encoder == "trained" else [])
     lines = [line for line in read_metrics(made) if "sampler/gap" in line]
     assert len(lines) == ITERATIONS
     for line in lines:
         assert line["sampler/gap"] <= 1e-5 and line["sync/probe_gap"] <= 1e-5
+    if image_encoder == "trained":  # the reference has the encoder of the actor that it became
+        assert abs(lines[8]["kl/mean"]) < 1e-6 < lines[7]["kl/mean"]
     error = math.sqrt(BLIND * (1 - BLIND) / HELD_OUT)
     reached = lines[-1]["eval/reward/mean"]
     assert reached > BLIND + 5 * error, [line["reward/mean"] for line in lines]

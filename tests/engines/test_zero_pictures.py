@@ -31,8 +31,12 @@ from tests.unit.data.pictures.test_picture_rendering import TALKS, talk
 
 shards.SMALL = 500
 count = int(os.environ["WORLD_SIZE"])
-whole = {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}, "zero_stage": 3} if count > 1 else {}
 fields = json.loads(sys.argv[2])
+stage = fields.pop("stage", 3)
+whole = {"zero_stage": stage}
+if stage == 3:
+    whole["deepspeed"] = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+whole = whole if count > 1 else {}
 scores = fields.pop("scores", False)
 config = (RewardModel if scores else SFT).model_validate({
     "model": "base", "data": {"sources": "none"}, "ranks": {"num_ranks_per_node": count},
@@ -44,7 +48,7 @@ if scores:
     module = trained_scorer(sys.argv[1], 0, "float32", False, config.lora, 0, shards=shards_of(config))
 else:
     module = trained_policy(sys.argv[1], "float32", False, config.lora, 0, shards=shards_of(config))
-reader = reads_pictures(module, sys.argv[1], tokenizer, "float32")
+reader = reads_pictures(module, sys.argv[1], tokenizer, "float32", 1, config.image_encoder)
 engine = make_engine(module, config, packed=True)
 
 def loss_of(batch, count):
@@ -71,6 +75,16 @@ print(json.dumps(norms))
     [
         ("qwen3_vl", {}),
         ("gemma3", {"scores": True}),
+        ("qwen3_vl", {"image_encoder": "trained"}),
+        pytest.param("mistral3", {"image_encoder": "trained"}, marks=pytest.mark.long),
+        pytest.param(
+            "gemma3", {"image_encoder": "trained", "gradient_checkpointing": True}, marks=pytest.mark.long
+        ),
+        pytest.param("gemma4", {"image_encoder": "trained", "stage": 1}, marks=pytest.mark.long),
+        pytest.param("gemma4", {"image_encoder": "trained", "stage": 2}, marks=pytest.mark.long),
+        pytest.param(
+            "qwen3_vl", {"image_encoder": "projector", "freeze": {"names": "*"}}, marks=pytest.mark.long
+        ),
         pytest.param("qwen3_vl", {"scores": True}, marks=pytest.mark.long),
         pytest.param("gemma3", {"gradient_checkpointing": True}, marks=pytest.mark.long),
         pytest.param("gemma4", {}, marks=pytest.mark.long),

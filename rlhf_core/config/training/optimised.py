@@ -283,6 +283,14 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
             )
 
     @check
+    def _check_image_encoder(self) -> Iterator[str]:
+        if self.image_encoder != "frozen" and self.lora is not None:
+            yield (
+                f"image_encoder: {self.image_encoder} trains weights of the encoder, lora adapters of the"
+                " language model alone: leave one of them out"
+            )
+
+    @check
     def _check_sequence(self) -> Iterator[str]:
         for name, ranks in self.trained_ranks.items():
             if ranks.world_size % self.sequence_parallel_size:

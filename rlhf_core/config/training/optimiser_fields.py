@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from rlhf_core.records import Config, InDigestIfSet, check
 
 Decayed = Literal["matrices", "hidden", "all"]
+ImageEncoder = Literal["frozen", "projector", "trained"]
 
 
 class Freeze(Config):
@@ -72,4 +73,12 @@ class OptimiserFields(Config):
     freeze: Annotated[Freeze | None, InDigestIfSet] = Field(
         None,
         description="weights that stay as they are (in ppo: of actor and critic); default: all are trained",
+    )
+    image_encoder: Annotated[ImageEncoder, InDigestIfSet] = Field(
+        "frozen",
+        description=(
+            "data with images: what is trained of the encoder that reads them (in ppo: of the actor's)."
+            " projector: the part between it and the language model; trained: all of it. To train the"
+            " projector alone, freeze the language model: freeze: {names: '*'}"
+        ),
     )

@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.models.checkpoint.weight_files import meta
 from rlhf_core.models.lora import ADAPTER, adapts, lora_layers, merged_weight
+from rlhf_core.models.weights.trained_encoder import TrainedEncoder
 from rlhf_core.models.weights.unbiased_rounding import Survival
 from rlhf_core.models.weights.whole_weights import whole_shape, whole_size
 from rlhf_core.system import progress
@@ -40,10 +41,13 @@ class Unit(NamedTuple):
 
 
 def checkpoint_weights(
-    model: PreTrainedModel, gathered: Gathered, survival: Survival | None = None
+    model: PreTrainedModel,
+    gathered: Gathered,
+    survival: Survival | None = None,
+    encoder: TrainedEncoder | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields all gathered weights under the names used in a transformers checkpoint. Is a collective on every
-    rank.
+    """Yields all gathered weights of a model, and those of its trained image encoder, under the names used in
+    a transformers checkpoint. Is a collective on every rank.
 
     `gathered(parameters)` is a context that gathers sharded parameters. A weight is valid only until the next
     one is requested. `survival` measures how much of the adapters survives rounding.
@@ -53,9 +57,13 @@ def checkpoint_weights(
             state = {unit.name: unit.value() for unit in group}
             yield from (state if is_quantised(model) else revert_weight_conversion(model, state)).items()
         progress.made()
+    for group in _groups(_encoder_units(encoder)):
+        with gathered([parameter for unit in group for parameter in unit.parameters]):
+            yield from ((unit.name, unit.value()) for unit in group)
+        progress.made()
 
 
-def planned_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+def planned_weights(model: PreTrainedModel, encoder: TrainedEncoder | None = None) -> dict[str, Tensor]:
     """Returns the weights that `checkpoint_weights` will yield, as tensors without memory (`meta`). Is not a
     collective."""
     state = {}
@@ -73,8 +81,9 @@ def planned_weights(model: PreTrainedModel) -> dict[str, Tensor]:
             known = ((buffer := unit.value()).shape, buffer.dtype)
         state[unit.name] = meta(*known)
     state = state if is_quantised(model) else revert_weight_conversion(model, state)
+    state |= {} if encoder is None else encoder.stored
     # not as views of each other
-    return {name: meta(weight.shape, weight.dtype) for name, weight in state.items()}
+    return {name: meta(whole_shape(weight), weight.dtype) for name, weight in state.items()}
 
 
 def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
@@ -120,6 +129,12 @@ def _units(model: PreTrainedModel, survival: Survival | None = None) -> Iterator
         (name.replace(".base_layer.", "."), buffer) for name, buffer in model.named_buffers() if name in kept
     )
     yield from (Unit(name, [], partial(Tensor.detach, buffer)) for name, buffer in buffers)
+
+
+def _encoder_units(encoder: TrainedEncoder | None) -> Iterator[Unit]:
+    if encoder is not None:
+        for name, weight in encoder.stored.items():
+            yield Unit(name, [weight], partial(Tensor.detach, weight))
 
 
 def _groups(units: Iterator[Unit]) -> Iterator[list[Unit]]:

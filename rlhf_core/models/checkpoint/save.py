@@ -27,6 +27,7 @@ from rlhf_core.models.checkpoint.weight_files import add_file, fill, lay_out, me
 from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
 from rlhf_core.models.multimodal.wrapper import copy_files, folder_of, require_stored, stored_names
+from rlhf_core.models.weights.trained_encoder import TrainedEncoder
 from rlhf_core.system.files import read_json, write_text
 
 # the file and safetensors header entry of each stored weight
@@ -42,11 +43,12 @@ def save_model(
     tokenizer_source: str,
     folder: Path,
     trust_remote_code: bool = False,
+    encoder: TrainedEncoder | None = None,
 ) -> None:
     """Writes safetensors, config, generation config and tokenizer files to `folder`. `weights`: from
-    `checkpoint_weights`, written one by one."""
+    `checkpoint_weights`, written one by one; with those of a trained image `encoder`."""
     save_description(model, tokenizer_source, folder, trust_remote_code)
-    planned, left = plan_weights(model)
+    planned, left = plan_weights(model, encoder)
     whole = getattr(model, "whole", None)
     if whole:
         copy_files(whole, folder, WEIGHTS)
@@ -74,13 +76,15 @@ def save_description(
         used_values(with_stop_tokens(model.generation_config, tokenizer)).save_pretrained(folder)
 
 
-def plan_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], Stored]:
+def plan_weights(
+    model: PreTrainedModel, encoder: TrainedEncoder | None = None
+) -> tuple[dict[str, Tensor], Stored]:
     """Returns the weights of an export as tensors without memory (`meta`), and the subset found by
     `not_loaded`.
 
     Raises ValueError if a language model has a weight that its multimodal checkpoint lacks.
     """
-    planned = planned_weights(model)
+    planned = planned_weights(model, encoder)
     whole = getattr(model, "whole", None)
     if whole:
         require_stored(planned.keys() - _added(planned, whole).keys(), whole)

@@ -1,8 +1,8 @@
-"""Runs the frozen image encoder of a multimodal checkpoint beside its language model.
+"""Runs the image encoder of a multimodal checkpoint beside its language model.
 
-The encoder is not part of the trained module. Each rank holds all of it, so passes with and without images
-run the same collectives. Features replace the embeddings of their document's image tokens. Not supported:
-training the encoder, and rows that several ranks compute together.
+The encoder is not part of the trained module. Each rank holds all of it, except weights that are trained
+(`trained_encoder.py`), so passes with and without images run the same collectives. Features replace the
+embeddings of their document's image tokens. Not supported: rows that several ranks compute together.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.gemma4 import modeling_gemma4
 
 from rlhf_core.hub.model_config import PICTURE_FAMILIES
 from rlhf_core.models.kernels.attention import takes_varlen
 from rlhf_core.models.multimodal.wrapper import without_reports
+from rlhf_core.models.weights.trained_encoder import TrainedEncoder
 from rlhf_core.objectives.collate import BatchPictures
 
 Masks = Callable[..., dict[str, Tensor | None]]
@@ -34,6 +36,10 @@ THREE_AXES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
 # Encoders that pad the images of a pass to one size and mask all their patches against each other: they get
 # one image at a time.
 EACH_ALONE = ("mistral3",)
+# The parts between an encoder and its language model, by the beginning of their weights' names.
+PROJECTORS = ("multi_modal_projector.", "embed_vision.", "visual.merger.", "visual.deepstack_merger_list.")
+# SigLIP's head, which pools an image into one vector that no language model reads
+UNUSED = ("vision_tower.head.",)
 
 
 class SeenPictures(NamedTuple):
@@ -119,27 +125,88 @@ def _each_alone(pixels: Tensor, sizes: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 
 class PictureTower:
-    """Turns images into features. `whole`: the multimodal model without its language model. `stand_in`: the
-    token in place of image tokens."""
+    """Turns images into features. `named`: the multimodal model without its language model, whose base model
+    is the encoder. `stand_in`: the token in place of image tokens."""
 
-    def __init__(self, whole: PreTrainedModel, family: str, masks: Masks | None, stand_in: int):
-        self._whole = whole.eval().requires_grad_(False)
+    # None: nothing is trained
+    trained: TrainedEncoder | None = None
+
+    def __init__(self, named: PreTrainedModel, family: str, masks: Masks | None, stand_in: int):
+        self._named = named.eval().requires_grad_(False)
+        self._whole = named.base_model
         self._family = family
         self._masks = masks
         self._stand_in = stand_in
+        # of all its parts; an engine moves only trained weights
+        self._device: torch.device | None = None
 
     def move(self, device: torch.device | str) -> None:
         """Moves the encoder; a pass moves it to its own device."""
         self._whole.to(device)
+        self._device = torch.device(device)
+
+    @property
+    def parts(self) -> list[PreTrainedModel]:
+        """The encoder without its projector, if that is no part of it."""
+        return [part for part in self._whole.children() if isinstance(part, PreTrainedModel)]
+
+    def train(self, projector_only: bool) -> TrainedEncoder:
+        """Makes the encoder or only its projector trainable, and returns its weights, which belong into the
+        trained module. Dropout must be off (`without_dropout`)."""
+        stored = self.stored_weights()
+        names = {id(weight): name for name, weight in self._whole.named_parameters()}
+        used = {name: weight for name, weight in stored.items() if not names[id(weight)].startswith(UNUSED)}
+        if projector_only:
+            used = {name: weight for name, weight in used.items() if names[id(weight)].startswith(PROJECTORS)}
+        tables = [part for part in self._whole.modules() if isinstance(part, nn.Embedding)]
+        embeddings = [weight for table in tables for weight in table.parameters()]
+        self._whole.train()  # in eval mode, transformers recomputes no activations
+        self.trained = TrainedEncoder(used, embeddings, self._encoded)
+        return self.trained
+
+    def stored_weights(self) -> dict[str, nn.Parameter]:
+        """Returns the encoder's weights by their names in a checkpoint. Raises ValueError if the checkpoint
+        stores one in another form."""
+        weights = dict(self._named.named_parameters())
+        known = {id(weight) for weight in weights.values()}
+        stored: dict[str, Any] = revert_weight_conversion(self._named, weights)
+        changed = [name for name, weight in stored.items() if id(weight) not in known]
+        if changed or len(stored) != len(weights):
+            raise ValueError(
+                f"the image encoder of {self._family} stores {', '.join(changed[:1]) or 'weights'} in another"
+                " form than it computes with: set image_encoder to frozen"
+            )
+        return stored
+
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Replaces weights. `weights`: by their names in a checkpoint. Raises ValueError for a weight that
+        the encoder does not have."""
+        own = self.stored_weights()
+        for name, weight in weights.items():
+            if name not in own:
+                raise ValueError(f"the image encoder of {self._family} has no weight {name}, which was sent")
+            own[name].copy_(weight)
+
+    def unseen(self, tokens: Tensor) -> SeenPictures | None:
+        """Returns a pass without images, (B, T), in which the trained weights take part; None if none are
+        trained."""
+        if self.trained is None:
+            return None
+        nothing = self.trained(None)
+        return SeenPictures(tokens, torch.zeros_like(tokens, dtype=torch.bool), nothing, (), None, None)
 
     def seen(self, tokens: Tensor, positions: Tensor, pictures: BatchPictures) -> SeenPictures:
         """Returns the images of a pass. Raises ValueError if the number of features differs from that of
         image tokens."""
-        device = tokens.device
-        if next(self._whole.parameters()).device != device:
-            self._whole.to(device)
-        with torch.no_grad():
-            features, deep = self._features(pictures.inputs)
+        if self._device != tokens.device:
+            self.move(tokens.device)
+        if self.trained is None:
+            with torch.no_grad():
+                found = self._encoded(pictures.inputs)
+        else:
+            found = self.trained(pictures.inputs)
+        features, *deep = found.unbind()
         count = int(pictures.places.sum())
         if len(features) != count:
             raise ValueError(
@@ -148,20 +215,21 @@ class PictureTower:
             )
         known = tokens.masked_fill(pictures.places, self._stand_in)
         axes = self._axes(tokens, positions, pictures) if self._family in THREE_AXES else None
-        return SeenPictures(known, pictures.places, features, deep, axes, self._masks)
+        return SeenPictures(known, pictures.places, features, tuple(deep), axes, self._masks)
 
-    def _features(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns the features of all images, (image tokens, H), and those that layers add."""
+    def _encoded(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Returns the features of all images, followed by those that layers add, (1 + layers, image tokens,
+        H)."""
         encode = self._whole.get_image_features
         if self._family in EACH_ALONE:
             pooled = [
                 self._alone(pixels, size)
                 for pixels, size in _each_alone(inputs["pixel_values"], inputs["image_sizes"])
             ]
-            return torch.cat(pooled), ()
+            return torch.cat(pooled)[None]
         found = encode(**inputs, return_dict=True)
-        deep = tuple(torch.cat(list(part)) for part in getattr(found, "deepstack_features", None) or ())
-        return torch.cat([part.flatten(0, -2) for part in found.pooler_output]), deep
+        deep = [torch.cat(list(part)) for part in getattr(found, "deepstack_features", None) or ()]
+        return torch.stack([torch.cat([part.flatten(0, -2) for part in found.pooler_output]), *deep])
 
     def _alone(self, pixels: Tensor, size: Tensor) -> Tensor:
         """Returns the features of one image, (image tokens, H). One with a single token is encoded twice,
@@ -209,13 +277,13 @@ def load_tower(model: PreTrainedModel, path: str, dtype: str) -> PictureTower:
     stand_in = text.pad_token_id if getattr(text, "hidden_size_per_layer_input", 0) else 0
     _leave_out(config, text)
     with without_reports():  # about the missing layers
-        whole = AutoModelForImageTextToText.from_pretrained(
+        named = AutoModelForImageTextToText.from_pretrained(
             path, config=config, dtype=getattr(torch, dtype), use_safetensors=True
-        ).base_model
-    del whole.language_model
+        )
+    del named.base_model.language_model, named.lm_head
     if masks is not None and takes_varlen(model):
         model.set_attn_implementation("sdpa")
-    return PictureTower(whole, family, masks, stand_in)
+    return PictureTower(named, family, masks, stand_in)
 
 
 def _masks_of(family: str, text: PretrainedConfig) -> Masks | None:

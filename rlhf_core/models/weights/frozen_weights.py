@@ -10,11 +10,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config.training.optimiser_fields import Freeze
+from rlhf_core.models.weights.trained_encoder import TrainedEncoder
 
 
-def freeze_weights(model: PreTrainedModel, freeze: Freeze, role: str = "model") -> None:
+def freeze_weights(
+    model: PreTrainedModel, freeze: Freeze, role: str = "model", trains_encoder: bool = False
+) -> None:
     """Stops the weights named in `freeze` from being trained. Must be called before the model's optimiser is
-    created. `role`: as in `Optimised.offloaded`.
+    created. `role`: as in `Optimised.offloaded`. `trains_encoder`: whether an image encoder is trained too.
 
     Raises ValueError when part of `freeze` matches nothing in this model, and when nothing is left to train.
     A critic, which may be a smaller model with another head, freezes whichever of these weights it has.
@@ -39,7 +42,7 @@ def freeze_weights(model: PreTrainedModel, freeze: Freeze, role: str = "model") 
             )
         for weight in weights:
             weight.requires_grad_(False)
-    if not any(weight.requires_grad for weight in model.parameters()):
+    if not trains_encoder and not any(weight.requires_grad for weight in model.parameters()):
         raise ValueError(f"freeze leaves no weight of {told} to train: freeze fewer")
 
 
@@ -58,8 +61,8 @@ def _named(model: PreTrainedModel, pattern: str) -> list[nn.Parameter]:
 
 
 def embeddings_and_heads(module: nn.Module) -> set[nn.Parameter]:
-    """Returns the weights of a `Policy` or `Scorer` that read or write tokens or scores: all embeddings, the
-    language model's head and a score head."""
+    """Returns the weights of a `Policy` or `Scorer` that read or write tokens or scores: all embeddings, also
+    those of a trained image encoder, the language model's head and a score head."""
     return set(_outer_weights(module))
 
 
@@ -67,6 +70,8 @@ def _outer_weights(module: nn.Module) -> Iterator[nn.Parameter]:
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             yield from part.parameters()
+        if isinstance(part, TrainedEncoder):
+            yield from part.embeddings
     model = getattr(module, "model", None)
     if isinstance(model, PreTrainedModel):
         heads = [model.get_output_embeddings(), getattr(model, "score", None)]

@@ -38,7 +38,7 @@ TRAINED: dict[str, Any] = {
     "label_smoothing": 0.2, "learning_rate": 1e-3, "lora": {"rank": 2}, "loss": "ipo", "max_epochs": 3, "max_len": 99, "max_norm": 0.5,
     "min_lr_ratio": 0.5, "nll_coef": 0.5, "policy": "org/p", "router_aux_coef": 0.5, "train_batch_size": 64, "warmup_ratio": 0.5,
     "skip_nonfinite_steps": 2, "weight_decay": 0.5, "rounds": 2, "schedule": "linear", "warmup_steps": 3, "decay": "hidden",
-    "freeze": {"layers": 1}, "optimizer": "muon",
+    "freeze": {"layers": 1}, "optimizer": "muon", "image_encoder": "trained",
 }  # fmt: skip
 ROUNDS: dict[str, Any] = {
     "generate_max_len": 99, "n_samples_per_prompt": 8, "prompt_max_len": 99, "prompts": {"sources": "q.jsonl"}, "prompts_per_round": 9,

@@ -112,6 +112,15 @@ def rounded(world: World, fields: Mapping[str, Any]) -> Any:
     return updated(world, fields), asked
 
 
+def encoded(world: World, fields: Mapping[str, Any]) -> Any:
+    """What `updated` returns, and what the actor trains of an image encoder, which it does not have here."""
+    asked: list[str] = []
+    world.patch.setattr(
+        "rlhf_core.stages.ppo.roles.role_passes.require_images", lambda trained, _: asked.append(trained)
+    )
+    return updated(world, fields), asked
+
+
 def acting(world: World, fields: Mapping[str, Any]) -> tuple[Actor, list[Experience]]:
     """Returns an actor, and experience of older weights."""
     world.patch.setenv("RANK", "0")

@@ -125,6 +125,7 @@ def optimised(kind: str) -> list[Change]:
         Change("decay", "hidden", run, {"weight_decay": 0.5}),
         Change("optimizer", "muon", run),
         Change("freeze", {"layers": 1}, run),
+        Change("image_encoder", "projector", encoded(kind)),
         Change("warmup_steps", 3, run),
         Change("decay_ratio", 0.9, run, {"schedule": "wsd"}),
         Change("max_norm", 0.01, run),
@@ -155,6 +156,22 @@ def rounded(kind: str) -> Any:
         return trained(kind)(world, fields), asked
 
     probe.__name__ = f"rounded_{kind}"
+    return probe
+
+
+@cache
+def encoded(kind: str) -> Any:
+    """Returns the probe that says what a stage trains of an image encoder; models of other probes have
+    none."""
+
+    def probe(world: World, fields: Mapping[str, Any]) -> Any:
+        asked: list[str] = []
+        world.patch.setattr(
+            f"rlhf_core.stages.{kind}.require_images", lambda trained, _: asked.append(trained)
+        )
+        return trained(kind)(world, fields), asked
+
+    probe.__name__ = f"encoded_{kind}"
     return probe
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from rlhf_core.config import EngineConfig
+from rlhf_core.config.training.optimiser_fields import ImageEncoder
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, compact
 from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
@@ -52,9 +53,9 @@ class Asked:
         config = EngineConfig(kind="transformers", options=options)
         return closing(open_engine(str(self.folder), config, seed=0, max_model_len=256))
 
-    def policy(self) -> tuple[Policy, PictureReader]:
+    def policy(self, image_encoder: ImageEncoder = "frozen") -> tuple[Policy, PictureReader]:
         policy = load_policy(str(self.folder)).eval()
-        return policy, reads_pictures(policy, str(self.folder), self.tokenizer, "float32", 1)
+        return policy, reads_pictures(policy, str(self.folder), self.tokenizer, "float32", 1, image_encoder)
 
     def answer_logprobs(
         self, policy: Policy, reader: PictureReader, i: int, answer: SampledAnswer
@@ -74,8 +75,11 @@ def tokens_of(groups: list[list[SampledAnswer]]) -> list[list[list[int]]]:
     return [[list(answer.tokens) for answer in group] for group in groups]
 
 
-def test_answers_have_the_log_probs_of_the_trainer_after_a_sync_too(asked: Asked) -> None:
-    trained, reader = asked.policy()
+@pytest.mark.parametrize("image_encoder", ["frozen", "trained"])
+def test_answers_have_the_log_probs_of_the_trainer_after_a_sync_too(
+    asked: Asked, image_encoder: ImageEncoder
+) -> None:
+    trained, reader = asked.policy(image_encoder)
     with asked.opened() as engine:
         before = engine.generate(asked.prompts, [3, 5, 7], HOW, asked.pictures)
         for i, group in enumerate(before):
@@ -86,7 +90,8 @@ def test_answers_have_the_log_probs_of_the_trainer_after_a_sync_too(asked: Asked
         with torch.no_grad():
             for parameter in trained.parameters():
                 parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-        engine.update(checkpoint_weights(trained.model, lambda parameters: nullcontext()))
+        encoder = trained.image_encoder
+        engine.update(checkpoint_weights(trained.model, lambda parameters: nullcontext(), encoder=encoder))
         after = engine.generate(asked.prompts, [3, 5, 7], HOW, asked.pictures)
         assert tokens_of(after) != tokens_of(before)
         for i, group in enumerate(after):
@@ -102,6 +107,34 @@ def test_answers_have_the_log_probs_of_the_trainer_after_a_sync_too(asked: Asked
         with torch.no_grad():
             expected = masked_logprobs(trained, collate([[document]], 0, reader=reader)).logprobs
         torch.testing.assert_close(torch.tensor(found), expected[0, : len(found)], atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_an_encoder_that_is_loaded_after_a_sync_has_the_weights_that_were_sent(asked: Asked) -> None:
+    """Prompts with images may come after texts. A weight that the encoder lacks is refused."""
+    trained, reader = asked.policy("trained")
+    assert trained.image_encoder is not None
+    for parameter in trained.image_encoder.parameters():
+        parameter.mul_(1.1)
+    sent = dict(
+        checkpoint_weights(trained.model, lambda parameters: nullcontext(), encoder=trained.image_encoder)
+    )
+    documents = [
+        Document(tokens, [True] * len(tokens), pictures=own)
+        for tokens, own in zip(asked.prompts, asked.pictures, strict=True)
+    ]
+    with asked.opened() as engine:
+        engine.update(sent.items())
+        assert engine._sampled.tower is None
+        probed = engine.prompt_logprobs(asked.prompts, asked.pictures)
+        for found, document in zip(probed, documents, strict=True):
+            expected = masked_logprobs(trained, collate([[document]], 0, reader=reader)).logprobs
+            torch.testing.assert_close(torch.tensor(found), expected[0, : len(found)], atol=1e-5, rtol=0)
+        # only the language model is sent: the encoder stays
+        engine.update(checkpoint_weights(trained.model, lambda parameters: nullcontext()))
+        assert engine.prompt_logprobs(asked.prompts, asked.pictures) == probed
+        with pytest.raises(ValueError, match=r"has no weight visual\.other, which was sent"):
+            engine.update({**sent, "visual.other": torch.zeros(1)}.items())
 
 
 @torch.no_grad()

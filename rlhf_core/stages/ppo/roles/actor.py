@@ -19,6 +19,7 @@ from rlhf_core.models.load_model import trained_policy
 from rlhf_core.models.logprobs.token_logprobs import WHOLE, Entropy, Truncation
 from rlhf_core.models.lora import require_linear, without_adapters
 from rlhf_core.models.policy import masked_logprobs
+from rlhf_core.models.weights.trained_encoder import trained_encoder_of
 from rlhf_core.models.weights.unbiased_rounding import Survival
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
 from rlhf_core.objectives.entropy_spread import entropy_counts, entropy_percentiles
@@ -66,7 +67,7 @@ class Actor(Trained):
         )
         policy.leave_out_padding(model.path)
         policy.fp32_head = config.fp32_head
-        read_pictures(policy, model)
+        read_pictures(policy, model, config.image_encoder)
         if config.engine.adapters == "alone":
             require_linear(policy.model)
         if config.replays_routing:
@@ -201,7 +202,8 @@ class Actor(Trained):
             self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
 
     def send_weights(self) -> float | None:
-        """Sends all weights under checkpoint names, or only the adapters, to the engines. Is a collective:
+        """Sends all weights that are trained, with those of a trained image encoder, under checkpoint names,
+        or only the adapters, to the engines. Is a collective:
         ranks that do not send only help to gather. Returns the share of the adapters' update that survives in
         merged weights."""
         survival = Survival()
@@ -209,7 +211,8 @@ class Actor(Trained):
         if self.config.engine.adapters == "alone":
             weights = scaled_adapters(model, self.engine.gathered)
         else:
-            weights = checkpoint_weights(model, self.engine.gathered, survival)
+            encoder = trained_encoder_of(self.engine.module)
+            weights = checkpoint_weights(model, self.engine.gathered, survival, encoder)
         if self._channel is not None:
             self._channel.send(weights)
         else:

@@ -129,16 +129,18 @@ class ReferenceModel(ReadOnlyModel):
         if routing_replay:
             policy.replay_routing()
         super().__init__(policy, model, offload, shards)
+        self.policy = policy
         self.temperature = temperature
 
     def take_weights(self, folder: str) -> None:
-        """Takes the weights of a later checkpoint of the same model."""
+        """Takes the weights of a later checkpoint of the same model, and its image encoder."""
         with progress.files(Path(folder)), torch.no_grad():
             later = load_policy(folder, self.model.dtype, self.model.trust_remote_code, on_host=True)
             weights = dict(later.named_parameters())
             for name, weight in self.module.named_parameters():
                 weight.copy_(weights.pop(name))
         assert not weights, "it is the same model"
+        read_pictures(self.policy, self.model._replace(path=folder))
 
     def logprobs(self, documents: Sequence[Document]) -> Scored:
         return self.score(

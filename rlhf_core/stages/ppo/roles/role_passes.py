@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_core.config.training.optimiser_fields import ImageEncoder
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.kernels.attention import can_share, row_width
 from rlhf_core.models.logprobs.teacher_kl import TopTokens
-from rlhf_core.models.picture_reading import reads_pictures
+from rlhf_core.models.picture_reading import reads_pictures, require_images
 from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.objectives.collate import Batch, PictureReader, collate, sent
 from rlhf_core.stages.ppo.rollout_records import Experience
@@ -63,11 +64,13 @@ class ModelSpec(NamedTuple):
     pictures: bool = False
 
 
-def read_pictures(module: Policy | Scorer, model: ModelSpec) -> None:
-    """Gives a model the frozen image encoder of its checkpoint if the documents may have images."""
+def read_pictures(module: Policy | Scorer, model: ModelSpec, image_encoder: ImageEncoder = "frozen") -> None:
+    """Gives a model the image encoder of its checkpoint if the documents may have images. `image_encoder`:
+    what of it is trained. Raises ValueError if that is not nothing and no document has images."""
+    require_images(image_encoder, model.pictures)
     if model.pictures:
         tokenizer = load_tokenizer(model.path, model.trust_remote_code)
-        module.reader = reads_pictures(module, model.path, tokenizer, model.dtype, model.sharing)
+        reads_pictures(module, model.path, tokenizer, model.dtype, model.sharing, image_encoder)
 
 
 def score_share(
