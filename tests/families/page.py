@@ -21,6 +21,15 @@ bfloat16, with the heads, states and vocabularies that are published. Logits are
 - *sampled*: mean distance on vLLM's own answers; *replayed*: with the experts that vLLM chose; *again*: as *sent*, after a step on these
   answers and a second sync.
 """
+PICTURED = """## With images
+
+Of small models in fp32, on documents with images of random colours and one without, packed in a row. All but *export* are largest distances:
+
+- *log-probs*: in nats, from those of transformers' whole model, which reads one document at a time.
+- *gradients*: of the image encoder with its projector, from those of the whole model, as a share of their norm.
+- *export*: of a model without training, whose encoder is trained.
+- *sent*: in nats, of the transformers engine's log-probs from the trainer's, after a sync that sends the encoder; *before it*: without it.
+"""
 
 
 def page(cpu: dict[str, Any], gpu: dict[str, Any]) -> str:
@@ -35,6 +44,8 @@ def page(cpu: dict[str, Any], gpu: dict[str, Any]) -> str:
             faults = _faults(results["families"])
             if faults:
                 parts.append(faults)
+    if "pictured" in cpu:
+        parts += [PICTURED, _about(cpu["pictured"]), _pictured(cpu["pictured"]["families"])]
     if "classes" in cpu:
         parts.append(_classes(cpu["classes"]))
     return "\n".join(parts)
@@ -67,6 +78,13 @@ def _cells(found: dict[str, Any]) -> dict[str, object]:
     cells["planted"] = min(told.get("planted", {}).values(), default=None)
     means = (("sampled", "sampled"), ("replayed", "sampled, replayed"), ("again", "sent again"))
     return cells | {name: told.get(key, {}).get("mean") for name, key in means}
+
+
+def _pictured(families: dict[str, Any]) -> str:
+    columns = ("log-probs", "gradients", "export", "sent", "before it", "failed")
+    used = [name for name in columns if any(name in found for found in families.values())]
+    rows = ((name, *(found.get(column) for column in used)) for name, found in sorted(families.items()))
+    return table(("family", *used), rows)
 
 
 def _stages(found: dict[str, Any]) -> dict[str, str]:

@@ -3,7 +3,7 @@ transformers' Auto mappings.
 
 Writes results/cpu.json or results/gpu.json beside this file, and from both the page
     docs/reference/families.md. 40 minutes on 2 cores. python -m tests.families.run_all [--only llama --only
-    gemma4] [--page]
+    gemma4] [--page] [--images]
 """
 
 from __future__ import annotations
@@ -47,9 +47,14 @@ def main() -> int:
     parser.add_argument(
         "--page", action="store_true", help="only write the page from the results that are there"
     )
+    parser.add_argument(
+        "--images", action="store_true", help="measure only what reads images; all else stays"
+    )
     arguments = parser.parse_args()
     results = HERE / "results" / f"{DEVICE}.json"
-    if not arguments.page:
+    if arguments.images:
+        write_text(results, json.dumps(read_json(results) | pictured(), indent=1) + "\n")
+    elif not arguments.page:
         known = read_json(results)
         families = dict(known.get("families", {}))
         with TemporaryDirectory() as folder:
@@ -66,6 +71,7 @@ def main() -> int:
         found = {"date": str(date.today()), "versions": versions(), "families": families}
         if DEVICE == "cpu":
             found["classes"] = known["classes"] if arguments.only and "classes" in known else classes()
+            found |= {} if arguments.only else pictured()
         results.parent.mkdir(exist_ok=True)
         write_text(results, json.dumps(known | found, indent=1) + "\n")
     write_text(PAGE, page(*(read_json(HERE / "results" / f"{device}.json") for device in ("cpu", "gpu"))))
@@ -83,7 +89,19 @@ def make_material(folder: Path) -> Path:
 
 def measured(name: str, material: Path) -> dict[str, Any]:
     """Runs measure.py in a process, whose end is not ours."""
-    command = [sys.executable, "-m", "tests.families.measure", name, "--material", str(material)]
+    return ran("tests.families.measure", name, "--material", str(material))
+
+
+def pictured() -> dict[str, Any]:
+    """Measures the families that read images."""
+    families = ran("tests.families.pictured")
+    assert "failed" not in families, families["failed"]
+    return {"pictured": {"date": str(date.today()), "versions": versions(), "families": families}}
+
+
+def ran(*program: str) -> dict[str, Any]:
+    """Returns the result that a program prints."""
+    command = [sys.executable, "-m", *program]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
