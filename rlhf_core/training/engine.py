@@ -8,7 +8,7 @@ micro-batches and ranks and never averaged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rlhf_core.config.training.optimiser_fields import Decayed
 from rlhf_core.models.weights.frozen_weights import embeddings_and_heads
+from rlhf_core.models.weights.trained_encoder import trained_encoder_of
 from rlhf_core.models.weights.whole_weights import whole_shape
 from rlhf_core.training.moving_average import KIND as AVERAGE
 from rlhf_core.training.moving_average import MovingAverage
@@ -35,6 +36,7 @@ class AdamW(NamedTuple):
     decay: Decayed = "matrices"
     average: float | None = None  # decay of the weights' moving average; None: no moving average
     muon: bool = False  # use Muon instead of AdamW for hidden matrices (`hidden_matrices`)
+    encoder_rate: float = 1.0  # learning rate of a trained image encoder, as a share of each step's
 
 
 class Scaling(NamedTuple):
@@ -167,8 +169,7 @@ class TorchEngine:
             self._drop_gradients()
         check_finite(norm, "the gradient norm")
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
+            set_rates(optimizer.param_groups, learning_rate)
             optimizer.step()
         self._drop_gradients()
         if self._average is not None:
@@ -278,21 +279,39 @@ def first_state(optimizer: torch.optim.Optimizer, weight: Tensor, steps: float) 
 
 def adamw_optimizer(module: nn.Module, trained: Mapping[str, Tensor], adamw: AdamW) -> torch.optim.AdamW:
     """Returns fused AdamW. `trained`: the weights to optimise, or their fp32 copies, by their names in
-    `module`. `adamw.decay` determines which of them decay."""
+    `module`. `adamw.decay` determines which of them decay, `adamw.encoder_rate` how fast an image encoder
+    learns."""
     outer = embeddings_and_heads(module) if adamw.decay == "hidden" else set()
-    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    encoder = trained_encoder_of(module) if adamw.encoder_rate != 1 else None
+    of_encoder = set() if encoder is None else set(encoder.parameters())
+    groups: dict[tuple[float, bool], list[Tensor]] = {}
     for name, weight in module.named_parameters():
         if name in trained:
             is_matrix = len(whole_shape(weight)) >= 2
             decays = adamw.decay == "all" or (is_matrix and weight not in outer)
-            groups[decays].append(trained[name])
+            rate = adamw.encoder_rate if weight in of_encoder else 1.0
+            groups.setdefault((rate, decays), []).append(trained[name])
     by_decay = [
-        {"params": groups[True], "weight_decay": adamw.weight_decay},
-        {"params": groups[False], "weight_decay": 0.0},
+        {
+            "params": groups[rate, decays],
+            "weight_decay": adamw.weight_decay if decays else 0.0,
+            "rate": rate,
+        }
+        for rate, decays in sorted(groups, reverse=True)
     ]
     return torch.optim.AdamW(
-        [g for g in by_decay if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=True
+        by_decay,
+        lr=0.0,
+        betas=adamw.betas,
+        eps=1e-8,
+        fused=True,
     )
+
+
+def set_rates(groups: Iterable[dict[str, Any]], learning_rate: float) -> None:
+    """Gives each group of an optimiser its share of a step's learning rate (`adamw_optimizer`)."""
+    for group in groups:
+        group["lr"] = learning_rate * group.get("rate", 1.0)
 
 
 def check_finite(value: float, what: str) -> None:

@@ -209,7 +209,10 @@ def make_engine(
         freeze_weights(module.model, config.freeze, role, module.image_encoder is not None)
     average = None if role == "critic" else config.ema
     muon = config.optimizer == "muon"
-    adamw = AdamW(config.betas, config.weight_decay, config.max_norm, config.decay, average, muon)
+    encoder_rate = 1.0 if role == "critic" else config.encoder_rate
+    adamw = AdamW(
+        config.betas, config.weight_decay, config.max_norm, config.decay, average, muon, encoder_rate
+    )
     engine = backend_of(config).engine(module, adamw, config, role)
     detect_document_leak(
         engine, module, engine.device, packed or bool(config.micro_train_tokens), engine.all_reduce

@@ -79,6 +79,10 @@ class PolicyObjective(Config):
     freezing_actor_steps: int = Field(0, ge=0, description="first N iterations train only the critic")
 
     @property
+    def peak_rate(self) -> float:
+        return self.actor_learning_rate
+
+    @property
     def has_critic(self) -> bool:
         return self.advantage_estimator == "gae"
 

@@ -130,6 +130,17 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
         """The ranks of each trained model, by config field or role."""
         raise NotImplementedError
 
+    @property
+    def peak_rate(self) -> float:
+        """The peak learning rate of the model, in ppo of the actor."""
+        raise NotImplementedError
+
+    @property
+    def encoder_rate(self) -> float:
+        """The learning rate of a trained image encoder as a share of the model's."""
+        own = self.image_encoder_learning_rate
+        return 1.0 if own is None else own / self.peak_rate
+
     def offloaded(self, what: Literal["adam", "param"]) -> tuple[str, ...]:
         """Returns the trained models whose optimiser (adam) or weights (param) are in host memory: roles for
         ppo, else `model`."""
@@ -288,6 +299,11 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
             yield (
                 f"image_encoder: {self.image_encoder} trains weights of the encoder, lora adapters of the"
                 " language model alone: leave one of them out"
+            )
+        if self.image_encoder == "frozen" and self.image_encoder_learning_rate is not None:
+            yield (
+                "image_encoder_learning_rate is that of an encoder that is trained: set image_encoder to"
+                " projector or trained, or leave it out"
             )
 
     @check

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from rlhf_core.records import Config, InDigestIfSet, check
+from rlhf_core.records import Config, InDigestIfSet, Rate, check
 
 Decayed = Literal["matrices", "hidden", "all"]
 ImageEncoder = Literal["frozen", "projector", "trained"]
@@ -80,5 +80,12 @@ class OptimiserFields(Config):
             "data with images: what is trained of the encoder that reads them (in ppo: of the actor's)."
             " projector: the part between it and the language model; trained: all of it. To train the"
             " projector alone, freeze the language model: freeze: {names: '*'}"
+        ),
+    )
+    image_encoder_learning_rate: Annotated[Rate | None, InDigestIfSet] = Field(
+        None,
+        description=(
+            "with image_encoder: peak learning rate of what is trained of the encoder, on the same schedule;"
+            " default: that of the language model (in ppo: of the actor)"
         ),
     )

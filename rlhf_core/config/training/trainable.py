@@ -88,6 +88,10 @@ class Trainable(Optimised):
                 for name in fields
             )
 
+    @property
+    def peak_rate(self) -> float:
+        return self.learning_rate
+
     def offloaded(self, what: Literal["adam", "param"]) -> tuple[str, ...]:
         offload = self.adam_offload if what == "adam" else self.param_offload
         return ("model",) if offload else ()

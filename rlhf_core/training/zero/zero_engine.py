@@ -24,7 +24,7 @@ from rlhf_core.forecast.memory import KEPT
 from rlhf_core.models.kernels.feed_forward import is_split
 from rlhf_core.models.weights.whole_weights import whole_size
 from rlhf_core.system.gc_pause import uncollected
-from rlhf_core.training.engine import AdamW, Scaling, adamw_optimizer, check_finite
+from rlhf_core.training.engine import AdamW, Scaling, adamw_optimizer, check_finite, set_rates
 from rlhf_core.training.moving_average import MovingAverage
 from rlhf_core.training.process_group import backend, join_ranks
 from rlhf_core.training.state_files import WeightPart, read_parts, stored_steps
@@ -145,8 +145,7 @@ class ZeroEngine:
 
     def step(self, learning_rate: float) -> float | None:
         self._writer.check()
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_rates(self._engine.optimizer.param_groups, learning_rate)
         overflow = False
         if self._loss_scale is None:
             self._engine.step()

@@ -51,6 +51,7 @@ def rounds(kind: str) -> list[Change]:
     probe = expanded(kind, LOOPS[kind])
     found = [Change(name, value, probe) for name, value in TRAINED.items()]
     found.append(Change("decay_ratio", 0.5, probe, {"schedule": "wsd"}))
+    found.append(Change("image_encoder_learning_rate", 1e-4, probe, {"image_encoder": "trained"}))
     found.append(Change("float8", True, probe, {"dtype": "bfloat16"}))
     found.append(Change("fp32_head", True, probe, {"dtype": "bfloat16"}))
     found += [Change("gamma", 0.5, probe, {"loss": "simpo"}), Change("lambd", 0.5, probe, {"loss": "orpo"})]

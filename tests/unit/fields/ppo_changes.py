@@ -121,6 +121,7 @@ PPO = [
     Change("freeze", {"embeddings": True}, updated),
     Change("ema", 0.5, averaged),
     Change("image_encoder", "projector", encoded),
+    Change("image_encoder_learning_rate", 1e-4, encoded, {"image_encoder": "trained"}),
     Change("float8", True, rounded, {"dtype": "bfloat16"}),
     Change("fp32_head", True, started, {"dtype": "bfloat16"}),
     Change("fp32_head", True, updated, {"dtype": "bfloat16"}),

@@ -118,7 +118,11 @@ def encoded(world: World, fields: Mapping[str, Any]) -> Any:
     world.patch.setattr(
         "rlhf_core.stages.ppo.roles.role_passes.require_images", lambda trained, _: asked.append(trained)
     )
-    return updated(world, fields), asked
+    rates: list[float] = []
+    world.patch.setattr(
+        "rlhf_core.training.ranks.AdamW", lambda *fields: rates.append(fields[-1]) or AdamW(*fields)
+    )
+    return updated(world, fields), asked, rates
 
 
 def acting(world: World, fields: Mapping[str, Any]) -> tuple[Actor, list[Experience]]:

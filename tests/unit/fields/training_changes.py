@@ -126,6 +126,7 @@ def optimised(kind: str) -> list[Change]:
         Change("optimizer", "muon", run),
         Change("freeze", {"layers": 1}, run),
         Change("image_encoder", "projector", encoded(kind)),
+        Change("image_encoder_learning_rate", 1e-4, encoded(kind), {"image_encoder": "trained"}),
         Change("warmup_steps", 3, run),
         Change("decay_ratio", 0.9, run, {"schedule": "wsd"}),
         Change("max_norm", 0.01, run),
@@ -169,7 +170,11 @@ def encoded(kind: str) -> Any:
         world.patch.setattr(
             f"rlhf_core.stages.{kind}.require_images", lambda trained, _: asked.append(trained)
         )
-        return trained(kind)(world, fields), asked
+        rates: list[float] = []
+        world.patch.setattr(
+            "rlhf_core.training.ranks.AdamW", lambda *fields: rates.append(fields[-1]) or AdamW(*fields)
+        )
+        return trained(kind)(world, fields), asked, rates
 
     probe.__name__ = f"encoded_{kind}"
     return probe

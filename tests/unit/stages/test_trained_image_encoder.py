@@ -131,6 +131,21 @@ def test_the_projector_alone_lowers_the_loss(base: Path, tmp_path: Path) -> None
     assert fmean(losses[-3:]) < fmean(losses[:3]) - 0.1
 
 
+def test_the_encoder_may_have_its_own_learning_rate(family: str, base: Path, tmp_path: Path) -> None:
+    """Adam's first step moves each weight by its learning rate, if its gradient is not tiny."""
+    rates = {"learning_rate": 1e-3, "image_encoder_learning_rate": 1e-4, "schedule": "constant"}
+    once = {"train_batch_size": 8, "weight_decay": 0.1, "max_norm": 1e6, "warmup_ratio": 0.0}
+    train(base, tmp_path / "run", rows_of(tmp_path, 8), image_encoder="trained", **rates, **once)
+    before = load_file(base / "model.safetensors")
+    after = load_file(tmp_path / "run" / "checkpoint" / "model.safetensors")
+    moved = {name: float((after[name] - weight).abs().median()) for name, weight in before.items()}
+    encoder = [moved[name] for name in before if name.startswith(PROJECTOR[family])]
+    language_model = [moved[name] for name in before if name.endswith("mlp.down_proj.weight")]
+    assert encoder and language_model
+    assert max(encoder) == pytest.approx(1e-4, rel=0.05)
+    assert max(language_model) == pytest.approx(1e-3, rel=0.05)
+
+
 def test_a_reward_model_exports_its_encoder(family: str, base: Path, tmp_path: Path) -> None:
     config = RewardModel.model_validate(
         {
@@ -159,3 +174,7 @@ def test_what_does_not_fit_is_refused(base: Path, tmp_path: Path) -> None:
         train(base, tmp_path / "run", {"sources": str(texts)}, image_encoder="projector")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"image_encoder: trained trains weights of the encoder, lora"):
         SFT.model_validate({"data": {"sources": "a"}, "image_encoder": "trained", "lora": Lora()})
+    with pytest.raises(
+        ValueError, match=r"image_encoder_learning_rate is that of an encoder that is trained"
+    ):
+        SFT.model_validate({"data": {"sources": "a"}, "image_encoder_learning_rate": 1e-4})

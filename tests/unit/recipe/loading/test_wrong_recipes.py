@@ -136,7 +136,7 @@ def test_what_does_not_fit_between_stages_is_told_with_wrong_fields() -> None:
         given_recipe({"name": "x", "base_model": "org/base", "stages": stages})
     told = str(refused.value)
     for part in (
-        "stages.sft.learning_rat: unknown key 'learning_rat'; did you mean learning_rate?",
+        "stages.sft.learning_rat: unknown key 'learning_rat'; did you mean learning_rate or image_encoder_learning_rate?",
         "stages.reward_model: train_batch_size=7 must be a multiple of",
         "stages.ppo.actor: unknown name 'fst'",
         "stages.ppo.reward: sft is of kind sft, but a reward model is needed here",
