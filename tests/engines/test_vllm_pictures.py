@@ -72,7 +72,7 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("models") / request.param
     asked = Asked(make_pictured(request.param, folder, **CAUSAL.get(request.param, {})))
     with closing(opened_vllm(asked.folder)) as engine:
-        yield Opened(asked, *asked.policy(), engine)
+        yield Opened(asked, *asked.policy("trained"), engine)
 
 
 def with_images(asked: Asked, i: int, *sources: PictureSource) -> Pictures:
@@ -89,7 +89,11 @@ def test_answers_have_the_log_probs_of_the_trainer_after_a_sync_too(opened: Open
     with torch.no_grad():
         for parameter in opened.policy.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    opened.engine.update(checkpoint_weights(opened.policy.model, lambda parameters: nullcontext()))
+    encoder = opened.policy.image_encoder
+    assert encoder is not None
+    opened.engine.update(
+        checkpoint_weights(opened.policy.model, lambda parameters: nullcontext(), encoder=encoder)
+    )
     after = opened.answers()
     assert tokens_of(after) != tokens_of(before)
     opened.check(after)
