@@ -151,22 +151,26 @@ def _tokenizer(tiny: bool) -> transformers.PreTrainedTokenizerFast:
 
 def draw_rows(folder: Path, count: int) -> list[ImageRow]:
     """Draws a JPEG for each row into `folder`: a coarse pattern with noise, so that decoding takes as long as
-    for a photo. Sizes are equally frequent."""
-    folder.mkdir()
+    for a photo. Sizes are equally frequent. Images that exist are kept."""
+    folder.mkdir(exist_ok=True)
     dice = random.Random(0)
-    noise = np.random.default_rng(0)
     rows = []
     for index in range(count):
         width, height = SIDES[index % len(SIDES)]
-        coarse = noise.integers(0, 256, (height // 32, width // 32, 3), dtype=np.uint8)
-        pixels = np.asarray(Image.fromarray(coarse).resize((width, height)), dtype=np.int16)
-        pixels = pixels + noise.integers(-12, 13, pixels.shape, dtype=np.int16)
         name = f"{folder.name}/{index:05d}.jpg"
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder.parent / name, quality=90)
+        if not (folder.parent / name).exists():
+            _draw(folder.parent / name, width, height, np.random.default_rng(index))
         answer = _letters(dice, dice.randint(*ANSWERS))
         tokens = FRAME + width * height // (2 * PATCH) ** 2 + QUESTION + len(answer)
         rows.append(ImageRow(name, _letters(dice, QUESTION), answer, tokens))
     return rows
+
+
+def _draw(file: Path, width: int, height: int, noise: np.random.Generator) -> None:
+    coarse = noise.integers(0, 256, (height // 32, width // 32, 3), dtype=np.uint8)
+    pixels = np.asarray(Image.fromarray(coarse).resize((width, height)), dtype=np.int16)
+    pixels = pixels + noise.integers(-12, 13, pixels.shape, dtype=np.int16)
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, quality=90)
 
 
 def _letters(dice: random.Random, length: int) -> str:

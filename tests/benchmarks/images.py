@@ -59,18 +59,22 @@ class Measured(NamedTuple):
 def main() -> None:
     arguments = options()
     tiny = arguments.tiny
-    arguments.out.mkdir(parents=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     model = arguments.out / "model"
     began = time.time()
-    count = write_model(model, tiny)
+    count = arguments.out / "parameters"
+    if not count.exists():
+        count.write_text(str(write_model(model, tiny)))
     per_step = arguments.rows if arguments.what == "sft" else arguments.prompts
     rows = draw_rows(arguments.out / "images", per_step * arguments.steps)
-    longest = max(row.tokens for row in rows)
+    lengths = [row.tokens for row in rows]
     print(
-        f"{count / 1e9:.3f}B parameters, {len(rows)} rows of {min(row.tokens for row in rows)} to {longest}"
+        f"{int(count.read_text()) / 1e9:.3f}B parameters, {len(rows)} rows of {min(lengths)} to {max(lengths)}"
         f" tokens, written in {time.time() - began:.0f} s",
         flush=True,
     )
+    if arguments.prepare:
+        return
     peaks = watch_memory()
     ours = measured_ours(arguments, rows, peaks)
     title = titles(arguments)
@@ -118,6 +122,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--peer-path", type=Path, help="folder with TRL's package; none: no peer")
     parser.add_argument("--peer-seconds", type=int, default=400, help="then TRL is cut off")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="for what the plan says")
+    parser.add_argument(
+        "--prepare", action="store_true", help="write model and rows, which the next call finds, and end"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model in fp32")
     add_options(parser, "images")
     arguments = parser.parse_args()

@@ -7,7 +7,7 @@ embeddings of their document's image tokens. Not supported: rows that several ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -113,6 +113,14 @@ def _blocks(places: Tensor) -> Tensor:
     """Returns for each token the index in its row of the image it belongs to; -1 for text."""
     before = torch.nn.functional.pad(places, (1, 0))[:, :-1]
     return torch.where(places, (places & ~before).cumsum(1) - 1, -1)
+
+
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Returns the features of all images, (image tokens, H), from those of each, or from all together as
+    transformers 5.17 returns some."""
+    if isinstance(features, Tensor):
+        return features.flatten(0, -2)
+    return torch.cat([part.flatten(0, -2) for part in features])
 
 
 def _each_alone(pixels: Tensor, sizes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -228,8 +236,8 @@ class PictureTower:
             ]
             return torch.cat(pooled)[None]
         found = encode(**inputs, return_dict=True)
-        deep = [torch.cat(list(part)) for part in getattr(found, "deepstack_features", None) or ()]
-        return torch.stack([torch.cat([part.flatten(0, -2) for part in found.pooler_output]), *deep])
+        deep = getattr(found, "deepstack_features", None) or ()
+        return torch.stack([_joined(part) for part in (found.pooler_output, *deep)])
 
     def _alone(self, pixels: Tensor, size: Tensor) -> Tensor:
         """Returns the features of one image, (image tokens, H). One with a single token is encoded twice,
