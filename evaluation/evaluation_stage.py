@@ -342,7 +342,7 @@ def evaluate_reward_models(
     found = [(row, pair) for row, pair in found if pair.chosen != pair.rejected]
     if not found:
         raise ValueError(
-            "reward_evaluation.data: chosen and rejected are the same in every row: give pairs that differ"
+            "reward_evaluation.data: chosen and rejected are identical in every row: give pairs that differ"
         )
     differences = {}
     pairs = None

@@ -297,6 +297,6 @@ def require_parents(planned: Plan, nodes: tuple[Node, ...]) -> None:
     if gone:
         raise ValueError(
             f"stage {nodes[-1].name} depends on {gone[0].name}, whose gates cannot be checked because its"
-            f" result is gone: run `alignflow stage {gone[0].name} RECIPE` again, or take its gates out of"
+            f" result is gone: run `alignflow stage {gone[0].name} RECIPE` again, or remove its gates from"
             " the recipe"
         )

@@ -51,7 +51,9 @@ def loop(
     due = datetime.fromisoformat(str(runtime.flow_run.scheduled_start_time or datetime.now(UTC)))
     with provided(variables(loaded)), loop_lock(folder_of(loaded)) as mine:
         if not mine:
-            return _completed(f"another run is training {name} of {loaded.name}: this one leaves it to that")
+            return _completed(
+                f"another run is already training {name} of {loaded.name}: this run does nothing"
+            )
         if min_gain is not None:
             check_judged(loaded, name)
         fetched = False
@@ -62,7 +64,7 @@ def loop(
             if (found.renewed or found.turned_down) and not asked:
                 gate = found.held[0]
                 get_run_logger().warning(
-                    "%s: round %d is refused, and left out: %s", name, found.number, gate.summary
+                    "%s: round %d was refused and is skipped: %s", name, found.number, gate.summary
                 )
                 found = refuse(loaded, found, gate.summary)
             why = found.why_not(max_rounds, min_gain, None if fetched else due)
@@ -73,7 +75,7 @@ def loop(
                 store is not None and bool(missing) and all(store.has(node.run_dir.name) for node in missing)
             )
             get_run_logger().info(
-                "%s: round %d %s", name, found.number, "is in the store" if fetched else "begins"
+                "%s: round %d %s", name, found.number, "was found in the store" if fetched else "begins"
             )
             found = begin(loaded, found)
             try:
@@ -87,7 +89,7 @@ def loop(
                     raise
                 why = error.verdicts[0].summary
                 refuse(loaded, state, why)
-                return _completed(f"{name} of {loaded.name}: round {found.number} is left out: {why}")
+                return _completed(f"{name} of {loaded.name}: round {found.number} is skipped: {why}")
             done = finish(found)
             if not fetched:  # rounds in the store come first, for example on an empty disk
                 rate = "" if done.win_rate is None else f", win rate {done.win_rate:.3f}"
@@ -113,7 +115,7 @@ def _from_champion(recipe: Recipe, found: LoopState) -> LoopState:
         {reign.model: reign.ended for reign in earlier if reign and reign.model != now.model},
     )
     if followed is not found:
-        get_run_logger().warning("%s goes on from %s, the champion", found.record.loop, now.model)
+        get_run_logger().warning("%s continues from %s, the champion", found.record.loop, now.model)
     return followed
 
 

@@ -45,7 +45,7 @@ def make(path: Path) -> None:
         )
         if done.returncode:
             raise RuntimeError(
-                f"Prefect could not make an empty database: {(done.stdout + done.stderr).strip()[-2000:]}"
+                f"Prefect could not create an empty database: {(done.stdout + done.stderr).strip()[-2000:]}"
             )
         with closing(sqlite3.connect(made)) as database:
             database.execute("VACUUM INTO ?", (str(whole),))  # one file, without a write-ahead log

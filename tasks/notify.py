@@ -79,7 +79,7 @@ class Sender:
     def _end(self) -> None:
         if not self.flush(WAIT_AT_EXIT):
             logger.warning(
-                "the webhook in %s has not taken %d messages; they are lost",
+                "the webhook in %s did not accept %d messages; they are lost",
                 self._name,
                 self._waiting.unfinished_tasks,
             )
@@ -90,7 +90,7 @@ class Sender:
             lost = self._send(body)
             if lost and self._attempts > 1:
                 logger.warning(
-                    "the webhook in %s does not take messages (%s); the run goes on without it",
+                    "the webhook in %s does not accept messages (%s); the run continues without it",
                     self._name,
                     lost,
                 )
@@ -136,7 +136,8 @@ def sender_of(notify: Notify) -> Sender | None:
         if notify.url_env not in _warned:
             _warned.add(notify.url_env)
             logger.warning(
-                "notify: the variable %s holds no http(s) address: no messages are sent about this run",
+                "notify: the variable %s does not hold an http(s) address: no messages are sent about this"
+                " run",
                 notify.url_env,
             )
         return None

@@ -150,8 +150,8 @@ def write_or_tell(plan: Plan, statuses: dict[str, Status], run: RunRecord, state
             raise
         place = getattr(error, "filename", None) or plan.folder
         told = (
-            "the page is not written, since %s cannot be written to: %s, then `alignflow report %s` writes"
-            " it; the stages' results stand"
+            "the page was not written because %s cannot be written to: %s, then write the page with"
+            " `alignflow report %s`; the stages' results are kept"
         )
         logging.getLogger(__name__).error(told, place, problem, plan.folder)
     with suppress(OSError):
@@ -216,7 +216,9 @@ def rewrite(folder: Path) -> Path:
         recipe, views = _recorded(folder / RUN, artifacts)
     except (OSError, ValueError, LookupError, TypeError):
         why = (
-            f"its {RUN} is damaged" if (folder / RUN).is_file() else f"it has no {RUN}, so no run wrote here"
+            f"its {RUN} is damaged"
+            if (folder / RUN).is_file()
+            else (f"it has no {RUN}, so it is not the folder of a run")
         )
         raise ValueError(
             f"{folder}: {why}: give a recipe, the folder <artifacts>/<recipe> of one that has run, or"

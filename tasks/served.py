@@ -73,8 +73,8 @@ def _own_parameters(deployment: str) -> Sequence[Mapping[str, Any]]:
         served = json.loads(Path(place).read_text())
         if deployment not in served:
             raise ValueError(
-                "`alignflow serve` has not made this deployment: give it the recipe, and run the deployment"
-                " that it makes"
+                "`alignflow serve` did not create this deployment: start `alignflow serve` with the recipe,"
+                " and run the deployment that it creates"
             )
         return [served[deployment]]
     with get_client(sync_client=True) as client:

@@ -185,7 +185,7 @@ def refusal(headers: Sequence[tuple[bytes, bytes]], hosts: Sequence[str]) -> tup
     if len(asked) != 1 or asked[0].partition(":")[0] not in {host.lower() for host in hosts}:
         return 400, "this server does not answer for that host: give its name to --allow-host"
     if any(origin.partition("://")[2] != asked[0] for origin in origins):
-        return 403, "this server answers its own pages alone, not those of another origin"
+        return 403, "this server answers only its own pages, not those of another origin"
     return None
 
 

@@ -75,7 +75,7 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
     if store and run.result() is None:
         fetch_stage(store, run, request, logger.info)
     if run.result() is not None:
-        logger.info("%s is done already: %s", request.name, run.path.name)
+        logger.info("%s is already done: %s", request.name, run.path.name)
         if store:
             upload_stage(store, run, logger.info)
         return "skipped"
@@ -100,8 +100,8 @@ def require_unchanged(request: StageRequest, digests: Digests) -> None:
     changed = [path for path, content in request.contents.items() if content_now(path, digests) != content]
     if changed:
         told = (
-            f"{', '.join(changed)}: changed since the run was planned; run again, and the stage gets a"
-            " directory of its own"
+            f"{', '.join(changed)}: changed since the run was planned: run again, and the stage gets a new"
+            " directory"
         )
         raise StageFailed(request.name, WRONG_INPUT, (told,))
 
@@ -121,7 +121,7 @@ class Throttle:
             return
         if time.monotonic() - self._start >= 1:
             if self._left_out:
-                self._log(f"({self._left_out} lines more are in log.txt)")
+                self._log(f"({self._left_out} more lines are in log.txt)")
             self._start = time.monotonic()
             self._passed = 0
             self._left_out = 0

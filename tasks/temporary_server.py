@@ -62,8 +62,8 @@ def start_server() -> None:
         ours.start(_start_seconds())
     except (OSError, RuntimeError):
         raise MachineLacks(
-            f"Prefect's temporary server ended, or did not answer within {_start_seconds()} s (what it said"
-            f" stands above): look at its database in {PREFECT_HOME.value()}; on a slow machine raise"
+            f"Prefect's temporary server ended, or did not answer within {_start_seconds()} s (its output is"
+            f" above): check its database in {PREFECT_HOME.value()}; on a slow machine raise"
             " PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS; or start a server and set PREFECT_API_URL"
         ) from None
     os.environ.update({"PREFECT_API_URL": ours.api_url, AUTH: ours.auth})
@@ -113,7 +113,7 @@ def keep_server() -> None:
             return
         _ended.append(process.returncode)
         get_logger("alignflow").warning(
-            "Prefect's temporary server ended with code %d: it is started again", process.returncode
+            "Prefect's temporary server ended with code %d: restarting it", process.returncode
         )
         ours.running = False
         with contextlib.suppress(OSError, RuntimeError):

@@ -60,7 +60,7 @@ class Tasks:
             if task not in known:
                 what = unknown(task, known, "task")
                 if len(what) >= 300:
-                    what = f"lm-eval knows no task {task!r}; `lm-eval ls tasks` lists all"
+                    what = f"lm-eval has no task {task!r}; `lm-eval ls tasks` lists all tasks"
                 raise ValueError(f"tasks: {what}")
             return task
         from lm_eval.tasks._yaml_loader import load_yaml
@@ -69,8 +69,8 @@ class Tasks:
         spec: dict[str, Any] = load_yaml(file) | {"task": task_name(task)}
         if not trust_code and (foreign := _foreign_metrics(spec)):
             raise ValueError(
-                f"tasks: lm-eval has no metric {', '.join(foreign)}, and would run code of the Hub for it:"
-                f" correct metric_list in {task}, or set trust_task_code: true"
+                f"tasks: lm-eval has no metric {', '.join(foreign)}, and would run code from the Hub for it:"
+                f" correct metric_list in {task}, or set trust_task_code to true"
             )
         arguments = dict(spec.get("dataset_kwargs") or {})
         if "data_files" in arguments:
@@ -89,9 +89,9 @@ class Tasks:
             if is_path(task):
                 raise ValueError(f"tasks: {task} cannot be loaded ({why}): correct the file") from error
             raise ValueError(
-                f"tasks: the data of {task} cannot be loaded ({why}): lm-eval takes it from the Hub, so this"
-                " machine must reach the Hub or have it in its cache; a task YAML with local data_files"
-                " needs neither"
+                f"tasks: the data of {task} cannot be loaded ({why}): lm-eval loads it from the Hub, so this"
+                " machine must reach the Hub or have the data in its cache; a task YAML with local"
+                " data_files needs neither"
             ) from error
 
 
@@ -141,7 +141,7 @@ def measure(
     tokenizer = load_tokenizer(served.path, trust_remote_code)
     if config.chat_template and tokenizer.chat_template is None:
         raise ValueError(
-            f"chat_template is set, and the tokenizer of {name} has none: leave it out, or name chat models"
+            f"chat_template is set, but the tokenizer of {name} has none: leave it out, or name chat models"
             " only"
         )
     refuse_unread(str(tokenizer.chat_template), config.template_args, name)

@@ -44,7 +44,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
             twin = next((known for known in scores.values() if known.identity == model.identity), None)
             if twin:
                 scores[name] = twin.model_copy(update={"model": name})
-                print(f"{name}: the same files as {twin.model}, whose scores count", flush=True)
+                print(f"{name}: the same files as {twin.model}, so its scores are reused", flush=True)
                 continue
             measured = measure_one(name, model, request, config, tasks, run)
             documents = "".join(json.dumps(row, default=str) + "\n" for row in measured.rows)

@@ -58,8 +58,8 @@ def log_ratios(
     for model in models:
         if any(_answer(a) != _answer(b) for a, b in zip(own[model], seen[model], strict=True)):
             raise ValueError(
-                f"{model} and {baseline} encode answers differently, so there is no KL between them: leave"
-                " proxy out"
+                f"{model} and {baseline} encode answers differently, so no KL between them can be measured:"
+                " leave proxy out"
             )
     totals = {model: _logprobs(places[model], own[model], config, trust_remote_code) for model in models}
     every = [document for model in models for document in seen[model]]

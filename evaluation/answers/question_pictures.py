@@ -1,4 +1,4 @@
-"""Images of questions: stores them beside the answers, and sends them to chat models."""
+"""Images of questions: stores them next to the answers, and sends them to chat models."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def answer_remotely(
             if failed > endpoint.max_failed * len(questions):
                 raise ValueError(
                     f"{name}: {failed} of {len(questions)} questions have no answer, more than"
-                    f" max_failed={endpoint.max_failed:g} allows (the last: {found}): look at the endpoint,"
+                    f" max_failed={endpoint.max_failed:g} allows (the last: {found}): check the endpoint,"
                     " then run again; the answers so far are kept"
                 )
 

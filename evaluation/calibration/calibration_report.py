@@ -9,7 +9,7 @@ CALIBRATION = "calibration.json"
 OUTCOMES = ("A", "tie", "B")
 TITLES = {
     "agreement": "same winner as people",
-    "agreement_decided": "the same, pairs that neither calls a tie",
+    "agreement_decided": "same winner, over pairs that neither calls a tie",
     "kappa": "Cohen's kappa",
     "position_bias": "position bias: wins of the answer shown first minus shown second",
     "swap_consistency": "same winner in both orders",
@@ -19,7 +19,7 @@ TITLES = {
     "markdown_error_gap": "errors towards the more marked-up answer, minus towards the other",
     "human_agreement": "two people: same winner",
     "human_kappa": "people: Fleiss' kappa",
-    "human_repeat": "one person asked twice: same winner",
+    "human_repeat": "same person, same pair twice: same winner",
 }
 # Landis & Koch 1977, table on page 165: upper ends of the ranges, with their names.
 STRENGTHS = ((0.2, "slight"), (0.4, "fair"), (0.6, "moderate"), (0.8, "substantial"), (1.0, "almost perfect"))

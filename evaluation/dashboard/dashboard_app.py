@@ -44,10 +44,7 @@ def dashboard(artifacts: Path) -> Starlette:
         try:
             return HTMLResponse(whole(page_of(folder, request.scope["path"], dict(request.query_params))))
         except Missing:
-            told = (
-                "There is no such run or stage in this artifacts folder: it was removed, or the address is"
-                " wrong."
-            )
+            told = "This artifacts folder has no such run or stage: it was removed, or the address is wrong."
             return HTMLResponse(fill("page.missing", told=told), 404)
 
     def report(request: Request) -> Response:
@@ -60,7 +57,9 @@ def dashboard(artifacts: Path) -> Starlette:
             content = file.read(MAX_REPORT + 1)
         if len(content) > MAX_REPORT:
             return HTMLResponse(
-                fill("page.missing", told=f"The report has more than {MAX_REPORT >> 20} MiB: open its file."),
+                fill(
+                    "page.missing", told=f"The report is larger than {MAX_REPORT >> 20} MiB: open its file."
+                ),
                 413,
             )
         return HTMLResponse(content)

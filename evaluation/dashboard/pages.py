@@ -69,7 +69,7 @@ class Page(NamedTuple):
             title = plain(self.title).replace("\n", " ")
             told = plain(traceback.format_exc())  # because a log is read in a terminal
             logging.getLogger(__name__).error(
-                "the part %s of the page %s could not be made\n%s", name, title, told
+                "the part %s of the page %s could not be built\n%s", name, title, told
             )
             return fill("page.broken", name=name, why=type(error).__name__)
 
@@ -296,7 +296,7 @@ def compare_page(folder: Folder, a: str, b: str) -> Page:
     }
     dirs = sorted({folder.path / "stages" / name for side in (one, other) for name in side.stages.values()})
     return Page(
-        "Two beside each other",
+        "Two side by side",
         parts,
         frozenset({"differences"}),
         lambda: [state.watched(folder, path) for path in dirs],

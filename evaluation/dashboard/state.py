@@ -110,16 +110,16 @@ def stage_of(
 def _ended(holder: str, last: Attempt | None, elsewhere: bool) -> tuple[str, str]:
     """Returns the state, and the reason for it, of a stage that has no result and that no process works
     on."""
-    goes_on = "the next run goes on from its last checkpoint"
+    goes_on = "the next run continues from its last checkpoint"
     if elsewhere:
-        return "killed", f"no news for {FRESH:.0f} s from {holder}"
+        return "killed", f"no update for {FRESH:.0f} s from {holder}"
     if last is not None and last.code is not None:
         if last.code in STOPPED:
             return "killed", f"ended by {STOPPED[last.code]}; {goes_on}"
-        return "failed", f"exit code {last.code}; the log says why"
+        return "failed", f"exit code {last.code}; see the log for the reason"
     if holder or last is not None:
         return "killed", f"its process is gone; {goes_on}"
-    return "not begun", "it was asked for, and no process has started"
+    return "not begun", "it was requested, but no process has started"
 
 
 def run_stages(folder: Folder, run: RunRecord) -> list[Stage]:
@@ -160,7 +160,7 @@ def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
             told.append(
                 stage
                 if ours
-                else stage._replace(state="waiting", told=f"another run works on it: {stage.told}")
+                else stage._replace(state="waiting", told=f"another run is working on it: {stage.told}")
             )
         elif missing := [name for name in stage.parents if name not in done]:
             told.append(stage._replace(state="waiting", told=f"{PARENTS}{', '.join(missing)}"))
@@ -168,7 +168,7 @@ def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
             why = (
                 f"waits while {', '.join(others)} runs"
                 if others
-                else "starts, or waits for another run's stage on this machine"
+                else "starting, or waiting for another run's stage on this machine"
             )
             told.append(stage._replace(state="waiting", told=why))
     return told

@@ -56,16 +56,15 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     )
     if config.kl and judged.config.temperature != 1:
         raise ValueError(
-            f"kl needs answers sampled at temperature 1, and the evaluation {judged.request.name} has"
-            " another: set it, or kl: false"
+            f"kl needs answers sampled at temperature 1, but the evaluation {judged.request.name} has another"
+            " temperature: set it to 1, or set kl to false"
         )
     signals = prompt_signals(*prompt_texts(config, seed), rounds, seed)
     signals += answer_signals(judged.answers[judged.model], judged.answers[judged.reference], rounds, seed)
     notes = []
     if judged.reward_judge is None:
         notes.append(
-            "The evaluation has no reward model as second judge, so its agreement with the judge is not"
-            " known."
+            "The evaluation has no reward model as second judge, so the agreement of the two is unknown."
         )
     elif found := agreement(
         judged.judgments(judged.judge), judged.judgments(judged.reward_judge), rounds, seed
@@ -73,8 +72,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         signals.append(found)
     else:
         notes.append(
-            "Too few questions were judged by both the judge and the reward model, or one of them gave all"
-            " the same score."
+            "Too few questions were judged by both the judge and the reward model, or one of them gave every"
+            " question the same score."
         )
     if config.kl:
         signals.append(kl(config, judged, request))
@@ -171,7 +170,7 @@ def anchors(
             and at is not None
             and now - at < timedelta(days=config.anchors.days)
         ):
-            print(f"anchors: the verdicts of {at:%Y-%m-%d %H:%M} UTC are taken over", flush=True)
+            print(f"anchors: reusing the verdicts of {at:%Y-%m-%d %H:%M} UTC", flush=True)
             return AnchorSignals(
                 [signal for signal in one.report.signals if signal.name.startswith("anchors/")], key, at
             )

@@ -51,7 +51,7 @@ def judge_anchors(judge: Judge, anchors: AnchorPairs) -> list[Signal]:
     held = np.isfinite(scores)
     if not held.any():
         raise ValueError(
-            f"anchors: {judge.name} gave no verdict on any of {len(scores)} anchors: look at the judge's log"
+            f"anchors: {judge.name} gave no verdict on any of {len(scores)} anchors: check the judge's log"
         )
     points = anchors.points[held]
     scores = scores[held]

@@ -81,7 +81,7 @@ class LlmJudge:
                     last = entry.game.judgment["answer"][-200:].strip()
                     raise ValueError(
                         f"judge {self.name}: {self.failed} of {self.games} games have no verdict, more than"
-                        f" max_failed={self.max_failed:g} allows (the last: {last!r}): look at the endpoint,"
+                        f" max_failed={self.max_failed:g} allows (the last: {last!r}): check the endpoint,"
                         " then run again; the verdicts so far are kept"
                     )
 

@@ -152,7 +152,7 @@ class Assignment:
         """
         task = self._by_id(annotator, task_id)
         if task is None:
-            raise Stale("this pair is labelled already, or was not given by this server")
+            raise Stale("this pair is already labelled, or did not come from this server")
         place = choice if choice is None or task.shown_first == "a" else len(LABELS) - 1 - choice
         label = HumanLabel(
             **task.pair.model_dump(),

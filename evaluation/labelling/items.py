@@ -57,7 +57,7 @@ def draw(source: str, count: int, seed: int, artifacts: Path, models: Sequence[s
             kept = dict(sorted(kept.items())[:count])
     if not kept:
         raise ValueError(
-            f"{source}: has no two different answers to compare ({found} pairs): give another source"
+            f"{source}: has no pair of different answers to compare ({found} pairs): give another source"
         )
     return DrawnPairs([pair for _, pair in sorted(kept.items())[:count]], found, same)
 
@@ -67,7 +67,7 @@ def _pairs(source: str, seed: int, artifacts: Path, models: Sequence[str]) -> It
     if folder is not None:
         return _battles(folder, models)
     if models:
-        raise ValueError(f"--models {','.join(models)}: {source} is no evaluation: leave --models out")
+        raise ValueError(f"--models {','.join(models)}: {source} is not an evaluation: leave --models out")
     if not is_file(Source(path=source)):
         names = sorted(
             {
@@ -76,8 +76,8 @@ def _pairs(source: str, seed: int, artifacts: Path, models: Sequence[str]) -> It
                 if _is_evaluation(path.parent)
             }
         )
-        known = f"those in {artifacts} are {', '.join(names)}" if names else f"there is none in {artifacts}"
-        raise ValueError(f"{source}: is no file of preferences (.jsonl), and no evaluation: {known}")
+        known = f"{artifacts} has {', '.join(names)}" if names else f"{artifacts} has none"
+        raise ValueError(f"{source}: is neither a file of preferences (.jsonl) nor an evaluation: {known}")
     return _rows(source, seed)
 
 
@@ -109,8 +109,7 @@ def _battles(folder: Path, models: Sequence[str]) -> Iterator[ComparedPair]:
     )
     if place is None:
         raise ValueError(
-            f"{folder}: there are no answers (report/answers/*.jsonl): give the directory of an evaluation"
-            " that is done"
+            f"{folder}: has no answers (report/answers/*.jsonl): give the directory of a finished evaluation"
         )
     answers: dict[str, dict[str, tuple[Message, ...]]] = {}
     for where, row in rows_of(place):
@@ -125,13 +124,13 @@ def _battles(folder: Path, models: Sequence[str]) -> Iterator[ComparedPair]:
             answers.setdefault(str(row["model"]), {})[str(row["uid"])] = tuple(shown)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{where}: is no answer ({type(error).__name__}: {error}): give an evaluation's directory"
+                f"{where}: is not an answer ({type(error).__name__}: {error}): give an evaluation's directory"
             ) from None
     if models:
         unknown = [name for name in models if name not in answers]
         if unknown:
             raise ValueError(
-                f"--models: {folder} has no answers of {', '.join(unknown)}; it has those of"
+                f"--models: {folder} has no answers of {', '.join(unknown)}, only of"
                 f" {', '.join(sorted(answers))}"
             )
         sides = [(models[0], models[1])]

@@ -28,7 +28,8 @@ def read_labels(path: Path) -> list[HumanLabel]:
     """
     if not path.is_file():
         raise ValueError(
-            f"{path}: there is no such file: give the labels that `alignflow label SOURCE --out FILE` wrote"
+            f"{path}: this file does not exist: give the labels that `alignflow label SOURCE --out FILE`"
+            " wrote"
         )
     return _parsed(path, path.read_bytes())
 
@@ -80,18 +81,18 @@ def opened(path: Path) -> Iterator[LabelFile]:
     file."""
     if not path.absolute().parent.is_dir():
         raise ValueError(
-            f"{path}: there is no folder {path.absolute().parent}: make it, or give another --out"
+            f"{path}: the folder {path.absolute().parent} does not exist: create it, or give another --out"
         )
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: is no file: give another --out")
+        raise ValueError(f"{path}: is not a file: give another --out")
     if path.exists():
         read_labels(path)  # fails before leaving a lock beside a file of another kind
     path = path.absolute()
     with locked(path.with_name(f".{path.name}.lock")) as ours:
         if not ours:
             raise MachineLacks(
-                f"{path}: another `alignflow label` writes to it: use that one, stop it, or give another"
-                " --out"
+                f"{path}: another `alignflow label` is writing to this file: use that one, stop it, or give"
+                " another --out"
             )
         file = LabelFile(path)
         try:
@@ -105,7 +106,7 @@ def _parsed(path: Path, content: bytes) -> list[HumanLabel]:
     start = cut.rstrip(b"\0")  # after a power failure, the end of a file may be zeros
     if start and not START.startswith(start[: len(START)]):
         raise ValueError(
-            f"{path}: its last line is no label: give a file that `alignflow label` wrote, or a new one"
+            f"{path}: the last line is not a label: give a file that `alignflow label` wrote, or a new one"
         )
     labels = []
     for number, line in enumerate(lines, 1):
@@ -117,7 +118,7 @@ def _parsed(path: Path, content: bytes) -> list[HumanLabel]:
             fault = error.errors(include_url=False)[0]
             what = ".".join(map(str, fault["loc"])) or "the line"
             raise ValueError(
-                f"{path}, line {number}: is no label ({what}: {fault['msg']}): give a file that `alignflow"
+                f"{path}, line {number}: is not a label ({what}: {fault['msg']}): give a file that `alignflow"
                 " label` wrote, or a new one"
             ) from None
     return labels

@@ -118,7 +118,7 @@ def application(assignment: Assignment) -> Starlette:
         if taken is None:
             return JSONResponse({"error": "there is nothing to undo", **_next(name)}, 409)
         again = assignment.next(name)
-        assert again is not None and again.pair.key == taken.key, "a pair that was taken back comes next"
+        assert again is not None and again.pair.key == taken.key, "the withdrawn pair comes next"
         place = None
         if taken.verdict is not None:
             place = taken.strength if again.shown_first == "a" else 4 - taken.strength

@@ -30,7 +30,7 @@ def lost_questions(
         request = run.request()
     except (OSError, ValidationError):
         raise ValueError(
-            f"{folder}: is no run directory: give ARTIFACTS/stages/NAME-DIGEST of an evaluation"
+            f"{folder}: is not a run directory: give ARTIFACTS/stages/NAME-DIGEST of an evaluation"
         ) from None
     report = EvalReport.read(run / "report" / "eval.json") if run.result() else None
     if report is None:

@@ -152,7 +152,7 @@ def regression_table(report: RegressionReport) -> str:
             "question",
             *report.models,
             f"{report.final} since the last trusted result",
-            "why it is here",
+            "reason",
             "source",
         ),
         rows,

@@ -91,7 +91,7 @@ def outcomes_of(
     if isinstance(first, configs.RuleJudge):
         rule = KnownAnswerJudge(name, first.answer_key)
         answers = read_answers(run / REPORT / "answers" / f"{file_name(model)}.jsonl", questions)
-        assert answers is not None, f"the evaluation has written no answers of {model}"
+        assert answers is not None, f"the evaluation wrote no answers of {model}"
         return {
             q.uid: "passed" if rule.right(q, given.text) else "failed"
             for q, given in zip(questions, answers, strict=True)

@@ -49,15 +49,14 @@ def _of_stage(stage: Evidence) -> list[Alarm]:
         found.append(
             Alarm(
                 name,
-                "all answers have the same reward, so there is nothing to learn from: look at the reward's"
-                " source.",
+                "all answers have the same reward, so there is nothing to learn: check the reward's source.",
             )
         )
     if any(_is_zero(stage.curves.get(gradient, [])) for gradient in ("grad_norm", "policy/grad_norm")):
         found.append(
             Alarm(
                 name,
-                "the gradient is zero in every step, so the model has not changed: look at data, loss and"
+                "the gradient is zero in every step, so the model has not changed: check data, loss and"
                 " learning rate.",
             )
         )

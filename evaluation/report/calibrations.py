@@ -45,14 +45,14 @@ def judge_belief(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str
     identity = judge_identity(judge, request.inputs, arguments)
     known = [found for found in calibrations(stages) if found.report.identity == identity]
     if not known:
-        return f"The judge {name} has no calibration: add a stage of kind calibration."
+        return f"The judge {name} is not calibrated: add a stage of kind calibration."
     report = known[-1].report
     agreement = report.measures.get("agreement")
     kappa = report.measures.get("kappa")
     if agreement is None:
         return f"The judge {name} gave no verdict in its calibration {known[-1].name}."
     told = (
-        f"The judge {name} names the same winner as people in {percent(agreement.value)} of {report.pairs}"
+        f"The judge {name} chooses the same winner as people in {percent(agreement.value)} of {report.pairs}"
         " pairs"
     )
     return (

@@ -17,9 +17,9 @@ from evaluation.report.summary import Evaluated, Evidence
 from rlhf_core.config import KINDS
 
 JUDGE_DESCRIPTIONS = {
-    "rule": "A rule compares every answer with the known one: right beats wrong.",
+    "rule": "A rule compares every answer with the known answer: right beats wrong.",
     "reward": "A reward model prefers the answer that it scores higher.",
-    "openai": "A chat model compares the answers with Arena-Hard's prompt, twice for each question.",
+    "openai": "A chat model compares the answers, using Arena-Hard's prompt, twice for each question.",
 }
 SHOWN_QUESTIONS = 200  # on the page; the stage's regression.md has all questions
 

@@ -30,7 +30,7 @@ def verdict(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
             return f"The run stopped at {', '.join(stopped)}: there is no evaluation."
         ended = [stage.view.name for stage in stages if stage.view.status == "interrupted"]
         if ended:
-            return f"The run was interrupted in {', '.join(ended)}: run it again to go on."
+            return f"The run was interrupted in {', '.join(ended)}: run it again to continue."
         held = [stage.view.name for stage in stages if holding(stage.view.gates)]
         if held:
             return (
@@ -75,7 +75,11 @@ def tiles(stages: Sequence[Evidence], evaluated: Evaluated | None) -> list[Tile]
         accuracy = stage.result.metrics.get("eval/accuracy") if stage.result else None
         if kind.makes == "reward" and accuracy is not None:
             found.append(
-                Tile(f"{kind.shown_as.capitalize()}{name}", percent(accuracy), "held-out pairs ranked right")
+                Tile(
+                    f"{kind.shown_as.capitalize()}{name}",
+                    percent(accuracy),
+                    "held-out pairs ranked correctly",
+                )
             )
     return found
 
@@ -116,12 +120,10 @@ def _answer(stage: Evidence) -> tuple[bool | None, str]:
     gates = stage.view.gates
     if stage.result is None:
         return None, (
-            "Not known: it was not run."
-            if stage.view.status == "not run"
-            else "Not known: it did not finish."
+            "Unknown: it was not run." if stage.view.status == "not run" else "Unknown: it did not finish."
         )
     if not gates:
-        return None, "Not known: it has no gates."
+        return None, "Unknown: it has no gates."
     failed = [gate for gate in gates if not gate.passed and not gate.waits]
     values = ", ".join(map(_told, failed or gates))
     if failed:

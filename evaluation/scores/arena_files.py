@@ -40,7 +40,7 @@ def folders(folder: Path) -> Folders:
     judgments. Raises ValueError when `folder` is not a folder."""
     if not folder.is_dir():
         raise ValueError(
-            f"{folder} is no folder: give one with judgments (model_judgment/<judge>/<model>.jsonl, or a"
+            f"{folder} is not a folder: give one with judgments (model_judgment/<judge>/<model>.jsonl, or a"
             " report's judgments/)"
         )
     for root in (folder, folder / "report"):
@@ -66,7 +66,7 @@ def read_judgments(folder: Path) -> list[Judgment]:
             judgment = to_judgment(row)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
-                f"{where}: is no judgment ({type(error).__name__}: {error}): give a folder with judgments"
+                f"{where}: is not a judgment ({type(error).__name__}: {error}): give a folder with judgments"
                 " only"
             ) from None
         key = (judgment.judge, judgment.model, judgment.baseline, judgment.uid)
@@ -76,7 +76,7 @@ def read_judgments(folder: Path) -> list[Judgment]:
                 " remove one of the two"
             )
     if not found:
-        raise ValueError(f"{folder}: there are no judgments (*.jsonl) in it: give the folder that holds them")
+        raise ValueError(f"{folder}: has no judgments (*.jsonl): give the folder that holds them")
     return [found[key] for key in sorted(found)]
 
 
@@ -116,11 +116,12 @@ def read_styles(folder: Path, count_tokens: TokenCount | None = None) -> dict[tu
             counted = markdown(text)
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(
-                f"{where}: is no answer ({type(error).__name__}: {error}): give a folder with answers only"
+                f"{where}: is not an answer ({type(error).__name__}: {error}): give a folder with answers"
+                " only"
             ) from None
         if length is None and count_tokens is None:
             raise ValueError(
-                f"{where}: the answer has no token_len: name a tokenizer to count with (--tokenizer)"
+                f"{where}: the answer has no token_len: give a tokenizer to count tokens with (--tokenizer)"
             )
         if length is None and count_tokens is not None:
             length = count_tokens(text)

@@ -73,7 +73,7 @@ def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: b
     `scoring.plain_sums`. Raises ValueError when no game has a verdict or an answer's style is missing."""
     found = [judgment for judgment in judgments if judgment.score is not None]
     if not found:
-        raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
+        raise ValueError("no game has a verdict, so there is no score: see the judgments for the reason")
     sums = [(arena_sums if arena else plain_sums)([judgment]) for judgment in found]
     values = None
     if styles is not None:
@@ -145,7 +145,7 @@ def _estimate(values: Floats) -> IntervalEstimate:
 def _style(styles: Styles, model: str, uid: str) -> Style:
     if (model, uid) not in styles:
         raise ValueError(
-            f"style control needs the answer of {model} to question {uid}, and there is none: give the folder"
-            " of its answers"
+            f"style control needs the answer of {model} to question {uid}, but it is missing: give the folder"
+            " of the model's answers"
         )
     return styles[model, uid]

@@ -63,7 +63,7 @@ def arena_sums(judgments: Sequence[Judgment]) -> QuestionSums:
 def sums_of(rows: Sequence[tuple[str, float, float]]) -> QuestionSums:
     """Sums rows of (question id, score, weight) by question. Raises ValueError when there are none."""
     if not rows:
-        raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
+        raise ValueError("no game has a verdict, so there is no score: see the judgments for the reason")
     uids, question_index = np.unique([uid for uid, _, _ in rows], return_inverse=True)
     score = np.array([row[1] for row in rows])
     weight = np.array([row[2] for row in rows])
@@ -109,7 +109,7 @@ def win_rate(judgments: Sequence[Judgment]) -> WinRate:
     """
     sides = {(judgment.model, judgment.baseline, judgment.judge) for judgment in judgments}
     assert len(sides) <= 1, (
-        f"judgments of several (model, baseline, judge) comparisons in one win rate: {sorted(sides)}"
+        f"a win rate mixes judgments of several (model, baseline, judge) comparisons: {sorted(sides)}"
     )
     sums = plain_sums(judgments)
     low, high = rate_interval(sums)

@@ -51,8 +51,8 @@ class Choice(Frozen):
         )
         return (
             f"no model is better than all others on {self.questions} questions: {self.best} has the highest"
-            f" win rate, {rates[self.best]:.3f}, and its lead may be chance over {others}; {self.chosen} is"
-            " chosen, the simplest of these"
+            f" win rate, {rates[self.best]:.3f}, but its lead over {others} may be due to chance;"
+            f" {self.chosen} is chosen, the simplest of these"
         )
 
     @property
@@ -66,8 +66,8 @@ def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> C
     common = sorted(set.intersection(*(set(scores[model]) for model in order)))
     if not common:
         raise ValueError(
-            "no question has a verdict on all models, so they cannot be compared: look at the judgments for"
-            " the reason"
+            "no question has a verdict for every model, so the models cannot be compared: see the judgments"
+            " for the reason"
         )
     table = np.array([[scores[model][uid] for model in order] for uid in common])  # (Q, M)
     rates = table.mean(0)

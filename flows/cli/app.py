@@ -80,9 +80,9 @@ def installed_version() -> str:
 app = App(
     name="alignflow",
     help=(
-        "Aligns a language model by a recipe: SFT, reward model, PPO, iterative DPO, evaluation,"
+        "Aligns a language model according to a recipe: SFT, reward model, PPO, iterative DPO, evaluation,"
         " publication.\n\nExit codes: 0 ok, 1 a stage or a gate failed, 2 wrong input, 3 machine or"
-        " environment is not enough, 4 a person must approve a stage, 130 interrupted, 143 terminated."
+        " environment is not sufficient, 4 a person must approve a stage, 130 interrupted, 143 terminated."
     ),
     version=installed_version,
     suppress_keyboard_interrupt=False,  # `main` explains how to continue
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             errors.print(
-                f"{str(error.filename)[:60]}...: no file or folder can have so long a name; correct it",
+                f"{str(error.filename)[:60]}...: this name is too long for a file or folder: correct it",
                 markup=False,
             )
             return WRONG_INPUT
@@ -148,5 +148,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.print(str(error), markup=False)
         return code_of(error)
     except KeyboardInterrupt:
-        errors.print("interrupted; run the same command again to go on", markup=False)
+        errors.print("interrupted; run the same command again to continue", markup=False)
         return INTERRUPTED

@@ -59,7 +59,7 @@ def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel
             f"[{base.__name__}](#{f'stage-{stages[base]}' if base in stages else base.__name__.lower()})"
             for base in bases
         )
-        about += [f"Takes the fields of {', '.join(links)} as well.", ""]
+        about += [f"Also has the fields of {', '.join(links)}.", ""]
     rows = []
     for name, info in model.model_fields.items():
         if name not in model.__annotations__:

@@ -52,7 +52,7 @@ def examine() -> list[DoctorFinding]:
         DoctorFinding(
             "ok" if linux else "warn",
             "process control",
-            "full" if linux else "not Linux: a stage's detached daemons outlive it",
+            "full" if linux else "not Linux: detached daemons of a stage survive it",
         ),
         DoctorFinding("ok", "CPUs", str(num_cpus())),
         DoctorFinding("ok", "GPUs", str(gpus) if gpus else "none: stages run on CPUs"),
@@ -85,7 +85,9 @@ def _requirements() -> list[DoctorFinding]:
         declared = importlib.metadata.requires("alignflow") or []
     except importlib.metadata.PackageNotFoundError:
         return [
-            DoctorFinding("warn", "alignflow", "not installed, run from a checkout: versions are not checked")
+            DoctorFinding(
+                "warn", "alignflow", "not installed (running from a checkout): versions are not checked"
+            )
         ]
     found = [DoctorFinding("ok", "alignflow", importlib.metadata.version("alignflow"))]
     for requirement in map(Requirement, declared):
@@ -101,7 +103,7 @@ def _requirements() -> list[DoctorFinding]:
                 found.append(DoctorFinding("bad", requirement.name, told))
         elif not requirement.specifier.contains(version, prereleases=True):
             found.append(
-                DoctorFinding("warn", requirement.name, f"{version} is outside of {requirement.specifier}")
+                DoctorFinding("warn", requirement.name, f"{version} does not match {requirement.specifier}")
             )
         elif core:
             found.append(DoctorFinding("ok", requirement.name, version))
@@ -121,14 +123,16 @@ def _packages(gpus: int) -> list[DoctorFinding]:
     torch = _version("torch") or ""
     if gpus and torch.endswith("+cpu"):
         found.append(
-            DoctorFinding("bad", "torch", f"{torch} is a CPU build, but there are GPUs; install a CUDA build")
+            DoctorFinding(
+                "bad", "torch", f"{torch} is a CPU build, but this machine has GPUs; install a CUDA build"
+            )
         )
     if gpus:
         flash = _version("flash-attn")
-        found.append(_found("flash-attn", flash, "warn", "PyTorch's own varlen attention runs instead"))
+        found.append(_found("flash-attn", flash, "warn", "PyTorch's own varlen attention is used instead"))
         flash4 = _version("flash-attn-4")
         if flash4:
-            told = f"{flash4}, taken on Hopper and Blackwell for heads that it computes rightly"
+            told = f"{flash4}, used on Hopper and Blackwell for head sizes that it computes correctly"
             found.append(DoctorFinding("ok", "flash-attn-4", told))
     elif torch:
         for name in CUDA_ONLY:
@@ -175,8 +179,8 @@ def _compiled() -> list[DoctorFinding]:
     places = " ".join(dict.fromkeys(str(Path(str(spec.origin)).parents[1]) for spec in slow))
     names = ", ".join(spec.name for spec in slow)
     why = (
-        f"set, and {names} have no compiled files: each process compiles them again, up to half a minute of"
-        " every start"
+        f"set, but {names} have no compiled files: each process compiles them again, which takes up to half a"
+        " minute per start"
     )
     return [
         DoctorFinding(

@@ -44,9 +44,9 @@ def _action(plan: Plan, node: Node) -> tuple[Literal["skip", "fetch", "resume", 
     if store is not None and store.has(run.path.name):
         return "fetch", f"done, in {store.files.url}"
     if (run / RESULT).exists():
-        return "run", "its result names files that are missing or cut"
+        return "run", "its result names files that are missing or truncated"
     if (run / REQUEST).exists():
-        return "resume", "started, not finished: continues from its last checkpoint, if it saved one"
+        return "resume", "started but not finished: continues from its last checkpoint, if it saved one"
     earlier = _earlier(node)
     if earlier is None:
         return "run", "never run"

@@ -106,7 +106,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{folder} cannot be made ({error.strerror}): name another folder") from None
+        raise ValueError(f"{folder} cannot be created ({error.strerror}): give another folder") from None
 
 
 def _make_material(script: Path) -> str:
@@ -129,7 +129,7 @@ def _make_material(script: Path) -> str:
     if process.returncode == WRONG_INPUT:
         raise ValueError(told.strip().splitlines()[-1])
     if process.returncode:
-        raise RuntimeError(f"the demo's material could not be made:\n{told.strip()[-3000:]}")
+        raise RuntimeError(f"the demo's material could not be created:\n{told.strip()[-3000:]}")
     return printed
 
 
@@ -174,7 +174,7 @@ def init(
     """
     path = folder / "recipe.yaml"
     if path.exists():
-        raise ValueError(f"{path} exists already: name another folder, or remove it")
+        raise ValueError(f"{path} exists already: give another folder, or remove it")
     flags = {
         "sft_data": sft_data,
         "preference_data": preference_data,
@@ -199,12 +199,12 @@ def init(
         field for field in ("kind", "base_model", *NEEDED.get(kind or "", ())) if not given[field]
     ]:
         raise ValueError(
-            f"give {_flags(missing)}: the standard input is no terminal, so nothing can be asked"
+            f"give {_flags(missing)}: standard input is not a terminal, so the values cannot be asked for"
         )
     text = recipe_text(given, num_gpus() if gpus is None else gpus, name or default_name, path)
     _make_folder(folder)
     write_text(path, text)
-    console.print(f"{path} is written. Next: alignflow validate {path} --here", markup=False, highlight=False)
+    console.print(f"wrote {path}. Next: alignflow validate {path} --here", markup=False, highlight=False)
     return OK
 
 

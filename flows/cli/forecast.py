@@ -53,7 +53,7 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
     console.print(f"estimates for {gpu} ({how}){on}; bf16, answers of full length", highlight=False)
     for node in planned.nodes:
         if isinstance(node.config, PPO) and node.config.engine.kind != "vllm":
-            told = f"{node.name}: there is a forecast for engines of vLLM alone, and kind is"
+            told = f"{node.name}: estimates exist only for vLLM engines, but kind is"
             say(f"{told} {node.config.engine.kind}", console)
         elif isinstance(node.config, PPO):
             sizes = sizes_of(planned, node, node.config)
@@ -76,10 +76,10 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
             )
             if held > USABLE * gpu.memory:
                 line += (
-                    f" [red]and a GPU has {gpu.memory / GIB:.0f}: {_what_fits(config, size, stage, gpu)}[/]"
+                    f" [red]but a GPU has {gpu.memory / GIB:.0f}: {_what_fits(config, size, stage, gpu)}[/]"
                 )
             if config.dtype not in HALF:
-                line += f" [red]with dtype: {BF16}, and the recipe has {config.dtype}[/]"
+                line += f" [red]with dtype: {BF16}, but the recipe has {config.dtype}[/]"
             console.print(line, highlight=False)
             if size.encoder is not None:
                 encoder = f"with the image encoder of {size.encoder.parameters / 1e9:.2f} billion weights"
@@ -88,7 +88,7 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
             told = ", ".join(
                 f"{phase} {each.gpu / GIB:.1f} / {each.host / GIB:.1f}" for phase, each in peaks.items()
             )
-            console.print(f"  GiB of a GPU / of the host of a node: {told}", highlight=False)
+            console.print(f"  GiB per GPU / per host of a node: {told}", highlight=False)
 
 
 def on_cpus(planned: Plan) -> str:
@@ -103,8 +103,8 @@ def on_cpus(planned: Plan) -> str:
     else:
         who = f"{', '.join(without)} {'run' if len(without) > 1 else 'runs'} on CPUs"
     return (
-        f"{who}: the figures below are for GPUs, and hold only with `gpus: 1` in ranks and engines; there is"
-        " no forecast for CPUs"
+        f"{who}: the figures below are for GPUs, and apply only with `gpus: 1` in ranks and engines; there"
+        " are no estimates for CPUs"
     )
 
 
@@ -144,7 +144,7 @@ def _show_ppo(
     console: Console, name: str, config: PPO, found: list[Placement], gpu: Gpu, sizes: Mapping[str, Size]
 ) -> None:
     phases = list(dict.fromkeys(phase for placement in found for phase in placement.seconds))
-    numbers = ("GiB, fullest GPU", *phases, "seconds an iteration")
+    numbers = ("GiB, fullest GPU", *phases, "seconds per iteration")
     table = table_of("placement", *numbers, title=f"{name}: placements", right=numbers)
     chosen = choose(found, gpu)
     for placement in found:
@@ -152,7 +152,7 @@ def _show_ppo(
             f"{placement.seconds[phase]:.1f}" if phase in placement.seconds else "" for phase in phases
         ]
         held = f"{placement.peak / GIB:.1f}" + (
-            f", vLLM lacks {placement.lacking / GIB:.1f}" if placement.lacking > 0 else ""
+            f", {placement.lacking / GIB:.1f} too little for vLLM" if placement.lacking > 0 else ""
         )
         held += f", {placement.beyond:g} GPUs too many" if placement.beyond > 0 else ""
         mark = "" if placement.fits(gpu) else "[red]"
@@ -175,9 +175,9 @@ def _show_ppo(
         names, needed = max(
             starts_of_ppo(closest.model_copy(update={"dtype": BF16}), sizes), key=lambda found: found[1]
         )
-        together = f"at their start {', '.join(names)} take {needed / GIB:.1f} GiB of the same GPU"
+        together = f"because at their start {', '.join(names)} take {needed / GIB:.1f} GiB of the same GPU"
         loading = _too_large(at_start(needed) if len(names) == 1 else together, needed, gpu)
-        why = loading or f"with shorter passes neither: {_to_try(closest, 'more GPUs')}"
+        why = loading or f"not even with shorter passes: {_to_try(closest, 'more GPUs')}"
         console.print(f"none of these fits {gpu.memory / GIB:.0f} GiB, {why}", highlight=False)
         return
     fields = _to_write(config, chosen)
@@ -186,7 +186,7 @@ def _show_ppo(
         " more memory left"
     )
     if not fields:
-        console.print(f"{choice}. Leave it as it is", highlight=False)
+        console.print(f"{choice}. The recipe has it already", highlight=False)
         return
     console.print(f"{choice}. In the recipe, under {escape(name)}:", highlight=False)
     lines = dump(fields, default_flow_style=None, width=120)
@@ -210,7 +210,7 @@ def _show_details(
         held = [f"{size / GIB:.1f}" for size in memory[phase]] if phase in memory else ["", ""]
         table.add_row(phase, *seconds, *held)
     table.add_row(
-        "an iteration",
+        "per iteration",
         f"{sum(typical.values()):.1f}",
         f"{sum(fast.values()):.1f} to {sum(slow.values()):.1f}",
         "",

@@ -56,7 +56,8 @@ def serve(
     trigger_port: Whole | None = None,
     starts_an_hour: Whole = 12,
 ) -> int:
-    """Start a Prefect server, a worker and the deployments of recipes on this machine; Ctrl-C ends it all.
+    """Start a Prefect server, a worker and the deployments of recipes on this machine; Ctrl-C ends all of
+    them.
 
     Args:
         given: recipe YAML files, and overrides (STAGE.FIELD=VALUE) that apply to all of them.
@@ -80,7 +81,7 @@ def serve(
             one.
         trigger_port: port of an endpoint that starts runs on requests with a token (webhooks), such as 4301;
             0 picks a free one; default: none.
-        starts_an_hour: most runs of one deployment that such requests may start in an hour.
+        starts_an_hour: maximum number of runs of one deployment that such requests may start per hour.
     """
     check_addresses((port, feedback_port, dashboard_port, trigger_port or 0), allow_host)
     console = Console(soft_wrap=True)
@@ -129,7 +130,7 @@ def serve(
                 timing = f"every {every:g} s" if every is not None else f"'{cron}' {timezone}"
                 timing = (timing if when else "none") + (" and on new feedback" if watches else "")
                 console.print(
-                    f"schedule: {timing}\nserving on {services.ui} (Ctrl-C ends it)",
+                    f"schedule: {timing}\nserving on {services.ui} (press Ctrl-C to stop)",
                     markup=False,
                     highlight=False,
                 )
@@ -139,7 +140,7 @@ def serve(
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the shutdown
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            console.print("ending the worker, its runs and the server", markup=False)
+            console.print("stopping the worker, its runs and the server", markup=False)
             services.stop()
 
 
@@ -147,7 +148,7 @@ def check_addresses(ports: Iterable[int], allow_host: str) -> None:
     """Raises ValueError for an invalid port or --allow-host."""
     for number in ports:
         if not 0 <= number <= 65535:
-            raise ValueError(f"there is no port {number}: give 1 to 65535, or 0 for a free one")
+            raise ValueError(f"{number} is not a port: give 1 to 65535, or 0 for a free one")
     if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
         raise ValueError(
             f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas"
@@ -167,8 +168,8 @@ def free_port_on(host: str) -> int:
 def show_auth(console: Console, api: str, auth: str, file: Path) -> None:
     """Prints a server's auth string if the output is a terminal; otherwise (a service manager's log, for
     example) prints only the path of the file that holds it."""
-    shown = auth if console.is_terminal else f"what is in {file}"
-    console.print(f"its pages ask once for the auth string: {shown}", markup=False, highlight=False)
+    shown = auth if console.is_terminal else f"the content of {file}"
+    console.print(f"its pages request the auth string once: {shown}", markup=False, highlight=False)
     command = f'export PREFECT_API_URL={api} PREFECT_API_AUTH_STRING="$(cat {shlex.quote(str(file))})"'
     console.print(f"from another shell: {command}", markup=False, highlight=False)
 
@@ -209,25 +210,23 @@ def show(console: Console, found: LoopState, running: bool) -> None:
 
 def next_of(found: LoopState, running: bool) -> str:
     """Returns a sentence about the next round: its state, and why it is not running."""
-    part = f"of its stages done: {', '.join(found.done()) or 'none'}"
+    part = f"finished stages: {', '.join(found.done()) or 'none'}"
     if running:
-        return f"Round {found.number} is being trained; {part}."
+        return f"Round {found.number} is in progress; {part}."
     if found.failed:
         stopped = f"Round {found.number} is stopped by a gate ({(found.held or found.failed)[0].summary})"
         if found.renewed or found.turned_down:
-            return f"{stopped}: the next run leaves it out and begins another one."
+            return f"{stopped}: the next run skips this round and starts another one."
         fed = found.held and found.plan.recipe.stages[found.record.loop].new_rows_needed
         return (
-            f"{stopped}: {'send more feedback, for another round, or ' if fed else ''}change the recipe, its"
+            f"{stopped}: {'send more feedback for another round, or ' if fed else ''}change the recipe, its"
             " data or the gate."
         )
     if found.waiting:
         return f"Round {found.number}: {found.waiting[0].summary}: alignflow approve {found.plan.folder}"
     if found.record.begun:
         when = f"{found.record.begun.at:%Y-%m-%d %H:%M} UTC"
-        return (
-            f"Round {found.number} was begun {when} and is not finished; {part}. The next run continues it."
-        )
+        return f"Round {found.number} started {when} and is not finished; {part}. The next run continues it."
     if found.waits:
         return f"{found.waits[0].upper()}{found.waits[1:]}."
-    return f"Round {found.number} is next, when a run of the flow `loop` is started or scheduled."
+    return f"Round {found.number} is next; a started or scheduled run of the flow `loop` trains it."

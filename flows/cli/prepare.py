@@ -28,7 +28,7 @@ def migrate(script: Path, *, out: Path | None = None, gpus: Whole = 8) -> int:
     Args:
         script: shell script, Kubernetes YAML that contains one, or a TRL YAML config.
         out: recipe to write; it must not exist yet. Default: recipe.yaml, or the first of recipe-2.yaml,
-            recipe-3.yaml, ... that does not exist. Its comments tell how each flag was translated.
+            recipe-3.yaml, ... that does not exist. Its comments explain how each flag was translated.
         gpus: GPUs of one machine, for launchers that use all of them.
     """
     from rlhf_core.migrate.script import migrate as read
@@ -39,7 +39,7 @@ def migrate(script: Path, *, out: Path | None = None, gpus: Whole = 8) -> int:
         raise ValueError(f"{out} exists already: give another --out, or remove it")
     if out is not None and not out.absolute().parent.is_dir():
         raise ValueError(
-            f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file"
+            f"--out {out}: the folder {out.absolute().parent} does not exist: create it, or give another file"
         )
     found = read(script, gpus)
     place = _free(Path("recipe.yaml")) if out is None else out
@@ -95,9 +95,9 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
         errors.print(problem, markup=False)
     if not inputs and not machine:
         done = sum(node.done for node in planned.nodes) if here else 0
-        need = f" ({done} done already)" * bool(
-            done
-        ) + f" and everything {'the others' if done else 'they'} need is here" * (here and not silent.later)
+        need = f" ({done} done already)" * bool(done) + (
+            f" and everything that {'the others' if done else 'they'} need is available"
+        ) * (here and not silent.later)
         console.print(f"{recipe}: ok, {len(planned.nodes)} stages{need}", markup=False)
     if inputs:
         return WRONG_INPUT
@@ -134,7 +134,7 @@ def forecast(
     numbers = [gpu_memory, flops, bandwidth, nodes, network]
     if gpus < 0 or not all(value is None or 0 < value < math.inf for value in numbers):
         told = "--gpus, --gpu-memory, --flops, --bandwidth, --nodes and --network"
-        raise ValueError(f"{told} are numbers above 0: leave out what is not known")
+        raise ValueError(f"{told} must be numbers above 0: leave out unknown ones")
     planned = plan(load_recipe(recipe, overrides))
     needed = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)
     kind = GPUS[gpu]

@@ -124,8 +124,8 @@ def _kept_in(place: Path) -> Path:
     folder = (inner if inner.is_dir() else place).absolute()
     if not (folder / "iteration1.jsonl").is_file():
         raise ValueError(
-            f"--train-only {place}: there is no iteration1.jsonl: name the directory of a run with"
-            " keep_rollouts: true, or of --rollouts-only"
+            f"--train-only {place}: iteration1.jsonl is missing: give the directory of a run with"
+            " keep_rollouts: true or --rollouts-only"
         )
     return folder
 
@@ -189,7 +189,7 @@ def _flow(given: RunRequest, flow: Callable[[], None], say: Say) -> None:
         if not str(error).startswith("Failed to reach API"):
             raise
         if ours.begun:
-            gone = f"Prefect's temporary server ended and did not come back ({error})"
+            gone = f"Prefect's temporary server ended and could not be restarted ({error})"
             raise MachineLacks(f"{gone}: run this again; finished stages stay finished") from error
         raise MachineLacks(
             f"no Prefect server answers ({error}{_proxy()}): start it, or unset PREFECT_API_URL to use a"
@@ -199,8 +199,8 @@ def _flow(given: RunRequest, flow: Callable[[], None], say: Say) -> None:
         where = f"Prefect's server at {named}"
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
             raise MachineLacks(
-                f"{where} does not take the auth string of this shell: set PREFECT_API_AUTH_STRING (of"
-                " `alignflow serve`: to what is in the file auth-string of its home)"
+                f"{where} does not accept this shell's auth string: set PREFECT_API_AUTH_STRING (for"
+                " `alignflow serve`: to the content of the file auth-string in its home)"
             ) from error
         raise MachineLacks(
             f"{where} stopped answering ({error}{_proxy()}): start it again and run this again; finished"

@@ -25,7 +25,7 @@ WAITS = 4
 INTERRUPTED = 130
 TERMINATED = 143  # a stage's process also uses WRONG_INPUT and ENVIRONMENT, 2 and 3
 RecipePlace = Annotated[
-    str, Parameter(help="YAML file, or its URI (https://, or what fsspec knows, such as s3://).")
+    str, Parameter(help="YAML file, or its URI (https://, or any other that fsspec reads, such as s3://).")
 ]
 Whole = Annotated[int, Parameter(converter=lambda kind, tokens: whole_number(tokens[0].value))]
 Override = Annotated[
@@ -50,7 +50,7 @@ def require_folder(folder: Path) -> None:
     """Raises ValueError when the folder of a recipe's report does not exist."""
     if not folder.is_dir():
         raise ValueError(
-            f"{folder}: there is no such folder: give that of the recipe's report, ARTIFACTS/NAME"
+            f"{folder}: this folder does not exist: give the folder of the recipe's report, ARTIFACTS/NAME"
         )
 
 
@@ -125,4 +125,4 @@ def whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no whole number") from None
+        raise ValueError(f"{text!r} is not a whole number") from None

@@ -43,7 +43,7 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
     for run in gone:
         ended = Cancelled if run.state_type == StateType.CANCELLING else Crashed
         client.set_flow_run_state(
-            run.id, ended(message="its process is gone; run it again to go on"), force=True
+            run.id, ended(message="its process is gone; run it again to continue"), force=True
         )
     return len(gone)
 

@@ -37,7 +37,7 @@ def host_names(host: str, allow_host: str) -> list[str]:
 def token_shown(console: Console, token: str, file: Path) -> str:
     """Returns the token if the output is a terminal; otherwise (a service manager's log, for example) only
     the path of the file that holds it."""
-    return token if console.is_terminal else f"... (the token: what is in {file})"
+    return token if console.is_terminal else f"... (the token is in {file})"
 
 
 def server_config(app: Callable[..., Any], **options: Any) -> uvicorn.Config:

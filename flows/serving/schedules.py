@@ -16,14 +16,15 @@ def schedule_of(every: float | None, cron: str, timezone: str) -> Schedule:
     if timezone not in available_timezones():
         raise ValueError(f"timezone {timezone!r} is unknown: give a name such as Europe/Berlin or UTC")
     if every is not None and not 1 <= every <= LONGEST:
-        raise ValueError(f"an interval of {every:g} s is no schedule: give 1 to {LONGEST:.0f}, a year")
+        raise ValueError(f"an interval of {every:g} s is not allowed: give 1 to {LONGEST:.0f} s (a year)")
     if every is not None:
         return Schedule(interval=timedelta(seconds=every))
     try:
         schedule = Schedule(cron=cron, timezone=timezone)
     except ValueError:
         raise ValueError(
-            f"cron {cron!r} is no schedule: give minute, hour, day, month and weekday, such as '0 2 * * *'"
+            f"cron {cron!r} is not a valid schedule: give minute, hour, day, month and weekday, such as '0 2"
+            " * * *'"
         ) from None
     try:
         croniter(cron, datetime.now(UTC)).get_next()

@@ -62,9 +62,9 @@ def only_one(home: Path) -> Iterator[None]:
     with locked(home / LOCK) as ours:
         if not ours:
             there = read_json(home / PLACE)
-            where = f"{there['ui']} (process {there['pid']})" if there else "an address it has not said yet"
+            where = f"{there['ui']} (process {there['pid']})" if there else "an unknown address"
             raise MachineLacks(
-                f"alignflow serve is running on {home} already, at {where}: use that, stop it, or give"
+                f"alignflow serve is already running on {home}, at {where}: use that one, stop it, or give"
                 " another --home"
             )
         try:

@@ -36,7 +36,7 @@ SILENT = AutomationCore(
     ),
     actions=[
         ChangeFlowRunState(
-            state=StateType.CRASHED, message="no heartbeat: its process is gone; run it again to go on"
+            state=StateType.CRASHED, message="no heartbeat: its process is gone; run it again to continue"
         )
     ],
 )

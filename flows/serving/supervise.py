@@ -70,7 +70,9 @@ def supervise(
         try:
             yield
         except (PrefectException, HTTPError) as error:  # server busy, or a run deleted meanwhile
-            console.print(f"{what} ({type(error).__name__}), again soon", markup=False, highlight=False)
+            console.print(
+                f"{what} ({type(error).__name__}); trying again soon", markup=False, highlight=False
+            )
         except (ValueError, OSError, sqlite3.Error) as error:  # a recipe, a file or an inbox
             if str(error) not in faults:
                 console.print(f"{what}: {error}", markup=False, highlight=False)
@@ -83,12 +85,10 @@ def supervise(
         services.check()
         if time.monotonic() - looked > LOOK_SECONDS:
             for trigger in triggers:
-                with told("new feedback was not looked for"):
+                with told("new feedback was not checked"):
                     run = trigger.look()
                     if run:
-                        console.print(
-                            f"new feedback: run {run.name} is started", markup=False, highlight=False
-                        )
+                        console.print(f"new feedback: started run {run.name}", markup=False, highlight=False)
             looked = time.monotonic()
         if time.monotonic() - swept > SWEEP_SECONDS:
             with told("runs were not checked"):
@@ -96,6 +96,6 @@ def supervise(
                 tell_suspended(client)
                 for line in failed.new(client):
                     console.print(line, markup=False, highlight=False)
-            with told("the log was not bounded"):
+            with told("the log was not truncated"):
                 services.bound_log()
             swept = time.monotonic()

@@ -51,7 +51,7 @@ def tell(inboxes: Sequence[Path]) -> bool:
                 "POST", "/events", json=[event.model_dump(mode="json") for event in events]
             ).raise_for_status()
     except (PrefectException, HTTPError, RuntimeError, OSError) as error:
-        logger.debug("the event was not taken", exc_info=error)
+        logger.debug("the event was not accepted", exc_info=error)
         return False
     return True
 
@@ -76,8 +76,8 @@ class Teller:
                         watch.started()
                     else:
                         self._warn(
-                            "Prefect's server (PREFECT_API_URL) did not take the event of new feedback: it is"
-                            " sent again later"
+                            "Prefect's server (PREFECT_API_URL) did not accept the event about new feedback:"
+                            " it will be sent again later"
                         )
             except (ValueError, OSError) as error:
                 self._warn(f"recipe {watch.recipe.name}: {error}")

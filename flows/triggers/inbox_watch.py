@@ -31,7 +31,7 @@ class InboxWatch:
         config = recipe.stages[self.loop]
         if config.new_rows_needed is None:
             raise ValueError(
-                f"recipe {recipe.name}: its loop {self.loop} takes no feedback: use a loop of kind"
+                f"recipe {recipe.name}: its loop {self.loop} does not use feedback: use a loop of kind"
                 " iterative_feedback"
             )
         self._config = config

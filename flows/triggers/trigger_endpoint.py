@@ -50,7 +50,9 @@ def application(
             )
         if waiting[name] >= MOST_WAITING:
             return JSONResponse(
-                {"error": f"{MOST_WAITING} requests for {name} wait: send it later"}, 429, LATER
+                {"error": (f"{MOST_WAITING} requests for {name} are waiting: send the request again later")},
+                429,
+                LATER,
             )
         waiting[name] += 1
         try:

@@ -1,4 +1,4 @@
-"""One frozen config per stage, and the recipe that joins them. Torch-free.
+"""Defines one frozen config per stage, and the recipe that combines them. Torch-free.
 
 `Field(description=...)` is the text of docs/reference/config.md. A value that names a model (`model`,
 `policy`, `actor`, `reward` ...) is `base`, the name of another stage of the recipe, or a model's local folder
@@ -89,8 +89,8 @@ EVENTS: tuple[Event, ...] = get_args(Event)
 
 
 class Notify(Config):
-    """A webhook: one POST of a small JSON object for each event (docs/how-to/monitoring.md), sent in the
-    background."""
+    """A webhook, which receives one POST of a small JSON object per event (docs/how-to/monitoring.md), sent
+    in the background."""
 
     url_env: str = Field(
         description=(
@@ -103,15 +103,15 @@ class Notify(Config):
         EVENTS,
         description=(
             "states of the run; `stage`, `gate`, `approval`, `champion`: a stage ended, a gate was checked, a"
-            " person is asked, another model is the champion"
+            " person was asked to approve, the champion changed"
         ),
         min_length=1,
     )
-    timeout: Rate = Field(10.0, description="seconds the receiver may take for one message")
+    timeout: Rate = Field(10.0, description="time limit in seconds for the receiver to accept one message")
 
     @property
     def url(self) -> str | None:
-        """The webhook's URL; None if the variable holds no http(s) address."""
+        """The webhook's URL; None if the variable does not hold an http(s) URL."""
         url = os.environ.get(self.url_env, "")
         try:
             place = urlsplit(url)
@@ -121,22 +121,27 @@ class Notify(Config):
 
 
 class Wandb(Config):
-    """A Weights & Biases run for each stage that writes metrics, filled from the lines of `metrics.jsonl`
+    """One Weights & Biases run per stage that writes metrics, filled from the lines of `metrics.jsonl`
     (docs/how-to/monitoring.md). The API key comes from the environment variable WANDB_API_KEY."""
 
-    project: str = Field(description="project of the runs", pattern=r"^[^/\\#?%:]{1,128}$")
+    project: str = Field(description="project that the runs belong to", pattern=r"^[^/\\#?%:]{1,128}$")
     entity: str | None = Field(
-        None, description="user or team of the project; default: the key's own", min_length=1
+        None,
+        description="user or team that owns the project; default: the one that the API key belongs to",
+        min_length=1,
     )
     group: str | None = Field(
-        None, description="group of the runs; default: the recipe's name", min_length=1, max_length=128
+        None,
+        description="group that the runs belong to; default: the recipe's name",
+        min_length=1,
+        max_length=128,
     )
 
 
 class Cost(Config):
     """The price of a GPU, for the dashboard (docs/how-to/dashboard.md)."""
 
-    gpu_hour: Rate = Field(description="price of one GPU for an hour")
+    gpu_hour: Rate = Field(description="price of one GPU for one hour")
     currency: str = Field(
         "USD",
         description="currency of the price; prices of judges and endpoints are in USD",
@@ -148,23 +153,23 @@ class Recipe(Config):
     """A base model, its stages, and the folders of their artifacts."""
 
     name: str = Field(
-        description="name of the recipe; artifacts are filed under it",
+        description="name of the recipe; its artifacts are stored under this name",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         max_length=100,
     )
     base_model: str = Field(
-        description="local folder or Hub id of the model that is called `base`", min_length=1
+        description="local folder or Hub id of the model that stages refer to as `base`", min_length=1
     )
     artifacts: str = Field(
         "artifacts",
-        description="folder of all run directories, relative to the working directory",
+        description="folder that holds all run directories, relative to the working directory",
         min_length=1,
         pattern=r"^[^\x00-\x1f]*$",
     )
     store: str | None = Field(
         None,
         description=(
-            "bucket or folder that finished stages are copied to and fetched from: s3://bucket/prefix"
+            "bucket or folder that finished stages are copied to and fetched from, such as s3://bucket/prefix"
         ),
     )
     store_checkpoints: bool = Field(
@@ -174,8 +179,8 @@ class Recipe(Config):
     side_by_side: bool | Positive | None = Field(
         None,
         description=(
-            "stages that run at once when none needs the other: a number, true for as many as CPUs and GPUs"
-            " allow, false for one; default: true on a machine with GPUs"
+            "how many stages that do not depend on each other run at once: a number; true: as many as the"
+            " CPUs and GPUs allow; false: one; default: true on a machine with GPUs"
         ),
     )
     trust_remote_code: bool = Field(
@@ -184,10 +189,10 @@ class Recipe(Config):
     notify: Notify | None = Field(None, description="webhook that receives the events of a run")
     wandb: Wandb | None = Field(None, description="Weights & Biases project for the metrics of every stage")
     cost: Cost | None = Field(
-        None, description="price of a GPU, from which the dashboard computes what runs cost"
+        None, description="price of a GPU, from which the dashboard computes the cost of runs"
     )
     stages: dict[str, StageConfig] = Field(
-        description="stages by name; a stage named like its kind needs no `stage:`", min_length=1
+        description="stages by name; a stage named after its kind needs no `stage:`", min_length=1
     )
 
     @field_validator("name")
@@ -195,7 +200,7 @@ class Recipe(Config):
     def _is_free(cls, value: str) -> str:
         if value in ("stages", "index.html"):
             raise ValueError(
-                f"{value!r} is what the artifacts folder has of all recipes: give this one another name"
+                f"{value!r} is a name that the artifacts folder uses for all recipes: choose another name"
             )
         return value
 
@@ -203,7 +208,7 @@ class Recipe(Config):
     @classmethod
     def _is_some(cls, value: Any) -> Any:
         if value == 0 and value is not False:  # pydantic would read it as false
-            raise ValueError("give a number of stages from 1, true or false")
+            raise ValueError("must be true, false or a number of stages, at least 1")
         return value
 
     @field_validator("store")
@@ -213,7 +218,7 @@ class Recipe(Config):
             return None
         protocol, _, place = value.rpartition("://")
         if not place.strip("/"):
-            raise ValueError(f"{value!r} names no place; give one such as s3://bucket/prefix")
+            raise ValueError(f"{value!r} does not name a location: give one such as s3://bucket/prefix")
         if protocol and protocol not in known_implementations and protocol not in ("file", "local"):
             near = difflib.get_close_matches(protocol, list(known_implementations), n=1)
             raise ValueError(
@@ -222,8 +227,8 @@ class Recipe(Config):
             )
         if "@" in place.partition("/")[0] or "?" in place:
             raise ValueError(
-                "leave keys and options out of the URL: they come from the environment, such as"
-                " AWS_ACCESS_KEY_ID"
+                "leave keys and options out of the URL: set them in the environment (such as"
+                " AWS_ACCESS_KEY_ID)"
             )
         return value
 

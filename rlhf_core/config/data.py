@@ -1,4 +1,4 @@
-"""Data sets of a stage, and how their rows become text. Torch-free."""
+"""Configures the data sets of a stage and how their rows become text. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_core.records import Config, InDigestIfSet, Positive, Share, check, in_
 Rows = Literal["sft", "preference", "prompt", "answer", "labelled", "scored"]
 
 
-# arguments that a chat template is given anyway, besides the special tokens (NAME_token)
+# arguments that every chat template receives, besides the special tokens (NAME_token)
 OWN_ARGUMENTS = frozenset(
     "messages conversation conversations tools documents chat_template add_generation_prompt"
     " continue_final_message return_assistant_tokens_mask tokenize additional_special_tokens"
@@ -29,26 +29,26 @@ TemplateArgs = Annotated[dict[str, Any], AfterValidator(in_key_order), InDigestI
 
 
 def passed_by_alignflow(name: str) -> bool:
-    """Returns whether a template's argument is one that every template is given."""
+    """Returns whether alignflow itself passes this argument to every template."""
     return name in OWN_ARGUMENTS or name.endswith("_token")
 
 
 def template_mistakes(template: str, arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence if a template is not 'chat' and does not hold exactly one {} for the prompt, and for
-    each mistake in the `arguments` of a chat template."""
+    """Yields a sentence for each mistake: a template other than 'chat' that does not hold exactly one {} for
+    the prompt, and each unusable argument of a chat template."""
     if template != "chat" and template.count("{}") != 1:
         yield f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt"
     if template != "chat" and arguments:
-        yield "template_args are read by chat templates alone: leave them out, or set template to 'chat'"
+        yield "only chat templates read template_args: leave them out, or set template to 'chat'"
     for name in arguments:
         if passed_by_alignflow(name):
-            yield f"template_args: alignflow itself gives {name} to the chat template: leave it out"
+            yield f"template_args: alignflow itself passes {name} to the chat template: leave it out"
         elif not name.isidentifier():
-            yield f"template_args: {name!r} is no name that a chat template can read: correct it"
+            yield f"template_args: {name!r} is not a name that a chat template can read: correct it"
     try:
         json.dumps(dict(arguments), allow_nan=False)
     except (TypeError, ValueError) as error:
-        yield f"template_args must be what JSON can hold ({error}): write dates and the like as texts"
+        yield f"template_args must be valid JSON values ({error}): write dates and similar values as strings"
 
 
 class Source(Config):
@@ -57,41 +57,41 @@ class Source(Config):
 
     path: str = Field(
         description=(
-            "file, inbox (a folder NAME.inbox), Hub data set id, or one at a revision (owner/name@REVISION);"
-            " left out with reasoning_gym or verifiers"
+            "file, inbox (a folder NAME.inbox) or Hub data set id, optionally at a revision"
+            " (owner/name@REVISION); omit it with reasoning_gym or verifiers"
         ),
         min_length=1,
     )
-    split: str = Field("train", description="split, for Hub data sets")
+    split: str = Field("train", description="split of a Hub data set")
     format: Literal["auto", "columns", "ultrafeedback", "arena", "hh", "sharegpt"] = Field(
         "auto",
         description=(
-            "shape of the rows (docs/how-to/data.md); auto: detected from the first row; columns: named by"
-            " the *_key fields"
+            "format of the rows (docs/how-to/data.md); auto: detected from the first row; columns: the"
+            " columns that the *_key fields name"
         ),
     )
     probability: Share = Field(1.0, description="share of the mixture; the shares of all sources sum to 1")
     messages_key: str = Field("messages", description="column with chat messages (SFT)")
     prompt_key: str = Field("prompt", description="column with the prompt: a string or chat messages")
-    response_key: str = Field("response", description="column with the response, when there are no messages")
+    response_key: str = Field("response", description="column with the response, for rows without messages")
     chosen_key: str = Field("chosen", description="column with the preferred response (string or messages)")
     rejected_key: str = Field("rejected", description="column with the other response (string or messages)")
     margin_key: str | None = Field(
         None,
         description=(
-            "column with the margin of a preference, if there is one; ultrafeedback: margin is the difference"
-            " of the scores"
+            "column with the margin of a preference, if the data has one; ultrafeedback: the margin is the"
+            " difference between the scores"
         ),
     )
     label_key: str = Field(
-        "label", description="column with whether a response is desirable (KTO): true or false, 1 or 0"
+        "label", description="column that says whether a response is desirable (KTO): true or false, 1 or 0"
     )
     reward_key: str = Field("reward", description="column with the reward of a response (conditional SFT)")
     reasoning_gym: Annotated[ReasoningGymPrompts | None, InDigestIfSet] = Field(
         None, description="tasks of reasoning-gym whose questions are the prompts"
     )
     verifiers: Annotated[VerifiersPrompts | None, InDigestIfSet] = Field(
-        None, description="environment of the package verifiers whose tasks are the prompts"
+        None, description="environment of the verifiers package whose tasks are the prompts"
     )
 
     @model_validator(mode="before")
@@ -106,7 +106,7 @@ class Source(Config):
     def _check_generated(self) -> Iterator[str]:
         for package in (GENERATED, VERIFIERS):
             if getattr(self, package) is not None and self.path != package:
-                yield f"{package} stands in place of path: leave path out"
+                yield f"{package} replaces path: leave path out"
 
     @property
     def is_generated(self) -> bool:
@@ -115,21 +115,26 @@ class Source(Config):
 
     @property
     def is_inbox(self) -> bool:
-        """Whether the source is an inbox, whose rows are feedback: rlhf_core/feedback."""
+        """Whether the source is an inbox, which holds feedback (rlhf_core/feedback)."""
         return self.path.endswith(".inbox")
 
 
 class Data(Config):
     """A mixture of sources and how its rows become text."""
 
-    sources: tuple[Source, ...] = Field(description="data sets, mixed by probability", min_length=1)
+    sources: tuple[Source, ...] = Field(
+        description="data sets, mixed according to their probabilities", min_length=1
+    )
     template: str = Field(
-        "chat", description="'chat': the tokenizer's chat template; else a plain one with one {} (prompt)"
+        "chat",
+        description=(
+            "'chat': the tokenizer's chat template; otherwise a plain template with one {} for the prompt"
+        ),
     )
     template_args: TemplateArgs = Field(
         {}, description="arguments of the chat template by name, such as enable_thinking: false"
     )
-    max_samples: Positive | None = Field(None, description="at most this many rows")
+    max_samples: Positive | None = Field(None, description="maximum number of rows; default: all")
 
     @field_validator("sources", mode="before")
     @classmethod
@@ -142,13 +147,13 @@ class Data(Config):
 
     @property
     def tasks(self) -> list[str]:
-        """The names of all tasks whose questions are generated."""
+        """The names of all reasoning-gym tasks of the sources."""
         generated = [source.reasoning_gym for source in self.sources if source.reasoning_gym is not None]
         return list(dict.fromkeys(chain.from_iterable(prompts.tasks for prompts in generated)))
 
     @property
     def num_parts(self) -> int:
-        """How many data sets there are; each task of generated questions is one."""
+        """The number of data sets; each reasoning-gym task counts as one."""
         return len(self.tasks) + sum(source.reasoning_gym is None for source in self.sources)
 
     @check
@@ -161,7 +166,8 @@ class Data(Config):
 
 class Text(NamedTuple):
     """A data set of a stage: its config field, what its rows must hold (None: the stage checks them itself),
-    and its token limit. `to_newest`: for an inbox, it has all rows that the newest round of any loop has."""
+    and its token limit. `to_newest`: an inbox is read up to the newest row that a round of any loop has
+    taken."""
 
     field: str
     data: Data

@@ -1,4 +1,4 @@
-"""The engines that sample answers: their kinds, what each kind can do, and their options."""
+"""Configures the engines that sample answers: their kinds, what each kind can do, and their options."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rlhf_core.records import Config, NotInDigest, Positive, Rate, check, keys_t
 
 
 class Abilities(NamedTuple):
-    """Describes what a kind of engine can do. `splits`: hold a model on several GPUs; `adapters`: take new
-    adapters without the other weights; `routing`: return the experts of each token; `interrupts`: take new
-    weights between two tokens of an answer; `serves`: run as a server with an API."""
+    """What a kind of engine can do. `splits`: hold a model on several GPUs; `adapters`: take new adapters
+    without the other weights; `routing`: return the experts of each token; `interrupts`: take new weights
+    between two tokens of an answer; `serves`: run as a server with an API."""
 
     splits: bool
     adapters: bool
@@ -27,7 +27,7 @@ ABILITIES = {
     "transformers": Abilities(splits=False, adapters=False, routing=False, interrupts=False, serves=False),
 }
 
-# options of vLLM that `engine.options` refuses, and why.
+# vLLM options that `engine.options` refuses, with the reason
 NOT_FOR_VLLM = {
     **dict.fromkeys(
         ("model", "tokenizer", "revision", "tokenizer_revision", "hf_config_path"),
@@ -42,7 +42,8 @@ NOT_FOR_VLLM = {
         ("max_model_len", "served_model_name", "override_generation_config"), "the stage decides it"
     ),
     **dict.fromkeys(
-        ("data_parallel_size", "data_parallel_size_local"), "it needs processes that are not reserved"
+        ("data_parallel_size", "data_parallel_size_local"),
+        "it needs processes that alignflow does not reserve",
     ),
     **dict.fromkeys(
         ("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend"),
@@ -54,13 +55,13 @@ NOT_FOR_VLLM = {
         ("worker_cls", "worker_extension_cls", "logprobs_mode", "disable_log_stats", "language_model_only"),
         "alignflow sets it",
     ),
-    "scheduler_cls": "answers are scheduled by vLLM's own",
+    "scheduler_cls": "alignflow uses vLLM's own scheduler",
     "enable_sleep_mode": "engine.sleep sets it",
     "enable_return_routed_experts": "routing_replay sets it",
-    "hf_token": "recipes and cards would show it (HF_TOKEN is read in its place)",
+    "hf_token": "recipes and cards would show it (HF_TOKEN is read instead)",
 }
 
-# engine options that only decide speed or memory. They are in no digest.
+# engine options that affect only speed or memory; they are in no digest
 SPEED_ONLY = frozenset(
     "max_num_seqs max_num_batched_tokens long_prefill_token_threshold enable_chunked_prefill"
     " enable_prefix_caching block_size num_gpu_blocks_override kv_cache_memory_bytes cpu_offload_gb"
@@ -76,71 +77,74 @@ class EngineConfig(Config):
     kind: Literal["vllm", "transformers"] = Field(
         "vllm",
         description=(
-            "vllm; or transformers: its own `generate`, slow and computed as the trainer does, for models"
-            " that vLLM cannot sample"
+            "vllm; transformers: its own `generate`, for models that vLLM cannot sample; slow, but computes"
+            " as the trainer does"
         ),
     )
     num_engines: Annotated[Positive, NotInDigest] = Field(1, le=10_000, description="engines")
     cpus: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="CPUs of one engine")
     tensor_parallel_size: Annotated[Positive, NotInDigest] = Field(
-        1, le=256, description="GPUs that share one engine's model, all of one node"
+        1, le=256, description="GPUs, all on one node, that share one engine's model"
     )
     pipeline_parallel_size: Annotated[Positive, NotInDigest] = Field(
         1,
         le=64,
         description=(
-            "pipeline stages into which an engine's layers are cut, for models that a node cannot hold: each"
-            " has tensor_parallel_size GPUs of one node, and they may be on different nodes"
+            "pipeline stages that an engine's layers are split into, for models that do not fit on a node:"
+            " each uses tensor_parallel_size GPUs of one node, and different stages may be on different nodes"
         ),
     )
     gpus: Annotated[float, NotInDigest] = Field(
         0.0,
         ge=0,
         description=(
-            "GPUs of one engine, or, with tensor_parallel_size or pipeline_parallel_size, of each of its"
-            " processes"
+            "GPUs per engine or, with tensor_parallel_size or pipeline_parallel_size, per process of the"
+            " engine"
         ),
     )
     gpu_memory_utilization: Annotated[float, NotInDigest] = Field(
-        0.9, gt=0, le=1, description="share of a GPU's memory"
+        0.9, gt=0, le=1, description="share of a GPU's memory that the engine uses"
     )
     kv_cache_gib: Annotated[float, NotInDigest] = Field(
-        1.0, gt=0, description="KV cache on a CPU machine, GiB"
+        1.0, gt=0, description="KV cache size on a CPU machine, in GiB"
     )
     seed_answers: bool = Field(
         False,
         description=(
-            "sampling on a GPU: a random stream for each answer, so that it depends on no other; slower. On a"
-            " CPU always on"
+            "sample each answer on a GPU from its own random stream, independent of other answers; slower."
+            " Always on for CPUs"
         ),
     )
     sleep: Annotated[bool, NotInDigest] = Field(
         False,
         description=(
             "in ppo: free the GPU's memory while the models score and train (the next sync sends the weights"
-            " again); of a judge: while it does not judge (its weights wait in host memory)"
+            " again); for a judge: free it while the judge is idle (its weights stay in host memory)"
         ),
     )
     adapters: Annotated[Literal["merged", "alone"], NotInDigest] = Field(
         "merged",
         description=(
-            "in ppo with lora: a sync sends all weights, adapters merged, or the adapters alone to engines"
-            " that keep the actor's starting model (vLLM's runtime LoRA): less is sent, sampling is slower"
+            "what a sync sends in ppo with lora. merged: all weights, with the adapters merged; alone: only"
+            " the adapters, to engines that keep the actor's starting model (vLLM's runtime LoRA), which"
+            " sends less but samples more slowly"
         ),
     )
     start_timeout: Annotated[Rate, NotInDigest] = Field(
         900.0,
         description=(
-            "for a server (a vllm judge, alignment_tax) and a round's judge: seconds until it must be ready"
+            "time limit in seconds for a server (a vllm judge, alignment_tax) or a round's judge to become"
+            " ready"
         ),
     )
 
     options: dict[str, Any] = Field(
         {},
         description=(
-            "further options of vLLM's engine by its own names, such as max_num_seqs or"
-            " enable_expert_parallel; they override ours. For transformers: batch_size, the most answers that"
-            " it samples at once (64). Options that only affect speed or memory are not in the digest"
+            "further options of vLLM's engine under its own names, such as max_num_seqs or"
+            " enable_expert_parallel; they override alignflow's. For transformers: batch_size, the maximum"
+            " number of answers sampled at once (64). Options that only affect speed or memory are not in the"
+            " digest"
         ),
     )
 
@@ -155,7 +159,7 @@ class EngineConfig(Config):
 
     @property
     def drafts(self) -> Any:
-        """How tokens are drafted (vLLM's `speculative_config`); None if they are not."""
+        """The drafting of tokens (vLLM's `speculative_config`); None if it is off."""
         return self.options.get("speculative_config")
 
     @check
@@ -185,8 +189,8 @@ class EngineConfig(Config):
         )
         if self.options.get("quantization") not in (None, "fp8"):
             yield (
-                "engine.options.quantization: new weights could be loaded as fp8 alone: set it to fp8, or"
-                " leave it out"
+                "engine.options.quantization: new weights can be loaded only as fp8: set it to fp8, or leave"
+                " it out"
             )
         yield from keys_that_are_no_text("engine.options", self.options)
         if self.drafts is not None and not isinstance(self.drafts, dict):
@@ -196,34 +200,34 @@ class EngineConfig(Config):
             )
         elif self.drafts is not None and self.drafts.get("method") not in ("ngram", "ngram_gpu"):
             yield (
-                "engine.options.speculative_config: another model's drafts would not follow the weights: set"
-                " method to ngram or ngram_gpu"
+                "engine.options.speculative_config: a separate draft model would not follow the weight"
+                " updates: set method to ngram or ngram_gpu"
             )
         if self.drafts is not None and self.pipeline_parallel_size > 1:
             yield (
-                "engine.options.speculative_config is for engines without pipeline_parallel_size: leave one"
-                " of them out"
+                "engine.options.speculative_config does not work with pipeline_parallel_size: leave one of"
+                " them out"
             )
         for name in ("quantization", "speculative_config"):
             if self.options.get(name) is not None and not self.gpus:
-                yield f"engine.options.{name} needs a GPU, and gpus is 0: set gpus, or leave it out"
+                yield f"engine.options.{name} needs a GPU, but gpus is 0: set gpus, or leave it out"
 
     @check
     def _check_sleep(self) -> Iterator[str]:
         if self.sleep and not self.gpus:
-            yield "engine.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out"
+            yield "engine.sleep frees a GPU's memory, but gpus is 0: set gpus, or leave sleep out"
 
 
 def only_in_ppo(engine: EngineConfig) -> Iterator[str]:
     """Yields a sentence for each engine option that only ppo supports."""
     if engine.adapters != "merged":
-        yield "engine.adapters is of ppo, which sends weights to its engines: leave it out"
+        yield "engine.adapters is only for ppo, which sends weights to its engines: leave it out"
 
 
 def without_pipeline(engine: EngineConfig) -> Iterator[str]:
-    """Yields a sentence if an engine that runs without Ray has pipeline stages."""
+    """Yields a sentence if an engine outside Ray has several pipeline stages."""
     if engine.pipeline_parallel_size > 1:
         yield (
-            "engine.pipeline_parallel_size is for the engines of ppo and preferences: leave it out"
+            "engine.pipeline_parallel_size is only for the engines of ppo and preferences: leave it out"
             " (tensor_parallel_size splits a model)"
         )

@@ -1,17 +1,17 @@
-"""Reads the names that fields had before: `vllm` is `engine` now, and its `engine` is `options`."""
+"""Accepts former field names: renames `vllm` to `engine`, and its `engine` to `options`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-NOTE = "vllm is called engine now, and vllm.engine is engine.options: rename them"
-# where such a field can be below a stage; * is any entry of a list
+NOTE = "the current names are engine (for vllm) and engine.options (for vllm.engine): rename them"
+# where such a field can occur below a stage; * stands for any entry of a list
 OWNERS = ((), ("judge",), ("judges", "*"), ("anchors", "judge"))
 
 
 def with_new_names(recipe: Any) -> Any:
-    """Returns a parsed recipe with today's names. Whatever has both names, or is not a recipe, is left
-    as it is."""
+    """Returns a parsed recipe with current names. Leaves unchanged whatever has both names or is not a
+    recipe."""
     stages = recipe.get("stages") if isinstance(recipe, dict) else None
     if not isinstance(stages, dict):
         return recipe
@@ -19,7 +19,7 @@ def with_new_names(recipe: Any) -> Any:
 
 
 def stage_with_new_names(stage: Any) -> Any:
-    """Returns a stage's parsed config with today's names."""
+    """Returns a stage's parsed config with current names."""
     for owner in OWNERS:
         stage = _renamed_at(stage, owner)
     return stage
@@ -49,7 +49,7 @@ def _engine(key: str, value: Any) -> Any:
 
 
 def with_new_keys(keys: list[str], value: Any) -> tuple[list[str], Any]:
-    """Returns an override's keys (a stage's name first) and its value, both with today's names."""
+    """Returns an override's keys (a stage's name first) and its value, both with current names."""
     for owner in OWNERS:
         end = 1 + len(owner)
         here = all(wanted in (key, "*") for key, wanted in zip(keys[1:], owner, strict=False))

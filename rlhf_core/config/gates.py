@@ -21,22 +21,22 @@ OnFail = Literal["stop", "warn", "branch"]
 
 
 class Approve(Config):
-    """A person's decision on a stage's result: docs/how-to/approval.md."""
+    """A person's decision on a stage's result (docs/how-to/approval.md)."""
 
     by: Literal["human"] = Field("human", description="who decides")
-    within: str = Field("48h", description="time to decide, from the first question: 30m, 48h, 7d, 2w")
+    within: str = Field("48h", description="time to decide, counted from the first request: 30m, 48h, 7d, 2w")
 
     @check
     def _check_within(self) -> Iterator[str]:
         if not re.fullmatch(r"[1-9][0-9]{0,3}[mhdw]", self.within):
             yield (
-                f"within {self.within[:40]!r} is no time to decide: write minutes, hours, days or weeks, such"
-                " as 30m, 48h, 7d or 2w"
+                f"within {self.within[:40]!r} is not a duration: write minutes, hours, days or weeks, such as"
+                " 30m, 48h, 7d or 2w"
             )
 
     @property
     def time(self) -> timedelta:
-        """The time to decide."""
+        """The time allowed for the decision."""
         unit = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}[self.within[-1]]
         return timedelta(**{unit: int(self.within[:-1])})
 
@@ -47,14 +47,17 @@ class Gate(Config, allow_inf_nan=True):
 
     metric: str = Field("", description="metric of the stage's result, such as eval/loss")
     approve: Approve | None = Field(
-        None, description="in place of a metric: what depends on the stage waits until a person approves it"
+        None,
+        description=(
+            "use instead of a metric: stages that depend on this one wait until a person approves it"
+        ),
     )
     min: float | None = Field(None, description="the metric must be at least this")
     max: float | None = Field(None, description="the metric must be at most this")
     on_fail: OnFail = Field(
         "stop",
         description=(
-            "stop: nothing more is started; warn: only a message; branch: stages that depend on this one are"
+            "stop: no further stage starts; warn: only a message; branch: stages that depend on this one are"
             " skipped, others run"
         ),
     )
@@ -63,22 +66,25 @@ class Gate(Config, allow_inf_nan=True):
     def _check_bounds(self) -> Iterator[str]:
         if self.approve is not None:
             if self.metric or self.min is not None or self.max is not None:
-                yield "a gate has a metric with a bound, or approve: write two gates"
+                yield "a gate has either a metric with a bound or approve: write two gates"
             if self.on_fail == "warn":
-                yield "on_fail: warn makes an approval void: leave on_fail out, or set branch"
+                yield "on_fail: warn would ignore a refused approval: leave on_fail out, or set it to branch"
             return
         if not self.metric:
             yield "a gate needs a metric with a bound, or approve"
         elif self.min is None and self.max is None:
             yield f"a gate on {self.metric} needs a bound: set min, max or both"
         if any(bound is not None and not math.isfinite(bound) for bound in (self.min, self.max)):
-            yield f"a bound of the gate on {self.metric} is not a finite number: correct min or max"
+            yield f"the gate on {self.metric} has a bound that is not a finite number: correct min or max"
         if self.min is not None and self.max is not None and self.min > self.max:
-            yield f"min={self.min:g} is above max={self.max:g}: nothing could pass the gate on {self.metric}"
+            yield (
+                f"min={self.min:g} is above max={self.max:g}, so nothing can pass the gate on {self.metric}:"
+                " correct one of them"
+            )
 
     @property
     def what(self) -> str:
-        """The metric or `approval`, for tables."""
+        """The metric, or `approval`, for tables."""
         return "approval" if self.approve else self.metric
 
     @property
@@ -101,7 +107,7 @@ class Verdict(Frozen):
     """The result of a gate. `value` is None when the result lacks the metric. `meaning` is empty unless the
     gate failed.
 
-    For an approval, `said` is the decision in words, and `waits` is true while a person may still decide.
+    For an approval, `said` holds the decision in words, and `waits` is true while the decision is open.
     """
 
     stage: str
@@ -147,8 +153,8 @@ class Verdict(Frozen):
 
 
 class Key(NamedTuple):
-    """A key that a stage reads from the environment. Messages name `reader` as what needs it. A key that is
-    not `required` is used only if it is set."""
+    """A key that a stage reads from the environment. `reader`: what messages name as needing the key. A key
+    that is not `required` is used only if it is set."""
 
     reader: str
     variable: str
@@ -156,8 +162,8 @@ class Key(NamedTuple):
 
 
 class AskedServer(NamedTuple):
-    """A server that a stage sends requests to, and does not start. Messages name `reader` as what asks it.
-    `key_variable`: the environment variable whose key is sent; None: no key is sent. `chat`: the model, of a
+    """A server that a stage sends requests to but does not start. `reader`: what messages name as the sender.
+    `key_variable`: the environment variable whose key is sent; None: no key is sent. `chat`: the model of a
     chat endpoint."""
 
     reader: str
@@ -167,12 +173,12 @@ class AskedServer(NamedTuple):
 
 
 def chat_servers(readers: Iterable[tuple[str, Remote]]) -> list[AskedServer]:
-    """Returns the servers of models behind endpoints, given with how messages name them."""
+    """Returns the servers of models behind endpoints; each key is the model's name in messages."""
     return [AskedServer(title, one.base_url, one.key_variable, one) for title, one in readers]
 
 
 class Asked(NamedTuple):
-    """Questions, and how many of them are asked at most."""
+    """Questions and the maximum number to use."""
 
     source: Source
     most: int | None
@@ -183,27 +189,28 @@ class Gated(Config):
 
     stage: str = Field(description="kind of the stage")
     gates: Annotated[tuple[Gate, ...], NotInDigest] = Field(
-        (), description="bounds on this stage's metrics, checked before a stage that depends on it starts"
+        (), description="bounds on this stage's metrics, checked before dependent stages start"
     )
 
     @property
     def turns(self) -> Sequence[Groups]:
-        """The turns of the stage: groups of processes by name. Only the groups of one turn run at once."""
+        """The turns of the stage, each a mapping of group names to processes. Only the groups of one turn run
+        at once."""
         return [{}]
 
     @property
     def together(self) -> Sequence[Sequence[str]]:
-        """Names of groups that share GPUs."""
+        """The names of groups that share GPUs."""
         return ()
 
     @property
     def texts(self) -> Sequence[Text]:
-        """The data sets that the stage reads from files."""
+        """The data sets of the stage, each with its row type and token limit."""
         return ()
 
     @property
     def servers(self) -> Sequence[AskedServer]:
-        """The servers that the stage sends requests to, and does not start."""
+        """The servers that the stage sends requests to but does not start."""
         return ()
 
     @property
@@ -213,8 +220,8 @@ class Gated(Config):
 
     @property
     def nested_names(self) -> Sequence[tuple[str, str, str]]:
-        """The names of models that the kind's `names` does not reach: place in the config, name, and the
-        output that a stage of this name must make."""
+        """The models that the kind's `names` does not reach: place in the config, name, and the output that a
+        stage of this name must have."""
         return ()
 
     @property
@@ -224,7 +231,7 @@ class Gated(Config):
 
     @property
     def asks(self) -> Asked | None:
-        """The questions by which the stage judges models, so that none of these may be trained on them."""
+        """The questions that the stage judges models on; none of these models may be trained on them."""
         return None
 
     @property
@@ -234,7 +241,8 @@ class Gated(Config):
 
     @property
     def final_model(self) -> str | None:
-        """The model that a metric is about which names none; None: each model that the stage uses."""
+        """The model that metrics without a model's name describe; None: they describe every model that the
+        stage uses."""
         return None
 
     @property
@@ -244,47 +252,50 @@ class Gated(Config):
 
     @property
     def answering(self) -> Sequence[tuple[str, str]]:
-        """The models that answer on the engines of the group `sampler`: field and name."""
+        """The field and name of each model that answers on the engines of the group `sampler`."""
         return ()
 
     @property
     def talks_to(self) -> Mapping[str, Environment]:
-        """The environments that the stage's model talks to, by their place in the config."""
+        """The environments that the stage's model interacts with, by their place in the config."""
         return {}
 
     @property
     def exports(self) -> Sequence[str]:
-        """The further models that the stage makes; other stages name them STAGE.EXPORT."""
+        """The names of additional models that the stage exports; other stages refer to them as
+        STAGE.EXPORT."""
         return ()
 
     @property
     def variants(self) -> Mapping[str, Self]:
-        """The configs of a swept stage's variants by name suffix; none without a sweep."""
+        """The configs of a swept stage's variants by name suffix; empty without a sweep."""
         return {}
 
     @property
     def new_rows_needed(self) -> int | None:
-        """The new rows of inboxes that begin a round of a loop on feedback; None: not such a loop."""
+        """How many new rows in its inbox start a round of a feedback loop; None for other stages."""
         return None
 
     @property
     def made_for(self) -> str | None:
-        """The post-processor that the stage's answers have gone through; None if it makes no such data."""
+        """The post-processor applied to the stage's answers; None if the stage has none."""
         return None
 
     def tokenizer_model(self, start: str) -> str | None:
-        """Returns the name of the model whose tokenizer the stage uses. `start`: the kind's field of it."""
+        """Returns the name of the model whose tokenizer the stage uses. `start`: the field of its kind that
+        names the start model."""
         return getattr(self, start, None)
 
     def loads(self, place: str) -> bool:
-        """Returns whether the stage loads the model named at this place of its config in PyTorch."""
+        """Returns whether the stage loads the model named at this place of its config into PyTorch."""
         return False
 
     def lengths(self, start: str) -> Mapping[tuple[str, str], tuple[int, str]]:
-        """Returns the most tokens that models get: by place (empty, or of a field) and name, with the fields
-        that set them. `start`: name of the start model."""
+        """Returns the longest input in tokens of each model, by place (empty, or a field) and name, with the
+        fields that set it. `start`: name of the start model."""
         return {}
 
     def rows_made(self, prompts: int) -> int:
-        """Returns the most rows that the stage makes for others to train on, if it has this many prompts."""
+        """Returns the maximum number of training rows that the stage makes for other stages from this many
+        prompts."""
         return 0

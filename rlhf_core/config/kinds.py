@@ -1,7 +1,8 @@
 """The table of stage kinds. Torch-free: only a stage's own process imports its module.
 
-A new kind is a config class, a module with `run(request, run)`, and an entry in `KINDS`: CONTRIBUTING.md.
-Kinds from other packages are added when `rlhf_core.config` is imported: outside_kinds.py.
+A new kind consists of a config class, a module with `run(request, run)`, and an entry in `KINDS`
+(CONTRIBUTING.md). Kinds from other packages are added when `rlhf_core.config` is imported
+(outside_kinds.py).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rlhf_core.config.training.supervised import SFT, RewardModel
 
 
 class Kind(NamedTuple):
-    """One kind of stage. Only `config` and `module` must be given."""
+    """One kind of stage. Only `config` and `module` are required."""
 
     config: type[Gated]  # its field `stage` has the kind's name as default
     # has `run(request, run)`, called by the `__main__` of its package. "": a loop, which the plan replaces by
@@ -50,12 +51,12 @@ class Kind(NamedTuple):
     given_tokens: tuple[str, ...] = ()  # fields of models that get the token ids of the start model
     # post-processors that a preferences stage may use for this stage to train on its output
     takes: tuple[PostProcessor, ...] = ()
-    main: tuple[str, ...] = ()  # for lists of runs: the first of these metrics that the result has
+    main: tuple[str, ...] = ()  # for lists of runs, which show the first of these metrics in the result
     # replaces `main`; its argument is the configuration as JSON
     main_of: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
-    metrics: tuple[Metric, ...] = ()  # of its result, which gates may name; default: `main`
+    metrics: tuple[Metric, ...] = ()  # metrics of its result, which gates may name; default: `main`
     charts: tuple[Panel, ...] | None = ()  # curves on the page; (): of `main`; None: none
-    counts: str = "step"  # what the x axis of its curves counts
+    counts: str = "step"  # the unit of the curves' x axis
     title: str = ""  # on the page and on model cards; default: the name of its config class
 
     @property
@@ -68,12 +69,12 @@ class Kind(NamedTuple):
 
     @property
     def is_loop(self) -> bool:
-        """Whether the plan replaces the stage by those of its rounds."""
+        """Whether the plan replaces the stage with the stages of its rounds."""
         return not self.module
 
     @property
     def publishes(self) -> bool:
-        """Whether the stage makes something public, with the verdicts of the gates behind it."""
+        """Whether the stage publishes something, together with the verdicts of the gates it depends on."""
         return self.makes == "published"
 
     @property
@@ -82,7 +83,8 @@ class Kind(NamedTuple):
 
     @property
     def package(self) -> str:
-        """The package whose `__main__` runs the stage. `rlhf_core` also runs kinds from other packages."""
+        """The package whose `__main__` runs the stage: `evaluation`, or `rlhf_core` for all other kinds; ""
+        for a loop."""
         first = self.module.partition(".")[0]
         return first if first in ("", "evaluation") else "rlhf_core"
 
@@ -93,12 +95,12 @@ class Kind(NamedTuple):
 
     @property
     def output(self) -> str:
-        """The output of the stage's result that other stages read."""
+        """The key of the stage's output that other stages read."""
         return "checkpoint" if self.makes in ("policy", "reward") else self.makes
 
 
 STAGES = "rlhf_core.stages"
-JUDGED = {  # of an evaluation, and of a regression
+JUDGED = {  # fields of evaluations and regressions that name stages
     "models": ("policy",),
     "baseline": ("policy",),
     "proxy": ("reward",),
@@ -257,7 +259,7 @@ KINDS = {
 
 
 def named(*wanted: str) -> tuple[str, ...]:
-    """Returns the kinds that have one of these names or make one of these outputs."""
+    """Returns the kinds that have one of these names or one of these outputs."""
     return tuple(name for name, kind in KINDS.items() if name in wanted or kind.makes in wanted)
 
 

@@ -1,4 +1,4 @@
-"""Sampling by vLLM, data sets of sampled answers, and loops over both."""
+"""Configures sampling by an engine, data sets of sampled answers, and loops over both."""
 
 from __future__ import annotations
 
@@ -25,70 +25,78 @@ from rlhf_core.config.training.preference import PreferenceLoss, UnpairedLoss
 from rlhf_core.config.training.trainable import Trainable, TrainedPolicy
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
 
-ACROSS_PROMPTS = ("rejection_sampling", "conditional_sft")  # need rewards on one scale for all prompts
+ACROSS_PROMPTS = ("rejection_sampling", "conditional_sft")  # these need rewards on one scale for all prompts
 PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
 
 
 class SamplingFields(Config):
-    """How answers are sampled, and how many are scored at once."""
+    """Fields for how answers are sampled, and how many are scored at once."""
 
     temperature: float = Field(
         1.0,
         ge=0,
-        description="sampling temperature; 0 is greedy. In ppo above 0: it divides the trainer's logits",
+        description=(
+            "sampling temperature; 0 is greedy. In ppo it must be above 0, because it divides the trainer's"
+            " logits"
+        ),
     )
     prompt_max_len: Positive = Field(
         1024,
         description=(
-            "longest prompt in tokens; longer ones lose their oldest messages, then the beginning of the last"
-            " one, and are counted; one with images is left out"
+            "maximum prompt length in tokens; longer prompts lose their oldest messages, then the beginning"
+            " of the last message, and are counted; longer prompts with images are left out"
         ),
     )
-    generate_max_len: Positive = Field(1024, description="longest answer in tokens; cut answers are counted")
-    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(
-        8, description="documents of one scoring pass on one rank"
+    generate_max_len: Positive = Field(
+        1024, description="maximum answer length in tokens; cut answers are counted"
     )
-    engine: EngineConfig = Field(EngineConfig(), description="the engines that answer")
+    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(
+        8, description="documents per scoring pass on one rank"
+    )
+    engine: EngineConfig = Field(EngineConfig(), description="the engines that sample answers")
 
     @property
     def most_tokens(self) -> tuple[int, str]:
-        """The tokens of the longest prompt and answer together, and the fields that set them."""
+        """The maximum length in tokens of prompt and answer together, and the fields that set it."""
         return self.prompt_max_len + self.generate_max_len, "prompt_max_len + generate_max_len"
 
 
 class Rewarded(Gated, SamplingFields):
-    """Fields of stages whose sampled answers get rewards."""
+    """Fields of stages whose sampled answers receive rewards."""
 
     top_p: float = Field(
         1.0,
         gt=0,
         le=1,
         description=(
-            "sample from the most probable tokens whose probabilities add up to this (Holtzman et al. 2020);"
-            " ppo trains that distribution"
+            "sample from the smallest set of most probable tokens whose probabilities add up to this"
+            " (Holtzman et al. 2020); ppo trains that distribution"
         ),
     )
     top_k: int = Field(
         0,
         ge=0,
         description=(
-            "sample from this many of the most probable tokens; 0: from all; ppo trains that distribution"
+            "sample from this many of the most probable tokens; 0: all tokens; ppo trains that distribution"
         ),
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        (), description="texts that end an answer, besides the template's end of turn; the answer keeps them"
+        (),
+        description=(
+            "strings that end an answer, besides the template's end of turn; the answer includes the string"
+        ),
     )
     reward: RewardSources = Field(
         (ModelReward(),),
         description=(
             "a reward model, path.py:function, http://..., math, code, reasoning_gym, a judge, or a list of"
-            " these with weights; they are summed"
+            " these, summed with their weights"
         ),
     )
     max_failed_rewards: Annotated[Share, NotInDigest] = Field(
         0.02,
         description=(
-            "share of the answers of a round (in ppo: an iteration) that a source may leave without a reward"
+            "share of a round's answers (in ppo: an iteration's) that a source may leave without a reward"
         ),
     )
     prompts: Data = Field(description="rows with a prompt")
@@ -97,22 +105,23 @@ class Rewarded(Gated, SamplingFields):
     def _check_stop(self) -> Iterator[str]:
         if self.stop and self.engine.drafts is not None:
             yield (
-                "stop ends an answer at any token, and drafted tokens come several at once: leave out stop,"
-                " or engine.options.speculative_config"
+                "stop can end an answer at any token, but speculative decoding adds several tokens at once:"
+                " leave out stop, or engine.options.speculative_config"
             )
 
     @property
     def compares_group(self) -> bool:
-        """Whether a judge compares the answers to a prompt with each other."""
+        """Whether a judge compares the answers to one prompt with each other."""
         judges = (source for source in self.reward if isinstance(source, JudgeReward))
         return any(source.compare == "group" for source in judges)
 
     def group_mistakes(self, answers: int) -> Iterator[str]:
-        """Yields a sentence if a reward compares the answers to a prompt, of which there are too few."""
+        """Yields a sentence if a reward compares the answers to one prompt, but there is only one answer per
+        prompt."""
         if answers > 1:
             return
         if self.compares_group:
-            yield "compare: group compares answers to one prompt: set n_samples_per_prompt to 2 or more"
+            yield "compare: group compares the answers to one prompt: set n_samples_per_prompt to 2 or more"
         if normalized_in_groups(self.reward):
             yield "normalize group compares the answers to one prompt: set n_samples_per_prompt to 2 or more"
 
@@ -167,25 +176,26 @@ class Rewarded(Gated, SamplingFields):
 
 
 class Rounds(Rewarded):
-    """Fields that a preferences stage and a loop share."""
+    """Fields that preferences stages and loops share."""
 
     policy: str = Field(
-        "sft", description="model that answers; in a loop, the one that the first round starts from"
+        "sft",
+        description="model that samples the answers; in a loop: the model that the first round starts from",
     )
     n_samples_per_prompt: Positive = Field(4, description="answers per prompt")
     min_reward: float | None = Field(
         None,
         description=(
-            "rejection_sampling: a prompt whose best answer scores lower is dropped (weighted sum; with"
-            " a single reward model, in its own units)"
+            "rejection_sampling: drop prompts whose best answer scores lower than this (weighted sum; with a"
+            " single reward model, in its own units)"
         ),
     )
     post_processor: PostProcessor = Field(
         "dpo",
         description=(
-            "what a prompt's answers become. dpo: the best against the worst; kto: each answer, desirable"
-            " when it scores above their mean; rejection_sampling: the best; conditional_sft: every answer"
-            " with its reward"
+            "training data made from a prompt's answers. dpo: a pair of the best and the worst; kto: each"
+            " answer, desirable when it scores above their mean; rejection_sampling: the best;"
+            " conditional_sft: every answer with its reward"
         ),
     )
 
@@ -201,19 +211,19 @@ class Rounds(Rewarded):
     def _check_reward(self) -> Iterator[str]:
         if any(isinstance(source, EnvironmentReward | NoReward) for source in self.reward):
             yield (
-                "reward: environments and none are for ppo: name a reward model, a function, a server or a"
-                " judge"
+                "reward: environment and none work only in ppo: name a reward model, a function, a server or"
+                " a judge"
             )
         yield from self.group_mistakes(self.n_samples_per_prompt)
         for source in self.reward_models:
             if source.ranks is not None:
                 yield (
-                    f"the reward model {source.title} scores in the stage's own process: leave out its ranks"
+                    f"the reward model {source.title} runs in the stage's own process: leave out its ranks"
                 )
         for judge in self.own_judges:
             if judge.model.engine.sleep:
                 yield (
-                    f"the judge {judge.title} has the GPUs alone while it judges a round: leave out"
+                    f"the judge {judge.title} has the GPUs to itself while it judges a round: leave out"
                     " engine.sleep"
                 )
 
@@ -221,18 +231,18 @@ class Rounds(Rewarded):
     def _check_post_processor(self) -> Iterator[str]:
         if self.n_samples_per_prompt < 2 and self.post_processor != "conditional_sft":
             yield (
-                f"post_processor {self.post_processor!r} compares answers to one prompt: set"
+                f"post_processor {self.post_processor!r} compares the answers to one prompt: set"
                 " n_samples_per_prompt to 2 or more"
             )
         if self.min_reward is not None and self.post_processor != "rejection_sampling":
             yield (
-                "min_reward belongs to post_processor 'rejection_sampling': leave it out for"
+                "min_reward applies only to post_processor 'rejection_sampling': leave it out for"
                 f" {self.post_processor!r}"
             )
         if normalized_in_groups(self.reward) and self.post_processor in ACROSS_PROMPTS:
             yield (
-                f"post_processor {self.post_processor!r} needs rewards that mean the same for every prompt,"
-                " and normalize group gives those of each prompt the mean 0: set normalize to none or running"
+                f"post_processor {self.post_processor!r} needs rewards on one scale for all prompts, but"
+                " normalize group shifts each prompt's rewards to mean 0: set normalize to none or running"
             )
 
 
@@ -244,11 +254,14 @@ class Preferences(Rounds):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description=(
-            "dtype of the policy and reward models; auto: that of each checkpoint; in a loop the loop's dtype"
+            "dtype of the policy and the reward models; auto: the dtype of each checkpoint; in a loop: the"
+            " loop's dtype"
         ),
     )
-    first_prompt: int = Field(0, ge=0, description="prompts skipped (a round takes its own slice)")
-    num_prompts: Positive | None = Field(None, description="prompts used; default all")
+    first_prompt: int = Field(
+        0, ge=0, description="number of prompts to skip (each round sets its own slice)"
+    )
+    num_prompts: Positive | None = Field(None, description="number of prompts to use; default: all")
 
     @property
     def made_for(self) -> PostProcessor:
@@ -261,40 +274,45 @@ class Preferences(Rounds):
 
 
 class Loop(Trainable, TrainedPolicy):
-    """Rounds of training; round k starts from round k-1. The plan expands a loop into stages."""
+    """Rounds of training, each of which starts from the model of the previous round. The plan expands a loop
+    into stages."""
 
     policy: str = Field("sft", description="model that the first round starts from")
-    rounds: Positive = Field(2, le=1000, description="rounds, at most 1000")
+    rounds: Positive = Field(2, le=1000, description="number of rounds, at most 1000")
     learning_rate: Rate = Field(5e-7, description="peak learning rate of each round")
 
     @check
     def _check_no_ema(self) -> Iterator[str]:
         if self.ema is not None:
-            yield "ema: a loop's rounds make one model each: leave it out, or write the rounds as stages"
+            yield (
+                "ema: each round of a loop exports only one model: leave ema out, or write the rounds as"
+                " stages"
+            )
 
     @check
     def _check_no_sweep(self) -> Iterator[str]:
         if self.sweep:
             yield (
-                "sweep: a loop has rounds, and no variants: sweep a stage before it, or write a loop for each"
-                " value"
+                "sweep: a loop cannot have variants: sweep a stage before it, or write a loop for each value"
             )
 
 
 class SampledLoop(Rounds, Loop):
-    """Rounds of sampling answers and training on them."""
+    """Rounds of sampling answers, then training on them."""
 
     max_len: int = Field(
-        0, ge=0, description="longest sequence in training, in tokens; 0: prompt_max_len + generate_max_len"
+        0,
+        ge=0,
+        description="maximum sequence length in training, in tokens; 0: prompt_max_len + generate_max_len",
     )
-    prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
+    prompts_per_round: Positive = Field(1024, description="give each round the next slice of the prompts")
 
 
 class IterativeDPO(SampledLoop, PreferenceLoss):
-    """Rounds of (preferences, dpo): `iterative` with the post-processor dpo."""
+    """Rounds of a preferences stage and a dpo stage: `iterative` with the post-processor dpo."""
 
     stage: Literal["iterative_dpo"] = "iterative_dpo"
-    post_processor: Literal["dpo"] = Field("dpo", description="the best answer against the worst")
+    post_processor: Literal["dpo"] = Field("dpo", description="pairs of the best and the worst answer")
 
 
 class Iterative(SampledLoop, PreferenceLoss, UnpairedLoss):
@@ -302,7 +320,10 @@ class Iterative(SampledLoop, PreferenceLoss, UnpairedLoss):
 
     stage: Literal["iterative"] = "iterative"
     post_processor: PostProcessor = Field(
-        description="dpo: pairs; kto: labelled answers; rejection_sampling, conditional_sft: SFT on answers"
+        description=(
+            "how each round trains. dpo: DPO on pairs; kto: KTO on labelled answers; rejection_sampling,"
+            " conditional_sft: SFT on answers"
+        )
     )
     packing: Annotated[bool, NotInDigest] = Field(
         True, description="rejection_sampling, conditional_sft: pack documents into rows of max_len"
@@ -310,7 +331,8 @@ class Iterative(SampledLoop, PreferenceLoss, UnpairedLoss):
 
     @check
     def _check_owners(self) -> Iterator[str]:
-        """Rejects fields that the chosen post-processor does not read, and KTO batches of one answer."""
+        """Yields a sentence for each field that the chosen post-processor does not read, and for KTO batches
+        of one answer."""
         if self.post_processor == "kto" and self.train_batch_size < 2:
             yield "post_processor 'kto' estimates its KL over train_batch_size answers: set it to 2 or more"
         for field, owners in POST_PROCESSOR_FIELDS.items():
@@ -319,7 +341,7 @@ class Iterative(SampledLoop, PreferenceLoss, UnpairedLoss):
                 and getattr(self, field) != type(self).model_fields[field].default
             ):
                 yield (
-                    f"{field} belongs to post_processor {' or '.join(owners)}: leave it out for"
+                    f"{field} applies only to post_processor {' or '.join(owners)}: leave it out for"
                     f" {self.post_processor!r}"
                 )
 
@@ -329,11 +351,13 @@ class IterativeFeedback(Loop, PreferenceLoss, UnpairedLoss):
 
     stage: Literal["iterative_feedback"] = "iterative_feedback"
     method: Literal["dpo", "kto"] = Field(
-        description="dpo: edits and rankings, as pairs; kto: thumbs, as labelled answers"
+        description="dpo: train on edits and rankings, as pairs; kto: train on thumbs, as labelled answers"
     )
-    feedback: Data = Field(description="an inbox (NAME.inbox); other sources are the same in each round")
+    feedback: Data = Field(
+        description="an inbox (NAME.inbox), and optionally other sources, which are the same in each round"
+    )
     min_new_rows: Annotated[Positive, NotInDigest] = Field(
-        1, description="new rows of this method that the inbox must have for a round to begin"
+        1, description="number of new rows for this method that the inbox must hold before a round starts"
     )
 
     @property
@@ -356,14 +380,16 @@ class IterativeFeedback(Loop, PreferenceLoss, UnpairedLoss):
     def _check_feedback(self) -> Iterator[str]:
         if not any(source.is_inbox for source in self.feedback.sources):
             yield (
-                "feedback: none of the sources is an inbox, whose rows are new in each round: name a folder"
-                " that ends with .inbox"
+                "feedback: no source is an inbox, so rounds would have no new rows: name a folder that ends"
+                " with .inbox"
             )
         if self.method == "kto" and self.train_batch_size < 2:
             yield "method 'kto' estimates its KL over train_batch_size answers: set it to 2 or more"
         for field, owners in METHOD_FIELDS.items():
             if self.method not in owners and getattr(self, field) != type(self).model_fields[field].default:
-                yield f"{field} belongs to method {' or '.join(owners)}: leave it out for {self.method!r}"
+                yield (
+                    f"{field} applies only to method {' or '.join(owners)}: leave it out for {self.method!r}"
+                )
 
 
 METHOD_FIELDS: dict[str, tuple[str, ...]] = {

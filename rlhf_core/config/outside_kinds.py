@@ -18,7 +18,7 @@ def kinds_of_packages(known: Collection[str]) -> dict[str, Kind]:
     """Returns the kinds from installed packages by name. `known`: names already taken.
 
     An unusable entry point is left out, so that other recipes still run. `UNUSABLE` holds the reason, which
-    `alignflow doctor` and the check of a recipe that names the kind report.
+    is reported by `alignflow doctor` and by the check of a recipe that names the kind.
     """
     kinds: dict[str, Kind] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
@@ -36,7 +36,7 @@ def _kind_of(point: EntryPoint, known: Collection[str]) -> Kind:
     """Loads an entry point. Raises ValueError if it is not a usable `Kind`, and any error that its module
     raises."""
     if point.name in known:
-        raise ValueError("there is a kind of this name; choose another")
+        raise ValueError("a kind of this name exists; choose another name")
     kind = point.load()
     if not isinstance(kind, Kind):
         raise ValueError(f"it is a {type(kind).__name__}, not an rlhf_core.config.kinds.Kind")
@@ -45,18 +45,18 @@ def _kind_of(point: EntryPoint, known: Collection[str]) -> Kind:
     taken = _taken(kind.config)
     if taken:
         raise ValueError(
-            f"the field {taken[0]} of {kind.config.__name__} has the name of something that alignflow asks"
-            " each stage for (rlhf_core.config.gates.Gated): give it another name"
+            f"the field {taken[0]} of {kind.config.__name__} has the name of an attribute of every stage"
+            " (rlhf_core.config.gates.Gated): give it another name"
         )
     if kind.config.model_fields["stage"].default != point.name:
         raise ValueError(f"the field `stage` of {kind.config.__name__} must have the default {point.name!r}")
     if not kind.module:
-        raise ValueError("it names no module with `run(request, run)`")
+        raise ValueError("it does not name a module with `run(request, run)`")
     return kind
 
 
 def _taken(config: type[Gated]) -> list[str]:
-    """Returns the fields whose values properties and methods of the same name would hide."""
+    """Returns the fields that a property or method of the same name would hide."""
     bases = [base for base in config.__mro__ if issubclass(base, Gated)]
     return [name for name in config.model_fields if any(name in vars(base) for base in bases)]
 

@@ -1,4 +1,5 @@
-"""Processes of a stage: groups of ranks, engines and servers, and which of them can share GPUs."""
+"""Describes the processes of a stage: groups of ranks, engines and servers, and which of them can share
+GPUs."""
 
 from __future__ import annotations
 
@@ -12,12 +13,17 @@ from rlhf_core.records import Config, Positive, Ranks, check
 
 
 class OnEngine(Config):
-    """A model that the stage starts an engine for, beside the engines that answer its prompts."""
+    """A model that the stage starts an engine for, in addition to the engines that answer its prompts."""
 
     max_model_len: Positive | None = Field(
-        None, description="longest prompt and answer together, in tokens; default: the model's own"
+        None,
+        description=(
+            "maximum length of prompt and answer together, in tokens; default: the model's own maximum"
+        ),
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: that of the checkpoint")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="dtype of the model; auto: the dtype of the checkpoint"
+    )
     engine: EngineConfig = Field(EngineConfig(), description="the model's engine")
 
 
@@ -27,7 +33,7 @@ class Served(OnEngine):
     @check
     def _check_server(self) -> Iterator[str]:
         if not self.engine.abilities.serves:
-            yield f"a server is vLLM's, and engine.kind is {self.engine.kind}: leave kind out"
+            yield f"a server needs vLLM, but engine.kind is {self.engine.kind}: leave kind out"
         if self.engine.num_engines > 1 or self.engine.sleep:
             yield (
                 "a server is one engine that never sleeps: leave num_engines and sleep out"
@@ -47,16 +53,16 @@ def processes(wanted: Wanted) -> int:
 
 
 def check_together(groups: Groups) -> None:
-    """Raises ValueError unless groups that share GPUs have equally many processes, and all or none of them
-    use GPUs."""
+    """Raises ValueError unless groups that share GPUs have the same number of processes, and all or none of
+    them use GPUs."""
     counts = {name: processes(wanted) for name, wanted in groups.items()}
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise ValueError(
-            f"groups that share GPUs need equally many processes, there are: {found}. Set num_nodes x"
+            f"groups that share GPUs need the same number of processes, but have: {found}. Set num_nodes x"
             " num_ranks_per_node to the same (and engine.num_engines x tensor_parallel_size x"
             " pipeline_parallel_size)"
         )
     if len({bool(wanted.gpus) for wanted in groups.values()}) > 1:
         without = ", ".join(name for name, wanted in groups.items() if not wanted.gpus)
-        raise ValueError(f"groups that share GPUs all need one: set gpus of {without}")
+        raise ValueError(f"groups that share GPUs must all use GPUs: set gpus of {without}")

@@ -29,16 +29,16 @@ from rlhf_core.records import NotInDigest, Positive, Ranks, Rate, Variable
 class RequestedReward(StandardisedReward):
     """Fields that functions and servers share. Requests are retried with growing pauses, up to a limit."""
 
-    batch_size: Positive = Field(64, description="answers of one request")
+    batch_size: Positive = Field(64, description="answers per request")
     concurrency: Annotated[Positive, NotInDigest] = Field(
-        1, description="requests at once (processes of a function)"
+        1, description="requests at once (for a function: number of processes)"
     )
-    timeout: Annotated[Rate, NotInDigest] = Field(60.0, description="seconds one request may take")
+    timeout: Annotated[Rate, NotInDigest] = Field(60.0, description="time limit in seconds for one request")
     max_attempts: Annotated[Positive, NotInDigest] = Field(
         6,
         description=(
-            "requests for one answer before it goes without a reward; a batch is given up after as"
-            " many in a row without success, beyond those of a search for one answer"
+            "maximum number of requests for one answer; after that it gets no reward. The rest of a batch is"
+            " given up after this many failed requests in a row, plus those needed to isolate one answer"
         ),
     )
 
@@ -51,13 +51,13 @@ class ModelReward(WeighedReward):
     normalize: Literal["none", "stored", "running", "group"] | None = Field(
         None,
         description=(
-            "stored: by the mean and std kept with the model; running: by those of all scores so far (in a"
-            " round: of the round's own); group: by those of the answers to the same prompt (GDPO); default:"
-            " stored if ppo sets normalize_reward, else none"
+            "how to standardise the scores. stored: with the mean and std stored with the model; running:"
+            " with those of all scores so far (in a loop: of the round's scores); group: with those of the"
+            " answers to the same prompt (GDPO); default: stored if ppo sets normalize_reward, else none"
         ),
     )
     ranks: Annotated[Ranks | None, NotInDigest] = Field(
-        None, description="its processes in ppo; default: reward_ranks of the stage"
+        None, description="processes of the model in ppo; default: reward_ranks of the stage"
     )
 
     @property
@@ -66,8 +66,8 @@ class ModelReward(WeighedReward):
 
 
 class FunctionReward(RequestedReward):
-    """A Python function that runs in its own processes. Its parameters are any of `prompts`, `responses`,
-    `rows`, `finished`, `query`."""
+    """A Python function that runs in its own processes. It may take any of these parameters: `prompts`,
+    `responses`, `rows`, `finished`, `query`."""
 
     kind: Literal["function"] = "function"
     function: str = Field(description="path.py:function", pattern=r"\.py:[A-Za-z_]\w*$")
@@ -86,8 +86,8 @@ class FunctionReward(RequestedReward):
 
 
 class HttpReward(RequestedReward):
-    """A reward server: it receives the same lists as JSON by POST and returns `{"rewards": [...]}`.
-    `alignflow serve-reward` is one."""
+    """A reward server: receives the same lists as JSON by POST and returns `{"rewards": [...]}`. `alignflow
+    serve-reward` starts one."""
 
     kind: Literal["http"] = "http"
     url: str = Field(description="address", pattern=r"^https?://[^/]")
@@ -104,8 +104,8 @@ class HttpReward(RequestedReward):
     def _no_password(cls, value: str) -> str:
         if "@" in urlsplit(value).netloc:
             raise ValueError(
-                "the address holds a password, which would end up in files: put a key into the variable"
-                " api_key_env names"
+                "the address contains a password, which would end up in files: put the key into the variable"
+                " that api_key_env names"
             )
         return value
 
@@ -117,8 +117,8 @@ class EnvironmentReward(WeighedReward):
     normalize: Literal["none", "running", "group"] = Field(
         "none",
         description=(
-            "running: standardise with the mean and std of all rewards so far; group: of the answers to the"
-            " same prompt (GDPO)"
+            "running: standardise with the mean and std of all rewards so far; group: with those of the"
+            " answers to the same prompt (GDPO)"
         ),
     )
 
@@ -128,7 +128,7 @@ class EnvironmentReward(WeighedReward):
 
 
 class NoReward(WeighedReward):
-    """No reward: the policy learns only from the KL to a teacher, which ppo names as its reference."""
+    """No reward: the policy learns only from the KL to a teacher, which is ppo's reference."""
 
     kind: Literal["none"] = "none"
     normalize: Literal["none"] = "none"
@@ -138,7 +138,7 @@ class NoReward(WeighedReward):
         return self.name or "none"
 
 
-# with the field that names each
+# for each kind, the field that identifies it
 REWARD_KINDS = {"model": "model", "function": "function", "http": "url", "judge": "judge"}
 VERIFIERS = ("math", "code", "reasoning_gym")
 

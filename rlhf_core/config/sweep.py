@@ -32,9 +32,10 @@ class Select(Gated):
         description="a swept stage, or a list of stages: the models to choose from, the simplest first",
         min_length=1,
     )
-    by: str = Field("evaluation", description="the evaluation that judged them")
+    by: str = Field("evaluation", description="the evaluation that judged the models")
     metric: Literal["win_rate"] = Field(
-        "win_rate", description="what counts: the win rate by the evaluation's first judge, a tie as half"
+        "win_rate",
+        description="metric to compare: the win rate by the evaluation's first judge; a tie counts half",
     )
     simplest: str | None = Field(
         None,
@@ -63,7 +64,8 @@ def sweep_mistakes(config: Gated, sweep: dict[str, tuple[Value, ...]]) -> Iterat
     }
     wrong = [name for name in sweep if name not in fields]
     yield from (
-        f"sweep.{name}: give a field of {config.stage} that decides its result and is a number or a choice"
+        f"sweep.{name} is not a field of {config.stage} that affects its result and holds a number or a"
+        " choice: name such a field"
         for name in wrong
     )
     few = [name for name, values in sweep.items() if len(values) < 2]
@@ -73,7 +75,7 @@ def sweep_mistakes(config: Gated, sweep: dict[str, tuple[Value, ...]]) -> Iterat
     )
     count = prod(map(len, sweep.values()))
     if count > MOST:
-        yield f"sweep has {count} combinations: give {MOST} at most"
+        yield f"sweep has {count} combinations: give at most {MOST}"
     elif not wrong:
         try:
             found = variants(config, sweep)

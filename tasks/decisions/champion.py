@@ -74,11 +74,9 @@ def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
     except ConnectionError as error:
         raise MachineLacks(str(error)) from None
     except ValueError as error:  # there is no previous one, or a token is missing
-        get_run_logger().warning("the champion %s is not rolled back: %s", now.model, error)
+        get_run_logger().warning("the champion %s was not rolled back: %s", now.model, error)
         return
-    get_run_logger().warning(
-        "the champion %s is rolled back, the champion is %s: %s", now.model, then.model, why
-    )
+    get_run_logger().warning("the champion %s was rolled back to %s: %s", now.model, then.model, why)
     notify_champion(planned.recipe, then.model, then.run, then.why)
 
 

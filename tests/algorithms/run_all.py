@@ -36,7 +36,7 @@ RUN_SECONDS = 1800
 SERVER_SECONDS = 120
 UNITS = {
     "answers": "log-prob a token, nats",
-    "ranking": "pairs ranked right",
+    "ranking": "pairs ranked correctly",
     "margin": "margin, nats",
     "mean margin": "margin a token, nats",
     "reward": "reward",
@@ -199,15 +199,15 @@ def page(rows: Sequence[tuple[Case, Measured | None]]) -> str:
     return f"""# Each algorithm learns
 
 Written by `make algorithms` (`tests/algorithms/run_all.py`), {date.today()}, {num_cpus()} CPU cores, no GPU, seed 0:
-short runs of the shipped recipes on the demo's material, each from the same SFT model. All objectives are measured on held-out data and
-are better when higher; the standard error is that of the mean difference, item by item, and an algorithm has learned when the rise
-exceeds {CLEAR:g} of them. One seed: the table shows that each learns, not which is best.
+short runs of the shipped recipes on the demo's material, each from the same SFT model. All objectives are measured on held-out data, and
+higher is better. The standard error is that of the mean difference per item. An algorithm counts as learned if the rise
+exceeds {CLEAR:g} standard errors. There is only one seed: the table shows that each algorithm learns, not which is best.
 
-- *log-prob a token*: of held-out answers; before: the random base model. *pairs ranked right*: by the reward model; before: chance.
-- *margin*: log-prob of the chosen minus that of the rejected answer of held-out pairs, summed over tokens or a token.
-- *reward*: the weighed sum of the recipe's own rewards (before any standardisation) of an answer to each held-out question.
-- *right answers*: share of held-out questions answered right, by the SFT model and by this one.
-- *seconds*: of the algorithm's own stages, on a machine that other programs may have used too.
+- *log-prob a token*: mean over held-out answers; before: the random base model. *pairs ranked correctly*: by the reward model; before: chance.
+- *margin*: log-prob of the chosen answer minus that of the rejected answer in held-out pairs, summed over tokens or per token.
+- *reward*: the weighted sum of the recipe's own rewards (before any standardisation) for an answer to each held-out question.
+- *right answers*: share of held-out questions answered correctly, by the SFT model and by the trained model.
+- *seconds*: run time of the algorithm's own stages, on a machine that other programs may have used too.
 
 {table(rows)}
 """

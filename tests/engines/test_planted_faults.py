@@ -104,8 +104,7 @@ def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(
             "ppo.actor_learning_rate=0.03",
             "ppo",
-            "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust"
-            " its reward.",
+            "PPO moved far from its reference: lower actor_learning_rate or raise init_kl_coef, and distrust its reward.",
             marks=pytest.mark.long,
         ),
         pytest.param(
@@ -114,7 +113,7 @@ def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "The reward model is bad, or overconfident: it does not generalise to unseen pairs.",
             marks=pytest.mark.long,
         ),
-        ("sft.learning_rate=0.3", "sft", "The SFT is bad: everything after it starts from this model."),
+        ("sft.learning_rate=0.3", "sft", "The SFT is bad, and all later stages start from this model."),
     ],
 )
 def test_the_chain_stops_behind_the_bad_stage(

@@ -377,5 +377,5 @@ def test_wrong_input_found_beside_the_starting_roles_is_the_last_thing_said(
         (tmp_path / "log.txt")
         .read_text()
         .splitlines()[-1]
-        .startswith("ppo needs rollout_batch_size=8 prompts, the data has 4")
+        .startswith("ppo needs rollout_batch_size=8 prompts, but the data has 4")
     )

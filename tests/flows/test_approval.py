@@ -47,7 +47,8 @@ def test_what_depends_on_it_waits_and_goes_on_after_a_yes(
     assert "waits: what depends on reward_model is not started" in page
     assert approve("--by", "ann", "--reason", "looks good") == 0
     assert (
-        "reward_model: approved by ann (looks good)\nrun the recipe again to go on" in capsys.readouterr().out
+        "reward_model: approved by ann (looks good)\nrun the recipe again to continue"
+        in capsys.readouterr().out
     )
     alignment(recipe(GATE))
     assert attempts() == ORDER
@@ -86,9 +87,9 @@ def test_the_command_ends_with_a_code_of_its_own(
     assert "alignflow approve" in told.err and "1 waits" in told.out
     assert flows.cli.main(["run", "recipe.yaml", GATE, "--dry-run"]) == 0
     assert flows.cli.main(["approve", "artifacts/other"]) == 2
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "this folder does not exist:" in capsys.readouterr().err
     assert approve("--stage", "sft") == 2
-    assert "no approval of sft was asked for; stages with one: reward_model" in capsys.readouterr().err
+    assert "no approval of sft was requested; stages with a request: reward_model" in capsys.readouterr().err
 
 
 def test_a_refused_round_is_left_out_and_the_next_one_starts_from_the_one_before(

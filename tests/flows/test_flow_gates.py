@@ -120,10 +120,10 @@ def test_a_planted_position_bias_keeps_the_evaluation_from_starting(
         shown = artifacts()["calibration-calibration"]
         assert "| position bias: wins of the answer shown first minus shown second | 1.000 |" in shown
         page = Path("artifacts/tiny/report.html").read_text()
-        assert "Can the judge be believed?" in page
+        assert "Can the judge be trusted?" in page
         assert "failed: the stages that depend on calibration were left out" in page
 
         alignment(recipe("calibration.gates=[]"))
         assert len(endpoint.requests) == 24 and attempts()[-1] == "evaluation"
         page = Path("artifacts/tiny/report.html").read_text()
-        assert "names the same winner as people in 0 % of 12 pairs (kappa 0.00" in page
+        assert "chooses the same winner as people in 0 % of 12 pairs (kappa 0.00" in page

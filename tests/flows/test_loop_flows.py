@@ -69,7 +69,7 @@ def test_three_concurrent_runs_train_one_round(here: tuple[Path, dict[str, str]]
     (folder / "go").touch()
     ends = [one.ended() for one in called]
     assert sum("loop of micro: round 1 is done, win rate 0.500" in end for end in ends) == 1
-    assert sum("another run is training loop of micro" in end for end in ends) == 2
+    assert sum("another run is already training loop of micro" in end for end in ends) == 2
     assert all(end.startswith("COMPLETED ") for end in ends)
     assert micro.begun(folder) == ["sft", "loop.round1.preferences", "loop.round1.dpo", "evaluation"]
 

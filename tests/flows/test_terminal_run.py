@@ -52,7 +52,7 @@ def test_a_run_on_a_terminal_and_in_a_pipe(tmp_path: Path) -> None:
         timeout=200,
     )
     assert piped.returncode == 0, piped.stdout
-    assert "Task run 'one' - one is done already: one-" in piped.stdout
+    assert "Task run 'one' - one is already done: one-" in piped.stdout
     assert "\x1b" not in piped.stdout
     assert "notify_state" not in piped.stdout
     assert "log: " not in piped.stdout and piped.stdout.count("report.html") == 1

@@ -120,8 +120,8 @@ def calibration_chart(reports: RewardReports) -> str:
             color=colour,
             alpha=0.6,
         )
-    ax.set_title("Reward models: right (%) by how sure they were (%)")
-    ax.set_xlabel("how sure: mean probability of the answer that it prefers (%)", **X_LABEL)
+    ax.set_title("Reward models: accuracy (%) by confidence (%)")
+    ax.set_xlabel("confidence: mean probability of the preferred answer (%)", **X_LABEL)
     ax.legend(loc="best", handlelength=1.4)
     return svg(figure, "calibration of reward models")
 
@@ -204,7 +204,7 @@ def over_optimisation_chart(found: OverOptimisation) -> str:
     left.set_title(f"Trained on: mean score of {short(found.proxy)}")
     right.set_title(f"Goal: win rate against {short(found.baseline)} (%)")
     for ax in (left, right):
-        ax.set_xlabel(f"square root of the KL from {short(found.baseline)} (nats an answer)", **X_LABEL)
+        ax.set_xlabel(f"square root of the KL to {short(found.baseline)} (nats per answer)", **X_LABEL)
     if len(chains) > 1:
         right.legend(loc="best", handlelength=1.4)
     return svg(figure, "over-optimisation")

@@ -33,7 +33,7 @@ def approve(
     asked = asked_in(folder.absolute())
     if stage is not None and stage not in {question.stage for _, question in asked}:
         named = ", ".join(dict.fromkeys(question.stage for _, question in asked)) or "none"
-        raise ValueError(f"{folder}: no approval of {stage} was asked for; stages with one: {named}")
+        raise ValueError(f"{folder}: no approval of {stage} was requested; stages with a request: {named}")
     wanted = ("asked", "late") if late or stage is not None else ("asked",)
     chosen = [(run_dir, question) for run_dir, question in asked if stage in (None, question.stage)]
     chosen = [item for item in chosen if item[1].state() in wanted] or (
@@ -42,7 +42,7 @@ def approve(
     if not chosen:
         told = (
             "; ".join(f"{question.stage}: {question.told()}" for _, question in asked)
-            or "its gates have asked nobody yet"
+            or "its gates have not requested any yet"
         )
         raise ValueError(f"{folder}: no stage waits for an approval ({told})")
     for run_dir, _ in chosen:
@@ -57,9 +57,9 @@ def _going_on(made: Approval, run_dir: Path) -> str:
     happens next."""
     if made.run is None or "PREFECT_API_URL" not in os.environ:
         return (
-            "run the recipe again to go on"
+            "run the recipe again to continue"
             if made.run is None
-            else "its run goes on when the loop or the recipe is run again"
+            else "its run continues when the loop or the recipe runs again"
         )
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectException
@@ -77,10 +77,10 @@ def _going_on(made: Approval, run_dir: Path) -> str:
                 made.run,  # type: ignore[arg-type,unused-ignore]
                 run_input={"approve": made.decision == "approved", "reason": made.reason, "by": made.by},
             )
-            return "its suspended run goes on"
+            return "its suspended run continues"
     except (PrefectException, OSError, RuntimeError) as error:
         return (
-            f"its suspended run could not be reached ({type(error).__name__}): it is started again by the"
-            " loop's next run"
+            f"its suspended run could not be reached ({type(error).__name__}): the loop's next run starts the"
+            " stage again"
         )
-    return "its run has ended: run the recipe again to go on"
+    return "its run has ended: run the recipe again to continue"

@@ -35,7 +35,7 @@ def champion(which: RecipeOrRun, *, artifacts: Artifacts = Path("artifacts")) ->
     found = record.champions_of(folder.absolute())
     if found.now is None and found.moving is None:
         raise ValueError(
-            f"{folder} has no champion: a publication with champion: true makes one, or alignflow promote"
+            f"{folder} has no champion: set champion: true in a publication, or run alignflow promote"
         )
     table = table_of(
         "since (UTC)",
@@ -55,7 +55,8 @@ def champion(which: RecipeOrRun, *, artifacts: Artifacts = Path("artifacts")) ->
         say(f"the champion is {found.now.model}: {folder / record.LINK}")
     if found.moving is not None:
         console.print(
-            f"a move to {found.moving.model} was cut off: run the recipe, promote or rollback completes it",
+            f"a move to {found.moving.model} was interrupted: run the recipe, promote or rollback to complete"
+            " it",
             markup=False,
         )
     return OK

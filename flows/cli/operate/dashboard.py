@@ -36,10 +36,11 @@ def dashboard(
     """
     if not artifacts.is_dir():
         raise ValueError(
-            f"{artifacts}: there is no such folder: give the `artifacts` folder of recipes, or a copy of it"
+            f"{artifacts}: this folder does not exist: give the `artifacts` folder of recipes, or a copy of"
+            " it"
         )
     if not 0 <= port <= 65535:
-        raise ValueError(f"there is no port {port}: give 1 to 65535, or 0 for a free one")
+        raise ValueError(f"{port} is not a port: give 1 to 65535, or 0 for a free one")
     names = host_names(host, allow_host)
     import uvicorn
 
@@ -53,7 +54,7 @@ def dashboard(
         address = f"http://{LOOPBACK if host == EVERYWHERE else host}:{listener.getsockname()[1]}/"
         console = Console(soft_wrap=True)
         show_address(console, artifacts, address, token, file)
-        console.print("Ctrl-C ends it")
+        console.print("press Ctrl-C to stop")
         app = Protected(application(artifacts), token, names, command="alignflow dashboard")
         config = server_config(app, log_level="error", timeout_graceful_shutdown=4)
         with suppress(KeyboardInterrupt):

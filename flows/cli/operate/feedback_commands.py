@@ -23,7 +23,7 @@ from rlhf_core.system.redaction import public_address
 
 console = Console(soft_wrap=True)
 feedback_app = App(
-    name="feedback", help="What people say of answers (thumbs, edits, rankings), as data of a recipe."
+    name="feedback", help="People's feedback on answers (thumbs, edits, rankings), as data for a recipe."
 )
 
 
@@ -47,7 +47,7 @@ def import_(
     if not files:
         raise ValueError("give the files to import: alignflow feedback import FILE... --inbox NAME.inbox")
     told = "its rows and the questions of the recipe's evaluations" if recipe else "its rows"
-    console.print(f"opening the inbox: {told} are read", highlight=False)
+    console.print(f"opening the inbox: reading {told}", highlight=False)
     box, questions = _opened(inbox, recipe)
     worst = OK
     new = 0
@@ -75,8 +75,8 @@ def _tell_server(box: Inbox) -> None:
 
     if names_a_server() and not tell_of([box.folder]):
         text = (
-            "warning: Prefect's server (PREFECT_API_URL) did not take the event of the new rows: start a run,"
-            " or wait for the schedule"
+            "warning: Prefect's server (PREFECT_API_URL) did not accept the event about the new rows: start a"
+            " run, or wait for the schedule"
         )
         say(text, console)
 
@@ -84,19 +84,19 @@ def _tell_server(box: Inbox) -> None:
 def tell(file: str, done: Receipt) -> None:
     """Prints what happened to the rows of a file."""
     parts = [f"{done.new:,} new", f"{done.duplicate:,} duplicates"]
-    parts += [f"{done.leaked:,} refused: they meet questions of an evaluation"] if done.leaked else []
+    parts += [f"{done.leaked:,} refused: they match questions of an evaluation"] if done.leaked else []
     parts += [f"{count:,} left out: {reason}" for reason, count in done.unusable.most_common()]
     parts += [f"{count:,} x {kind} replaced" for kind, count in done.personal.most_common()]
     say(f"{file}: {done.read:,} rows: {', '.join(parts)}", console)
     for fault in done.faults:
         say(f"  {fault}", console)
     if done.wrong:
-        say(f"  {done.wrong:,} malformed rows were left out: correct them and import the file again", console)
+        say(f"  left out {done.wrong:,} malformed rows: correct them and import the file again", console)
 
 
 @feedback_app.command
 def status(*inboxes: Path, recipe: str | None = None) -> int:
-    """Show how many rows inboxes have, by kind, and how many answers have contradictory opinions."""
+    """Show the number of rows in inboxes, by kind, and the number of answers with contradictory opinions."""
     boxes = [Inbox(folder) for folder in inboxes] or (
         [Inbox(folder) for folder in inboxes_of(load_recipe(recipe, []))] if recipe else []
     )
@@ -104,7 +104,7 @@ def status(*inboxes: Path, recipe: str | None = None) -> int:
         raise ValueError("give inboxes, or a recipe that uses some: alignflow feedback status NAME.inbox")
     missing = [str(box.folder) for box in boxes if inboxes and not box.folder.is_dir()]
     if missing:
-        raise ValueError(f"there is no inbox {', '.join(missing)}: correct the path")
+        raise ValueError(f"inbox {', '.join(missing)} does not exist: correct the path")
     table = table_of(
         "inbox",
         "thumbs",
@@ -152,11 +152,14 @@ def forget(
         [Path(loaded.artifacts).absolute() if loaded else artifacts.absolute()],
         [store] if store else [],
     )
-    say(f"{found.rows:,} rows of {annotator} are deleted from {box.folder}", console)
+    say(f"deleted {found.rows:,} rows of {annotator} from {box.folder}", console)
     for file in found.files:
         say(f"  deleted from {file}", console)
     if found.trained:
-        say("these stages used the rows, and their models cannot forget them; train them again:", console)
+        say(
+            "these stages used the rows, and their models cannot forget them; train these stages again:",
+            console,
+        )
         for name in found.trained:
             say(f"  {name}", console)
     return OK
@@ -215,7 +218,7 @@ def serve(
         address = f"http://{'127.0.0.1' if host == EVERYWHERE else host}:{listener.getsockname()[1]}"
         for name in named:
             say(f"feedback for {name}: POST {address}/feedback/{name}", console)
-        say(f"the bearer token is in {home.absolute() / FEEDBACK_TOKEN} (Ctrl-C ends it)", console)
+        say(f"the bearer token is in {home.absolute() / FEEDBACK_TOKEN} (press Ctrl-C to stop)", console)
         server = uvicorn.Server(
             server_config(application(named, token, tuple(hosts)), log_level="warning", access_log=False)
         )
@@ -228,8 +231,8 @@ def _opened(inbox: Path | None, recipe: str | None) -> tuple[Inbox, Questions]:
     loaded = load_recipe(recipe, []) if recipe else None
     own = inboxes_of(loaded) if loaded else []
     if inbox is None and len(own) != 1:
-        found = f"the recipe uses {len(own)}" if loaded else "there is no recipe that uses one"
-        raise ValueError(f"say which inbox is meant ({found}): give --inbox NAME.inbox")
+        found = f"the recipe uses {len(own)}" if loaded else "no recipe uses one"
+        raise ValueError(f"the inbox is not clear ({found}): give --inbox NAME.inbox")
     try:
         return Inbox((inbox or own[0]).absolute()), Questions(evaluation_texts(loaded) if loaded else ())
     except OSError as error:

@@ -72,13 +72,13 @@ def label(
     names = host_names(host, allow_host)
     refuse(
         {
-            "give what to label: alignflow label SOURCE --out labels.jsonl": source is None,
+            "give a source of pairs to label: alignflow label SOURCE --out labels.jsonl": source is None,
             "give --out, the file that labels are appended to": out is None,
             f"--sample {sample} --per-item {per_item}: give 1 or more of each": sample < 1 or per_item < 1,
             f"--repeat {repeat}: give a share from 0 to 1": not 0 <= repeat <= 1,
-            f"--models {models}: give two different models, with a comma": len(set(pair)) != 2
+            f"--models {models}: give two different models, separated by a comma": len(set(pair)) != 2
             and models != "",
-            f"there is no port {port}: give 1 to 65535, or 0 for a free one": not 0 <= port <= 65535,
+            f"{port} is not a port: give 1 to 65535, or 0 for a free one": not 0 <= port <= 65535,
         }
     )
     assert source is not None and out is not None

@@ -11,7 +11,7 @@ from rich.markup import escape
 from flows.cli.show import OK, console, say, table_of
 from rlhf_core.data.suite import add_to_suite, read_suite
 
-Suite = Annotated[Path, Parameter(help="The suite's file, to which lines are only added.")]
+Suite = Annotated[Path, Parameter(help="The suite's file; lines are only appended to it.")]
 suite_app = App(name="suite", help="The questions of a regression suite.")
 
 
@@ -40,22 +40,22 @@ def add(
         from evaluation.regression.lost import lost_questions
 
         if model is None:
-            raise ValueError(f"{source}: say with --model whose lost questions to add")
+            raise ValueError(f"{source}: give --model, the model whose lost questions to add")
         found = lost_questions(source, model, lost_to, judge)
     elif not source.exists():
         raise ValueError(
-            f"{source}: there is no such file or directory; give ARTIFACTS/stages/NAME-DIGEST of a finished"
-            " evaluation"
+            f"{source}: this file or directory does not exist: give ARTIFACTS/stages/NAME-DIGEST of a"
+            " finished evaluation"
         )
     elif model or lost_to or judge:
         raise ValueError(
-            f"{source} is no directory, and --model, --lost-to and --judge are for an evaluation's: leave"
-            " them out"
+            f"{source} is not a directory, but --model, --lost-to and --judge apply only to an evaluation's"
+            " directory: leave them out"
         )
     else:
         found = read_suite(source, reason)
     added = add_to_suite(suite, found)
-    say(f"{suite}: {len(added)} questions added, {len(found) - len(added)} were there")
+    say(f"{suite}: added {len(added)} questions; {len(found) - len(added)} were already there")
     return OK
 
 

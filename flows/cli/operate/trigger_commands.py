@@ -34,7 +34,7 @@ def serve_triggers(
         port: 0 picks a free one.
         allow_host: more host names that requests may use for this machine, such as a proxy's, separated by
             commas.
-        starts_an_hour: most runs of one deployment that requests may start in an hour.
+        starts_an_hour: maximum number of runs of one deployment that requests may start per hour.
     """
     check_names(deployments, allow_host, starts_an_hour)
     import os
@@ -65,7 +65,7 @@ def serve_triggers(
             address = f"http://{'127.0.0.1' if host == EVERYWHERE else host}:{listener.getsockname()[1]}"
             for name in deployments:
                 say(f"a run of {name}: POST {address}/trigger/{name}", console)
-            say(f"the bearer token is in {home.absolute() / TRIGGER_TOKEN} (Ctrl-C ends it)", console)
+            say(f"the bearer token is in {home.absolute() / TRIGGER_TOKEN} (press Ctrl-C to stop)", console)
             hosts = (host, socket.gethostname(), *(name for name in allow_host.split(",") if name))
             app = application(
                 lambda name: ask(client, name, "webhook", starts_an_hour), deployments, token, hosts

@@ -64,15 +64,15 @@ def report(which: Annotated[str, Parameter(name="run")], *, artifacts: Artifacts
         page = rewrite(run)
     elif not run.exists():
         raise ValueError(
-            f"{run}: there is no such file or folder: give a recipe, the folder ARTIFACTS/NAME of one, or"
+            f"{run}: this file or folder does not exist: give a recipe, the folder ARTIFACTS/NAME of one, or"
             " ARTIFACTS"
         )
     else:
         planned = plan(load_recipe(run))
         if not (planned.folder / RUN).exists():
             raise ValueError(
-                f"recipe {planned.recipe.name} has not run yet, there is no {planned.folder / RUN}: run it"
-                " first"
+                f"recipe {planned.recipe.name} has not run yet ({planned.folder / RUN} does not exist): run"
+                " it first"
             )
         page = write(planned, {node.name: found(node.run_dir) for node in planned.nodes})
     console.print(str(page), markup=False)
@@ -139,8 +139,8 @@ def lineage(checkpoint: str, *, out: Path | None = None, artifacts: Artifacts = 
     show_lineage(console, found, data)
     if found.kind == "hub" and not Path(checkpoint).exists():
         console.print(
-            f"There is no folder {checkpoint}. Of a model of the Hub nothing here says what it was made"
-            " from.",
+            f"The folder {checkpoint} does not exist. For a model on the Hub, nothing here records what it"
+            " was made from.",
             markup=False,
         )
     if out is not None:
@@ -148,7 +148,8 @@ def lineage(checkpoint: str, *, out: Path | None = None, artifacts: Artifacts = 
 
         if not out.absolute().parent.is_dir():
             raise ValueError(
-                f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file"
+                f"--out {out}: the folder {out.absolute().parent} does not exist: create it, or give another"
+                " file"
             )
         write_text(out, family_svg(found, data))
         say(f"\ndrawn in {out}")
@@ -226,8 +227,8 @@ def serve_reward(
         raise ValueError(mistake)
     if without_key and host not in ("127.0.0.1", "localhost", "::1"):
         raise ValueError(
-            f"--without-key with --host {host}: whoever reaches that address could use the server: leave one"
-            " of them out"
+            f"--without-key with --host {host}: anyone who reaches that address could use the server: leave"
+            " one of them out"
         )
     import uvicorn
 
@@ -242,10 +243,10 @@ def serve_reward(
         application = reward_application(checkpoint, template, micro_batch_size, key, arguments)
         told = f"serving {checkpoint} on http://{host}:{listener.getsockname()[1]}"
         if without_key:
-            told += "\nwarning: there is no key: every user of this machine can use it"
+            told += "\nwarning: without a key, every user of this machine can use the server"
         elif not os.environ.get(REWARD_KEY):
             told += (
-                f'\nclients need its key: export {REWARD_KEY}="$(cat'
+                f'\nclients need the key: export {REWARD_KEY}="$(cat'
                 f' {shlex.quote(str((home / "reward-key").absolute()))})"'
             )
         console.print(told, markup=False, soft_wrap=True)
@@ -302,9 +303,9 @@ def leaderboard(
             f"--rounds {rounds} and --seed {seed}: give 1 or more rounds, and a seed of 0 or more"
         )
     if json and not json.absolute().parent.is_dir():
-        raise ValueError(f"{json} cannot be written: there is no folder {json.absolute().parent}")
+        raise ValueError(f"{json} cannot be written: the folder {json.absolute().parent} does not exist")
     if answers and not answers.is_dir():
-        raise ValueError(f"{answers} is no folder: --answers names the folder with the answers")
+        raise ValueError(f"{answers} is not a folder: give the folder with the answers as --answers")
     places = folders(folder)
     judgments = [
         judgment
@@ -313,7 +314,7 @@ def leaderboard(
     ]
     if not judgments:
         raise ValueError(
-            f"{places.judgments}: there are no judgments of the categories {', '.join(category)}: correct"
+            f"{places.judgments}: found no judgments of the categories {', '.join(category)}: correct"
             " --category"
         )
     place = answers or places.answers

@@ -84,13 +84,15 @@ def differences(before: Path, after: Path) -> list[RunDifference]:
 
 def _why_no_stage(folder: Path) -> str:
     if not folder.exists():
-        return "there is no such folder"
+        return "this folder does not exist"
     if is_record(folder):
-        return "this is a run, and the other argument is none"
+        return "this is a run, but the other argument is not"
     if (folder / RUN).is_file():
-        return "this is a recipe's folder, and the other argument is none"
+        return "this is a recipe's folder, but the other argument is not"
     return (
-        "this is no folder of a stage, nor of a recipe that has run" if folder.is_dir() else "this is a file"
+        "this is neither the folder of a stage nor of a recipe that has run"
+        if folder.is_dir()
+        else "this is a file"
     )
 
 
@@ -100,7 +102,7 @@ def lineage_of(place: str) -> Ancestor:
     ancestor = lineage(place)
     if ancestor.kind == "unknown":
         raise ValueError(
-            f"{place}: there is no such file or folder; give a checkpoint, a stage's directory or a Hub id"
+            f"{place}: this file or folder does not exist: give a checkpoint, a stage's directory or a Hub id"
         )
     return ancestor
 
@@ -127,7 +129,7 @@ def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[SurveyedItem]
             continue
         if (folder / STATE).is_dir() and not is_locked(folder / LOCK) and RunDir(folder).result() is not None:
             garbage.append(
-                SurveyedItem(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done")
+                SurveyedItem(folder / STATE, size_of(folder / STATE), "resume states of a finished stage")
             )
             size -= garbage[-1].size
         used.append(SurveyedItem(folder, size, _few(keepers[folder])))
@@ -299,7 +301,7 @@ def _claims(
         claims.append((f"the champions of {file.parent.name}", True, reigns))
     if locks:
         claims += [
-            ("a process that works on it", True, [folder])
+            ("a process that is working on it", True, [folder])
             for folder, _ in _stages(artifacts)
             if is_locked(folder / LOCK)
         ]

@@ -82,9 +82,7 @@ def show_runs(
         print(json.dumps(made, indent=2))
         return
     if not runs:
-        console.print(
-            "there are no runs in this folder yet: `alignflow run RECIPE` makes one", highlight=False
-        )
+        console.print("this folder has no runs yet: start one with `alignflow run RECIPE`", highlight=False)
         return
     columns = ("id", "name", "pinned", "state", "started", "recipe", "stages", "win rate")
     table = table_of(*columns, whole=("id", "state", "started", "stages"))
@@ -111,9 +109,7 @@ def show_runs(
 def show_stages(console: Console, found: Sequence[ListedStage]) -> None:
     """Prints the stages of an artifacts folder as a table."""
     if not found:
-        console.print(
-            "there are no stages in this folder yet: `alignflow run RECIPE` makes them", highlight=False
-        )
+        console.print("this folder has no stages yet: run some with `alignflow run RECIPE`", highlight=False)
         return
     columns = ("stage", "kind", "digest", "when", "seconds", "state", "metric")
     table = table_of(*columns, whole=("stage", "digest", "when", "state"))
@@ -136,7 +132,7 @@ def show_stages(console: Console, found: Sequence[ListedStage]) -> None:
 def show_stores(console: Console, stores: Sequence[str]) -> None:
     """Prints a note that the copies in stores were neither listed nor removed."""
     for store in stores:
-        say(f"{store}: a store, which was not read", console)
+        say(f"{store}: this store was not read", console)
 
 
 def show_differences(console: Console, found: Sequence[RunDifference]) -> None:
@@ -178,7 +174,7 @@ def show_garbage(
         if removed is None:
             lines.append(("remove", item))
         else:
-            lines.append(("removed" if item.path in removed else "in use, stays", item))
+            lines.append(("removed" if item.path in removed else "in use, kept", item))
     for what, item in lines:
         say(f"{what:13} {item.size / 2**20:10.1f} MiB  {item.path}  ({item.why})", console)
     whole = sum(item.size for item in garbage if removed is None or item.path in removed)

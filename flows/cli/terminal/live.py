@@ -27,7 +27,7 @@ from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.run_records import RUNS
 
 SECONDS = 0.25  # between two frames
-INTERRUPTED = "interrupted: the stages that run are ended"
+INTERRUPTED = "interrupted: ending the running stages"
 Say = Callable[[str], None]
 
 
@@ -138,7 +138,7 @@ class Picture:
                 self._draw()
             except Exception:  # a drawing error must not fail the run
                 if not told:
-                    logging.getLogger(__name__).exception("the terminal's lines could not be drawn")
+                    logging.getLogger(__name__).exception("the live lines could not be drawn")
                 told = True
 
     def _draw(self) -> None:

@@ -1,1 +1,1 @@
-"""What a recipe may say of evaluations: judges, calibrations, drift, publication, and tasks of lm-eval."""
+"""Configures evaluations: judges, calibrations, drift, publication, and tasks of lm-eval."""

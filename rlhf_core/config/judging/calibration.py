@@ -1,4 +1,4 @@
-"""Configures the comparison of a judge with people, and identifies equal judges of a recipe."""
+"""Configures the comparison of a judge with people, and identifies identical judges in a recipe."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rlhf_core.config.rewarding.remote_models import Remote
 from rlhf_core.records import NotInDigest, Positive, check
 from rlhf_core.system.files import digest
 
-STOPPING = ("interval_width", "sequential_questions")  # they decide when a chat judge stops, not its verdicts
-# without rule judges, which know the answers
+STOPPING = ("interval_width", "sequential_questions")  # they set when a chat judge stops, not its verdicts
+# excludes rule judges, which have the known answers
 FallibleJudge = Annotated[RewardJudge | OpenAIJudge | VllmJudge, Field(discriminator="kind")]
 
 
@@ -33,27 +33,30 @@ class Calibration(Gated):
 
     stage: Literal["calibration"] = "calibration"
     judge: FallibleJudge = Field(
-        description="the judge, as in an evaluation; it judges all pairs, whatever interval_width is"
+        description="the judge, as in an evaluation; it judges all pairs, whatever its interval_width"
     )
-    labels: Source = Field(description="file of labels (.jsonl, docs/how-to/calibration.md)")
+    labels: Source = Field(description="file with the labels (.jsonl; docs/how-to/calibration.md)")
     max_labels: Positive | None = Field(
-        None, description="at most this many pairs, those labelled last; default: all"
+        None, description="maximum number of pairs, the most recently labelled; default: all"
     )
     template: str = Field("chat", description="for a reward judge: 'chat' or a plain template with one {}")
     template_args: TemplateArgs = Field(
         {}, description="for a reward judge: arguments of its chat template by name"
     )
     prompt_max_len: Positive = Field(
-        1024, description="for a reward judge: longest prompt in tokens; longer ones keep their end"
+        1024,
+        description=(
+            "for a reward judge: maximum prompt length in tokens; longer prompts lose their beginning"
+        ),
     )
     generate_max_len: Positive = Field(
-        1024, description="for a reward judge: longest answer in tokens; longer ones are cut"
+        1024, description="for a reward judge: maximum answer length in tokens; longer answers are cut"
     )
     micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(
-        8, description="for a reward judge: documents of one scoring pass"
+        8, description="for a reward judge: documents per scoring pass"
     )
     bootstrap_rounds: Positive = Field(
-        1000, description="bootstrap resamples of the pairs' uids, for kappas and error gaps"
+        1000, description="number of bootstrap resamples of the pairs' uids, for kappas and error gaps"
     )
 
     @field_validator("labels", mode="before")
@@ -92,10 +95,10 @@ class Calibration(Gated):
 
 
 def judge_identity(judge: Judge, inputs: Mapping[str, str], template_args: Mapping[str, Any]) -> str:
-    """Returns a digest of everything that decides a judge's verdicts: its fields, the place of its
-    checkpoint, and of a reward judge the stage's `template_args`. In a recipe the place is a folder named
-    after its stage's digest, a local folder, or a Hub id at a commit. `inputs` maps names to these places, as
-    in a request."""
+    """Returns a digest of everything that affects a judge's verdicts: its fields, the location of its
+    checkpoint and, for a reward judge, the stage's `template_args`. In a recipe the location is a folder
+    named after its stage's digest, a local folder, or a Hub id at a commit. `inputs` maps names to these
+    locations, as in a request."""
     decides = [
         name
         for name, field in type(judge).model_fields.items()
@@ -114,8 +117,8 @@ def judge_identity(judge: Judge, inputs: Mapping[str, str], template_args: Mappi
 
 
 def _place(name: str, inputs: Mapping[str, str]) -> str:
-    """Returns the place of a model. For a stage's output it omits the artifacts folder, which differs between
-    machines."""
+    """Returns the location of a model. For a stage's output it omits the artifacts folder, which differs
+    between machines."""
     place = inputs.get(name, name)
     parts = PurePath(place).parts
     return "/".join(parts[parts.index("stages") + 1 :]) if "stages" in parts else place

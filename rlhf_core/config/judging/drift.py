@@ -1,4 +1,4 @@
-"""Configures the drift check of a loop: what is compared, and how often anchors are judged again."""
+"""Configures the drift check of a loop: what it compares, and how often it judges the anchors again."""
 
 from __future__ import annotations
 
@@ -16,27 +16,23 @@ from rlhf_core.records import Config, NotInDigest, Positive, Rate, check
 
 
 class Anchors(Config):
-    """Pairs of answers with past verdicts, which a judge judges again (docs/how-to/drift.md)."""
+    """Pairs of answers with past verdicts, which a judge compares again (docs/how-to/drift.md)."""
 
-    pairs: Source = Field(description="rows with prompt, answer_a, answer_b and verdict: A, B or tie")
-    judge: Judge = Field(description="judge whose verdicts are compared with those of the rows")
+    pairs: Source = Field(description="rows with prompt, answer_a, answer_b and verdict (A, B or tie)")
+    judge: Judge = Field(description="judge whose verdicts are compared with the verdicts in the rows")
     days: Rate = Field(
         7.0,
         description=(
-            "verdicts of an earlier result that are newer than this are reused; pairs with older ones are"
-            " judged again"
+            "age in days up to which verdicts of an earlier result are reused; older pairs are judged again"
         ),
     )
 
     @check
     def _judge_again(self) -> Iterator[str]:
         if self.pairs.is_inbox:
-            yield f"{self.pairs.path} is an inbox, and anchors are kept pairs: name a file"
+            yield f"{self.pairs.path} is an inbox, but anchors are a fixed set of pairs: name a file"
         if isinstance(self.judge, ChatJudge) and self.judge.verdict_cache is not None:
-            yield (
-                "anchors are judged anew, and verdict_cache would return old verdicts: leave it out of the"
-                " judge"
-            )
+            yield "anchors need new verdicts, but verdict_cache returns old ones: leave it out of the judge"
 
 
 class Drift(Gated):
@@ -44,35 +40,43 @@ class Drift(Gated):
     model, anchors, KL."""
 
     stage: Literal["drift"] = "drift"
-    model: str = Field(description="model of the present; a loop: its last round")
-    reference: str = Field("sft", description="model of the past, such as the one that the loop started from")
+    model: str = Field(description="current model; for a loop: its last round")
+    reference: str = Field("sft", description="past model, such as the one that the loop started from")
     evaluation: str = Field(
-        "evaluation", description="evaluation whose answers and judgments are read; both models answer in it"
+        "evaluation", description="evaluation to read answers and judgments from; it must include both models"
     )
-    prompts: Data = Field(description="prompts of the present, such as those of an inbox")
-    past_prompts: Data = Field(description="prompts of the past, such as those that were trained on")
-    anchors: Anchors | None = Field(None, description="pairs that are judged again at intervals")
+    prompts: Data = Field(description="current prompts, such as those of an inbox")
+    past_prompts: Data = Field(description="past prompts, such as those used in training")
+    anchors: Anchors | None = Field(
+        None, description="pairs that are judged again at intervals; default: none"
+    )
     kl: bool = Field(
         False,
-        description="measure the KL of the model from the reference; needs an evaluation at temperature 1",
+        description="measure the KL of the model to the reference; needs an evaluation at temperature 1",
     )
     max_prompts: Positive = Field(
         2000,
-        description="at most this many: the last rows of prompts, and rows of past_prompts drawn by the seed",
+        description=(
+            "maximum number of rows: the last rows of prompts, and rows of past_prompts drawn by the seed"
+        ),
     )
     prompt_max_len: Annotated[Positive, NotInDigest] = Field(
         1024,
-        description="data reports count prompts with more tokens as cut; the comparison reads them whole",
+        description=(
+            "prompt length in tokens above which data reports count a prompt as cut; the comparison reads"
+            " whole prompts"
+        ),
     )
     bootstrap_rounds: Positive = Field(
-        1000, description="bootstrap resamples, and permutations of the test of prompts"
+        1000, description="number of bootstrap resamples, and of permutations in the test of the prompts"
     )
 
     @check
     def _two_models(self) -> Iterator[str]:
         if self.model == self.reference:
             yield (
-                f"{self.model} is model and reference, and does not drift from itself: name another reference"
+                f"{self.model} is both model and reference, so there is no drift to measure: name another"
+                " reference"
             )
 
     @property

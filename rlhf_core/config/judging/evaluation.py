@@ -1,4 +1,4 @@
-"""Evaluation by battles, its regression suite, reward-model evaluation and the alignment tax."""
+"""Configures evaluation by battles, its regression suite, reward-model evaluation and the alignment tax."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, 
 
 
 class RewardEvaluation(Config):
-    """Evaluates reward models on held-out preference pairs: accuracy, calibration, length bias, agreement
-    with each other."""
+    """Evaluates reward models on held-out preference pairs: accuracy, calibration, length bias, and agreement
+    between models."""
 
     models: tuple[str, ...] = Field(("reward_model",), description="reward models", min_length=1)
     data: Data = Field(description="held-out rows with prompt, chosen and rejected")
-    subset_key: str = Field("subset", description="column that names a row's subset, for accuracy per subset")
-    bins: Positive = Field(10, description="bins of the calibration curve")
+    subset_key: str = Field(
+        "subset", description="column with the name of a row's subset, for accuracy per subset"
+    )
+    bins: Positive = Field(10, description="number of bins of the calibration curve")
 
 
 class Evaluation(Gated, SamplingFields):
@@ -43,43 +45,47 @@ class Evaluation(Gated, SamplingFields):
 
     stage: Literal["evaluation"] = "evaluation"
     models: tuple[str, ...] = Field(
-        description="models to judge, in order; the last is the final model", min_length=1
+        description="models to judge, in order; the last one is the final model", min_length=1
     )
-    baseline: str = Field("sft", description="model they are judged against")
+    baseline: str = Field("sft", description="model that all others are judged against")
     endpoints: dict[str, Endpoint] = Field(
-        {}, description="remote models by their names in models, baseline and parents"
+        {}, description="remote models by name, for use in models, baseline and parents"
     )
-    questions: Source = Field(description="rows with a prompt, and what the rule needs")
-    max_questions: Positive | None = Field(None, description="at most this many questions")
-    template: str = Field("chat", description="'chat' or a plain template with one {}")
+    questions: Source = Field(description="rows with a prompt, and the column that a rule judge reads")
+    max_questions: Positive | None = Field(None, description="maximum number of questions")
+    template: str = Field("chat", description="'chat' or a plain template with one {} for the prompt")
     template_args: TemplateArgs = Field(
-        {}, description="arguments of the local models' chat templates by name; endpoints: more"
+        {}, description="arguments of the local models' chat templates by name; for endpoints, use more"
     )
     judges: tuple[Judge, ...] = Field(
-        (RuleJudge(),), description="the first judge decides, the others are second opinions", min_length=1
+        (RuleJudge(),), description="the first judge decides; the others give second opinions", min_length=1
     )
     temperature: float = Field(0.0, ge=0, description="sampling temperature of the answers")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of the models that answer; auto: that of each checkpoint"
+        "auto", description="dtype of the models that answer; auto: the dtype of each checkpoint"
     )
     bootstrap_rounds: Positive = Field(
-        1000, description="bootstrap resamples of the questions, for style control and over-optimisation"
+        1000,
+        description=(
+            "number of bootstrap resamples of the questions, for style control and over-optimisation"
+        ),
     )
     parents: dict[str, str] | None = Field(
         None,
         description=(
-            "for each model, one it is also judged against; default: the one it was trained from; {}: none"
+            "an additional opponent for each model; default: the model it was trained from; {}: none"
         ),
     )
-    # not in the digest itself: the plan replaces a loop by its judged rounds, which are
+    # not in the digest: the plan replaces a loop by its judged rounds, which are in the digest
     last_rounds: Annotated[Positive | None, NotInDigest] = Field(
-        None, description="how many rounds of a loop in models to judge, counted from the last; default: all"
+        None,
+        description="for a loop in models: how many rounds to judge, counted from the last; default: all",
     )
     style_tokenizer: str | None = Field(
         None,
         description=(
-            "counts answers' lengths: gpt-4o (tiktoken, a download), a folder or a Hub id; default: each"
-            " model's own"
+            "tokenizer that measures the answers' lengths: gpt-4o (tiktoken, needs a download), a folder or a"
+            " Hub id; default: each model's own"
         ),
     )
     reward_evaluation: RewardEvaluation | None = Field(
@@ -87,14 +93,14 @@ class Evaluation(Gated, SamplingFields):
     )
     calibration: Annotated[str | None, NotInDigest] = Field(
         None,
-        description="calibration stage of the first judge: the evaluation waits for it and for its gates",
+        description="calibration stage of the first judge; the evaluation waits for this stage and its gates",
     )
     proxy: str | None = Field(
         None,
         description=(
-            "reward model that was optimised: its mean score and the judge's win rate over the KL from the"
-            " baseline make the over-optimisation curve (models: a loop, or STAGE.iterationN of ppo's"
-            " export_at); needs temperature 1"
+            "reward model that was optimised. Its mean score and the judge's win rate, plotted over the KL to"
+            " the baseline, are the over-optimisation curve (models: a loop, or STAGE.iterationN of ppo's"
+            " export_at). Needs temperature 1"
         ),
     )
 
@@ -106,7 +112,7 @@ class Evaluation(Gated, SamplingFields):
     def _check_engine(self) -> Iterator[str]:
         if self.engine.num_engines > 1 or self.engine.sleep:
             yield (
-                "an evaluation answers with one engine: leave engine.num_engines and engine.sleep out"
+                "an evaluation uses one engine: leave engine.num_engines and engine.sleep out"
                 " (tensor_parallel_size splits a model)"
             )
         yield from only_in_ppo(self.engine)
@@ -118,21 +124,20 @@ class Evaluation(Gated, SamplingFields):
         for name in self.endpoints:
             if name not in named:
                 yield (
-                    f"the endpoint {name!r} is not used: name it in models, as baseline or in parents, or"
-                    " remove it"
+                    f"the endpoint {name!r} is not used: name it in models, baseline or parents, or remove it"
                 )
 
     @check
     def _sample_for_kl(self) -> Iterator[str]:
         if self.proxy is not None and self.endpoints:
             yield (
-                "proxy needs log-probs of all models, which endpoints do not give: put the endpoints into an"
-                " evaluation of their own"
+                "proxy needs log-probs of all models, which endpoints do not return: move the endpoints to a"
+                " separate evaluation"
             )
         if self.proxy is not None and self.temperature != 1:
             yield (
-                "proxy needs the models' own distribution, because the KL is measured on their answers: set"
-                " temperature to 1"
+                "proxy measures the KL on the models' answers, which must come from their unscaled"
+                " distribution: set temperature to 1"
             )
         if (
             self.proxy is not None
@@ -140,8 +145,8 @@ class Evaluation(Gated, SamplingFields):
             and self.judges[0].reward == self.proxy
         ):
             yield (
-                f"the proxy {self.proxy} is also the judge that decides, and would agree with itself: put"
-                " another judge first"
+                f"the proxy {self.proxy} is also the deciding judge, and would agree with itself: put another"
+                " judge first"
             )
 
     @property
@@ -192,7 +197,7 @@ class Evaluation(Gated, SamplingFields):
 
     @property
     def asked(self) -> Data:
-        """The questions as a data set."""
+        """The questions, as a data set."""
         return Data(sources=(self.questions,), template=self.template, template_args=self.template_args)
 
     @property
@@ -221,23 +226,23 @@ class Evaluation(Gated, SamplingFields):
 
 
 class Regression(Evaluation):
-    """A suite of questions that models lost or people reported, judged as in an evaluation. Reports which
-    pass, newly fail or recover, and whether the final model's share is within the band of earlier trusted
-    results."""
+    """Judges a suite of questions that models lost or people reported, as in an evaluation. Reports which
+    questions pass, newly fail or recover, and whether the final model's share of passed questions is within
+    the band of earlier trusted results."""
 
     stage: Literal["regression"] = "regression"  # type: ignore[assignment]
     questions: Source = Field(
-        description="the suite: a file that `alignflow suite add` writes, or rows with uid, prompt and reason"
+        description="the suite: a file written by `alignflow suite add`, or rows with uid, prompt and reason"
     )
     parents: dict[str, str] | None = Field(
-        {}, description="for each model, one that it is also judged against; default: none"
+        {}, description="an additional opponent for each model; default: none"
     )
     history: int = Field(
         5,
         ge=0,
         description=(
-            "number of earlier results of the stage, of those whose gates passed, that make the band; 0: no"
-            " band"
+            "number of earlier results of the stage that form the band, counting only results whose gates"
+            " passed; 0: no band"
         ),
     )
     band: Rate = Field(3.0, description="half width of the band, in standard deviations")
@@ -245,56 +250,62 @@ class Regression(Evaluation):
     @check
     def _check_judges(self) -> Iterator[str]:
         if any(isinstance(judge, ChatJudge) and judge.interval_width is not None for judge in self.judges):
-            yield "a regression suite judges all its questions: leave interval_width out of its judges"
+            yield "a regression suite judges all of its questions: leave interval_width out of the judges"
 
 
 class AlignmentTax(Gated, Served):
-    """Runs lm-eval tasks (IFEval, GSM8K, MMLU, your own) on each model and on the baseline, through a vLLM
+    """Runs lm-eval tasks (IFEval, GSM8K, MMLU or your own) on each model and on the baseline, through a vLLM
     server that the stage starts."""
 
     stage: Literal["alignment_tax"] = "alignment_tax"
     models: tuple[str, ...] = Field(description="models to measure, in order", min_length=1)
-    baseline: str = Field("sft", description="model that the losses are counted from")
+    baseline: str = Field("sft", description="model that the losses are measured against")
     tasks: tuple[str, ...] = Field(
-        description="names of lm-eval's tasks or groups, and paths of task YAML files", min_length=1
+        description="names of lm-eval tasks or groups, and paths of task YAML files", min_length=1
     )
     limit: Positive | None = Field(
-        None, description="at most this many documents of each task, the first ones; default: all"
+        None, description="maximum number of documents per task, taken from the start; default: all"
     )
     num_fewshot: int | None = Field(
-        None, ge=0, description="worked examples before each question; default: those of each task"
+        None,
+        ge=0,
+        description="number of worked examples before each question; default: each task's own number",
     )
     chat_template: bool = Field(
-        False, description="questions in the models' chat template; default: plain text, as in lm-eval"
+        False, description="wrap questions in the models' chat template; default: plain text, as in lm-eval"
     )
     template_args: TemplateArgs = Field(
         {}, description="with chat_template: arguments of the chat template by name"
     )
-    max_gen_toks: Positive = Field(256, description="longest answer in tokens, where a task sets none")
-    batch_size: Annotated[Positive, NotInDigest] = Field(8, description="prompts in one request")
+    max_gen_toks: Positive = Field(
+        256, description="maximum answer length in tokens, for tasks that do not set one"
+    )
+    batch_size: Annotated[Positive, NotInDigest] = Field(8, description="prompts per request")
     concurrency: Annotated[Positive, NotInDigest] = Field(8, description="requests in flight")
-    timeout: Annotated[Rate, NotInDigest] = Field(300.0, description="seconds lm-eval waits for one request")
+    timeout: Annotated[Rate, NotInDigest] = Field(
+        300.0, description="time limit in seconds for one request of lm-eval"
+    )
     trust_task_code: bool = Field(
         False,
-        description="allow a local task YAML to run the Python that it names (`!function`)",
+        description="allow a local task YAML to run the Python code that it names (`!function`)",
         json_schema_extra=RECIPE_ONLY,
     )
-    bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the documents")
+    bootstrap_rounds: Positive = Field(1000, description="number of bootstrap resamples of the documents")
 
     @check
     def _check(self) -> Iterator[str]:
         if set(self.models) == {self.baseline}:
             yield (
-                f"models names only the baseline {self.baseline!r}, which loses nothing against itself: name"
+                f"models names only the baseline {self.baseline!r}, which cannot lose against itself: name"
                 " another model"
             )
         yield from template_mistakes("chat", self.template_args)
         if self.template_args and not self.chat_template:
-            yield "template_args are for questions in the chat template: set chat_template: true"
+            yield "template_args apply only to questions in the chat template: set chat_template to true"
         names = [task_name(task) for task in self.tasks]
         doubled = next((name for name in names if names.count(name) > 1), None)
         if doubled:
-            yield f"tasks names {doubled!r} twice: give each task once, and YAML files different names"
+            yield f"tasks names {doubled!r} twice: list each task once, and give YAML files different names"
 
     @property
     def turns(self) -> Sequence[Groups]:

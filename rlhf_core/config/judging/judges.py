@@ -1,4 +1,4 @@
-"""Judges of answers, and models that answer behind endpoints."""
+"""Configures judges of answers, and models that answer behind endpoints."""
 
 from __future__ import annotations
 
@@ -13,43 +13,45 @@ from rlhf_core.records import Config, NotInDigest, Positive, Share
 
 
 class RuleJudge(Config):
-    """A right answer wins against a wrong one. Each question has a known answer."""
+    """A judge that compares answers with a known answer per question: a right answer wins against a wrong
+    one."""
 
     kind: Literal["rule"] = "rule"
-    answer_key: str = Field("answer", description="column of the questions with the known answer")
+    answer_key: str = Field("answer", description="column of the question rows with the known answer")
 
 
 class RewardJudge(Config):
-    """The answer with the higher reward model score wins. A difference below `tie` is a tie."""
+    """A reward model as judge: the answer with the higher score wins. A difference of at most `tie` is a
+    tie."""
 
     kind: Literal["reward"] = "reward"
     reward: str = Field("reward_model", description="reward model")
-    tie: float = Field(0.0, ge=0, description="score difference that still counts as a tie")
+    tie: float = Field(0.0, ge=0, description="largest score difference that counts as a tie")
 
 
 class ChatJudge(RequestLimits):
     """A chat model as judge, with the prompts of Arena-Hard."""
 
-    max_tokens: Positive = Field(4096, description="longest verdict")
+    max_tokens: Positive = Field(4096, description="maximum length of a verdict, in tokens")
     max_failed: Annotated[Share, NotInDigest] = Field(
-        0.02, description="share of failed or unparsed games above which the report fails"
+        0.02, description="share of failed or unparsed games above which the stage fails"
     )
     interval_width: float | None = Field(
         None,
         gt=0,
         lt=1,
         description=(
-            "stop judging a model when its 95 % interval is this narrow (0.1: +- 5 points); default: judge"
-            " all questions"
+            "stop judging a model once its 95 % interval is at most this wide (0.1: +- 5 points); default:"
+            " judge all questions"
         ),
     )
     sequential_questions: Positive = Field(
-        50, description="questions between two computations of the interval, in random order"
+        50, description="number of questions, in random order, between two computations of the interval"
     )
     verdict_cache: Annotated[str | None, NotInDigest] = Field(
         None,
         description=(
-            "folder of verdicts shared by evaluations, so that no game is judged twice; default: in the run"
+            "folder of verdicts that evaluations share, so that no game is judged twice; default: in the run"
             " directory"
         ),
     )
@@ -72,7 +74,8 @@ Judge = Annotated[RuleJudge | RewardJudge | OpenAIJudge | VllmJudge, Field(discr
 
 
 def names_of_judge(place: str, judge: Judge) -> list[tuple[str, str, str]]:
-    """Returns the model of the judge at `place` as an entry of `nested_names`; none unless it is local."""
+    """Returns the model of the judge at `place` as an entry of `nested_names`; an empty list unless the judge
+    is local."""
     match judge:
         case RewardJudge():
             return [(f"{place}.reward", judge.reward, "reward")]
@@ -82,20 +85,23 @@ def names_of_judge(place: str, judge: Judge) -> list[tuple[str, str, str]]:
 
 
 class Endpoint(Remote):
-    """A model that answers questions behind an OpenAI-compatible endpoint."""
+    """A model behind an OpenAI-compatible endpoint that answers questions."""
 
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature; default: the evaluation's"
     )
     max_tokens: Positive | None = Field(
-        None, description="longest answer in its own tokens; default: the evaluation's generate_max_len"
+        None,
+        description=(
+            "maximum answer length, in the model's own tokens; default: the evaluation's generate_max_len"
+        ),
     )
-    system: str | None = Field(None, description="system message before each question that has none")
+    system: str | None = Field(None, description="system message for questions that have none")
     more: dict[str, Any] = Field(
-        {}, description="further fields of each request (top_p, seed, reasoning_effort, ...)"
+        {}, description="additional fields of each request (top_p, seed, reasoning_effort, ...)"
     )
     max_failed: Annotated[Share, NotInDigest] = Field(
-        0.0, description="share of questions that may stay without an answer; these count as empty answers"
+        0.0, description="share of questions that may remain unanswered; they count as empty answers"
     )
 
     @field_validator("more")
@@ -105,7 +111,7 @@ class Endpoint(Remote):
             json.dumps(value, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"cannot be sent as JSON ({error}): write dates in quotes, and leave out what is no text or"
-                " number"
+                f"cannot be sent as JSON ({error}): write dates in quotes, and use only strings, numbers and"
+                " lists or mappings of them"
             ) from None
         return value

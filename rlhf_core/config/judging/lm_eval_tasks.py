@@ -1,7 +1,7 @@
 """Reads lm-eval tasks as recipes name them: by lm-eval's own name, or by the path of a task YAML. Imports
 neither torch nor lm-eval.
 
-A YAML is read without running its code, so that a recipe can be planned and checked.
+It reads a YAML without running its code, so that a recipe can be planned and checked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ YAML = (".yaml", ".yml")
 
 
 class LocalTask(NamedTuple):
-    """A task YAML with its includes. `data_files` are its local data, `files` everything that it consists of,
+    """A task YAML with its includes. `data_files`: its local data. `files`: all files that it consists of,
     the YAML itself first. All paths are absolute."""
 
     name: str
@@ -59,7 +59,7 @@ def read_task(path: str, trust_code: bool = True) -> LocalTask:
     missing = next((file for file in data if not file.is_file()), None)
     if missing:
         raise ValueError(
-            f"the task file {path} takes its data from {missing}, which is not there: correct data_files"
+            f"the task file {path} reads its data from {missing}, which does not exist: correct data_files"
         )
     code = tuple(dict.fromkeys(_functions(content)))
     if code and not trust_code:
@@ -85,7 +85,8 @@ def located(data_files: Any, folder: Path) -> Any:
 
 
 def _merged(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """Returns a YAML's content merged with its includes, and the files, the YAML itself first."""
+    """Returns a YAML's content merged with its includes, and the paths of all these files, the YAML itself
+    first."""
     if path in seen:
         raise ValueError(f"the task file {path} includes itself: remove the include")
     try:
@@ -103,7 +104,7 @@ def _merged(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[P
         AttributeError,
         RecursionError,
     ) as error:
-        raise ValueError(f"the task file {path} is no YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"the task file {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"the task file {path} must be a mapping, as lm-eval's tasks are")
     included: dict[str, Any] = {}
@@ -137,7 +138,7 @@ def _functions(value: Any) -> Iterator[str]:
 
 
 def _modules(content: dict[str, Any], files: tuple[Path, ...]) -> Iterator[Path]:
-    """Yields the Python files beside the YAMLs that `!function` names."""
+    """Yields the Python files next to the YAMLs that `!function` names."""
     names = dict.fromkeys(name.rpartition(".")[0].replace(".", "/") + ".py" for name in _functions(content))
     folders = dict.fromkeys(file.parent for file in files)
     return (folder / name for folder in folders for name in names if (folder / name).is_file())

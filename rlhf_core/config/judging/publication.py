@@ -1,4 +1,4 @@
-"""Publication of a model, with its card."""
+"""Configures the publication of a model, with its card."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_core.records import RECIPE_ONLY, No, NotInDigest, check
 
 
 class Publication(Gated):
-    """Publishes a model with its card and scores, or a data set, to a folder and, with `repo_id`, to the
+    """Publishes a model with its card and scores, or a data set, to a folder and, if `repo_id` is set, to the
     Hub."""
 
     stage: Literal["publication"] = "publication"
@@ -21,56 +21,57 @@ class Publication(Gated):
     dataset: str | None = Field(
         None,
         description=(
-            "in place of model: preferences stage whose pairs or answers, or evaluation whose judgments and"
-            " answers to publish"
+            "use instead of model: a preferences stage, to publish its pairs or answers, or an evaluation, to"
+            " publish its judgments and answers"
         ),
     )
-    evaluation: str | None = Field(None, description="evaluation stage whose scores the model card shows")
+    evaluation: str | None = Field(None, description="evaluation whose scores the model card shows")
     folder: str | None = Field(
         None, description="folder to publish to; default: published/ in the run directory", min_length=1
     )
     repo_id: str | None = Field(None, description="Hub repository, owner/name; the token comes from HF_TOKEN")
-    branch: str = Field("main", description="branch of the repository; one that is not there is made")
+    branch: str = Field("main", description="branch of the repository, created if it does not exist")
     round_branch: str | None = Field(
         None,
         description=(
-            "in a loop: every round is published too, to a branch of this name with the round's number for {}"
-            " (round-{})"
+            "for a loop: also publish every round, to a branch of this name with {} replaced by the round's"
+            " number (round-{})"
         ),
     )
     champion: Annotated[bool, NotInDigest] = Field(
         False,
         description=(
-            "once published, the model is the recipe's champion, until a gate on it fails:"
-            " docs/how-to/champion.md"
+            "make the published model the recipe's champion until a gate on it fails"
+            " (docs/how-to/champion.md)"
         ),
     )
     base_repo: str | None = Field(
-        None, description="for an adapter whose base is a folder: Hub repository with that base"
+        None, description="for an adapter whose base is a local folder: Hub repository that holds this base"
     )
     private: bool = Field(
         True,
-        description="a new repository is private, and an existing public one is refused",
+        description="make a new repository private, and refuse an existing public one",
         json_schema_extra=RECIPE_ONLY,
     )
     gated: Annotated[Literal["base", "auto", "manual", "no"], No] = Field(
         "base",
         description=(
-            "whether readers must ask for access, and whom: the Hub (auto) or you (manual); base: as for the"
+            "who grants readers access: the Hub (auto) or you (manual); no: access is open; base: as for the"
             " base model"
         ),
         json_schema_extra=RECIPE_ONLY,
     )
     dry_run: bool = Field(
         False,
-        description="only show what would be sent and where, and send nothing; needs no token",
+        description="only show what would be sent and where; needs no token",
         json_schema_extra=RECIPE_ONLY,
     )
     license: str | None = Field(
-        None, description="licence on the model card; default: what the base model and the data require"
+        None,
+        description="licence on the model card; default: the one that the base model and the data require",
     )
     licenses: dict[str, str] = Field(
-        {}, description="licence of a base model or data set, by Hub id or file, where its card names none"
+        {}, description="licences by Hub id or file, for base models and data sets whose cards name none"
     )
 
     @field_validator("repo_id")
@@ -88,20 +89,19 @@ class Publication(Gated):
             r"(?![0-9a-f]{40}$)[A-Za-z0-9](\.?[\w-])*", value.replace("{}", "1")
         ):
             raise ValueError(
-                f"{value!r} is no name of a branch: use letters, digits, - and _, with single dots between"
-                " them"
+                f"{value!r} is not a branch name: use letters, digits, - and _, with single dots between them"
             )
         return value
 
     @check
     def _check_champion(self) -> Iterator[str]:
         if self.champion and self.model is None:
-            yield "champion is for a model: leave it out for a data set"
+            yield "champion applies only to a model: leave it out for a data set"
         if self.champion and self.branch == "champion":
-            yield "the branch champion is moved to the champion's commit: publish to another branch"
+            yield "the branch champion always points to the champion's commit: publish to another branch"
         if self.champion and self.folder is not None:
             yield (
-                "folder holds only the last model, and a rollback needs those before it: leave folder out, or"
+                "folder holds only the last model, but a rollback needs earlier ones: leave out folder or"
                 " champion"
             )
 
@@ -111,23 +111,23 @@ class Publication(Gated):
             return
         if self.round_branch.count("{}") != 1 or self.model is None:
             yield (
-                "round_branch is for the model of a loop and holds {} once, for the number of the round:"
-                " write round-{}"
+                "round_branch applies to the model of a loop and must contain {} once, for the round's"
+                " number: write round-{}"
             )
         if self.repo_id is None or self.folder is not None:
             yield "round_branch publishes several models to branches: set repo_id, and leave folder out"
         if re.fullmatch(re.escape(self.round_branch).replace(r"\{\}", "[0-9]+"), self.branch):
-            yield f"branch {self.branch} is also the branch of a round: name another one"
+            yield f"branch {self.branch} is also the branch of a round: choose another one"
 
     @check
     def _check_model_or_dataset(self) -> Iterator[str]:
         if (self.model is None) == (self.dataset is None):
             yield (
-                "a publication has either a model or a dataset: name one, and the other in a publication of"
-                " its own"
+                "a publication has either a model or a dataset: set one of them, and publish the other in a"
+                " separate stage"
             )
         if self.dataset and (self.evaluation or self.base_repo):
-            yield "evaluation and base_repo are for models: leave them out of the publication of a dataset"
+            yield "evaluation and base_repo apply only to models: leave them out when you publish a dataset"
 
     @property
     def published_model(self) -> str | None:

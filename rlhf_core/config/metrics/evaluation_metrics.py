@@ -1,5 +1,5 @@
-"""Metrics of an evaluation and of a regression suite. Their configurations are planned ones: rounds stand in
-place of loops, and the models' parents are known."""
+"""Declares metrics of an evaluation and of a regression suite. They read planned configurations, in which
+loops are replaced by their rounds and the models' parents are known."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ BY_CHAT = Condition(
     "with chat judges", lambda config: any(isinstance(judge, ChatJudge) for judge in config.judges)
 )
 SEVERAL_JUDGES = Condition("with several judges", lambda config: len(config.judges) > 1)
-DISAGREE = "The judges disagree or fail: check them before you trust the win rates."
+DISAGREE = "The judges disagree or fail: check them before you rely on the win rates."
 OUTSIDE_BAND = (
-    "The final model's share is far from that of earlier results: too low is a regression, too high may be a"
-    " leaked suite."
+    "The final model's share is far from the share in earlier results: a low one is a regression, a high one"
+    " may mean that the suite leaked into training."
 )
-ASK_JUDGE = "The judge gave no verdict on questions of the suite: look at its answers and limits."
+ASK_JUDGE = (
+    "The judge gave no verdict on some questions of the suite: read its replies, and check its limits."
+)
 
 
 def models_of(config: Evaluation) -> Places:
@@ -78,46 +80,54 @@ def rates(suffix: str, of: Callable[[Evaluation], Places], opponent: str) -> tup
             f"win rate against {opponent}; a tie counts as half a win",
             "share",
             of=of,
-            failed="The model is not better by as much as required: look at the gates of the stages before it"
-            " for the reason.",
+            failed=(
+                "The model is not as much better as required: look for the reason in the gates of earlier"
+                " stages."
+            ),
         ),
         Metric(
             f"ci_low{suffix}/MODEL",
-            "lower end of its 95 % interval",
+            "lower end of the win rate's 95 % interval",
             "share",
             of=of,
-            failed="It is not certain that the model is better: more questions narrow the interval, a better"
-            " model moves it.",
+            failed=(
+                "It is not certain that the model is better: use more questions to narrow the interval, or"
+                " train a better model."
+            ),
         ),
         Metric(
             f"ci_high{suffix}/MODEL",
-            "upper end of its 95 % interval",
+            "upper end of the win rate's 95 % interval",
             "share",
             of=of,
-            failed="The interval of the win rate ends outside its bound: look at the gates of the stages"
-            " before it for the reason.",
+            failed=(
+                "The interval of the win rate ends outside its bound: look for the reason in the gates of"
+                " earlier stages."
+            ),
         ),
         Metric(
             f"length_controlled{suffix}/MODEL",
-            "predicted win rate of answers as long as the opponent's",
+            "predicted win rate if the answers were as long as the opponent's",
             "share",
             of=of,
-            failed="The model wins by longer answers: its reward model probably likes length.",
+            failed="The model wins through longer answers: its reward model probably prefers length.",
         ),
         Metric(
             f"swap_consistency{suffix}/MODEL",
-            "share of questions whose two games name the same winner, or both a tie",
+            "share of questions whose two games have the same winner, or are both ties",
             "share",
             of=of,
-            failed="The judge changes its mind with the order of the answers: the judge is weak, whatever the"
-            " models are.",
+            failed=(
+                "The judge's verdicts depend on the order of the answers: the judge is weak, whichever models"
+                " it compares."
+            ),
         ),
         Metric(
             f"failed_games{suffix}/MODEL",
             "games without a verdict",
             "count",
             of=of,
-            failed="The judge gave no verdict in too many games: look at its answers and limits.",
+            failed="The judge gave no verdict in too many games: read its replies, and check its limits.",
         ),
     )
 
@@ -130,29 +140,38 @@ ANSWERS = (
         "share",
         BY_RULE,
         everyone,
-        "The model gives too few right answers: look at the gates of the stages before it for the reason.",
+        "The model gives too few right answers: look for the reason in the gates of earlier stages.",
     ),
-    Metric("length/MODEL", "mean tokens of an answer", "tokens", of=everyone),
+    Metric("length/MODEL", "mean number of tokens per answer", "tokens", of=everyone),
     Metric(
         "truncated/MODEL",
         "share of answers that are cut",
         "share",
         of=everyone,
-        failed="The model's answers are cut: raise generate_max_len, or it never learned to stop.",
+        failed=(
+            "The model's answers are cut: raise generate_max_len, or check whether the model ever learned to"
+            " stop."
+        ),
     ),
     Metric("prompt_truncated/MODEL", "share of prompts that are cut", "share", of=everyone),
 )
 JUDGES = (
     Metric(
         "judge_agreement",
-        "share of battles with the baseline whose winner is the same by the first and by another judge,"
-        " mean over"
-        " the other judges",
+        "share of battles with the baseline in which the first judge and another judge choose the same"
+        " winner, mean over the other judges",
         "share",
         SEVERAL_JUDGES,
         failed=DISAGREE,
     ),
-    Metric("judge_agreement/JUDGE", "the same for one of them", "share", SEVERAL_JUDGES, after_run, DISAGREE),
+    Metric(
+        "judge_agreement/JUDGE",
+        "share of such battles for one other judge",
+        "share",
+        SEVERAL_JUDGES,
+        after_run,
+        DISAGREE,
+    ),
     Metric(
         "judge_input_tokens/JUDGE judge_output_tokens/JUDGE",
         "tokens that a judge read and wrote",
@@ -160,53 +179,73 @@ JUDGES = (
         BY_CHAT,
         after_run,
     ),
-    Metric("judge_failed_games/JUDGE", "its games without a verdict", "count", BY_CHAT, after_run, DISAGREE),
-    Metric("judge_cost/JUDGE", "its cost, where its prices are given", "US$", BY_CHAT, after_run),
+    Metric(
+        "judge_failed_games/JUDGE",
+        "the judge's games without a verdict",
+        "count",
+        BY_CHAT,
+        after_run,
+        DISAGREE,
+    ),
+    Metric("judge_cost/JUDGE", "cost of the judge, where its prices are given", "US$", BY_CHAT, after_run),
 )
 ENDPOINTS = (
     Metric(
         "answer_requests/ENDPOINT answer_failed/ENDPOINT",
-        "requests sent to an endpoint in this attempt, with retries; questions without an answer",
+        "requests sent to an endpoint in this attempt, including retries; questions without an answer",
         "count",
         of=endpoints_of,
     ),
     Metric(
         "answer_input_tokens/ENDPOINT answer_output_tokens/ENDPOINT",
-        "tokens that it read and wrote",
+        "tokens that the endpoint's model read and wrote",
         "tokens",
         of=endpoints_of,
     ),
-    Metric("answer_cost/ENDPOINT", "its cost, where its prices are given", "US$", of=priced_endpoints),
+    Metric(
+        "answer_cost/ENDPOINT",
+        "cost of the answers, where the endpoint's prices are given",
+        "US$",
+        of=priced_endpoints,
+    ),
 )
 REWARD_MODELS = (
     Metric(
         "kl/MODEL",
-        "with `proxy`: estimate of the KL from the baseline, may be negative",
+        "with `proxy`: estimate of the KL to the baseline; may be negative",
         "nats/answer",
         of=with_proxy,
     ),
-    Metric("proxy/MODEL", "with `proxy`: mean score by the proxy", of=with_proxy),
-    Metric("over_optimised/MODEL", "with `proxy`: 1 if over-optimisation is certain, else 0", of=with_proxy),
+    Metric("proxy/MODEL", "with `proxy`: mean score from the proxy", of=with_proxy),
+    Metric(
+        "over_optimised/MODEL",
+        "with `proxy`: 1 if over-optimisation is statistically certain, else 0",
+        of=with_proxy,
+    ),
     Metric(
         "reward_accuracy/REWARD",
-        "with `reward_evaluation`: share of held-out pairs that a reward model ranks right; equal scores"
-        " count"
-        " half",
+        "with `reward_evaluation`: share of held-out pairs that a reward model ranks correctly; equal scores"
+        " count half",
         "share",
         of=reward_models,
-        failed="The reward model is bad: it does not rank held-out pairs well enough to train on.",
+        failed="The reward model is too weak to train on: it ranks too few held-out pairs correctly.",
     ),
-    Metric("reward_ci_low/REWARD reward_ci_high/REWARD", "its 95 % interval", "share", of=reward_models),
+    Metric(
+        "reward_ci_low/REWARD reward_ci_high/REWARD",
+        "lower and upper end of the 95 % interval of the accuracy",
+        "share",
+        of=reward_models,
+    ),
     Metric(
         "reward_calibration_error/REWARD",
         "expected calibration error",
         "share",
         of=reward_models,
-        failed="The reward model is badly calibrated: its confidence is not its accuracy.",
+        failed="The reward model is badly calibrated: its confidence differs from its accuracy.",
     ),
     Metric(
         "reward_longer_preferred/REWARD",
-        "share of the pairs of different length in which the model prefers the longer answer",
+        "share of pairs with answers of different length in which the model prefers the longer answer",
         "share",
         of=reward_models,
         failed="The reward model has a length bias: it prefers the longer answer more often than the labels"
@@ -214,13 +253,14 @@ REWARD_MODELS = (
     ),
     Metric(
         "reward_longer_chosen/REWARD",
-        "share of the pairs of different length whose chosen answer is the longer one",
+        "share of pairs with answers of different length in which the labels prefer the longer answer",
         "share",
         of=reward_models,
     ),
     Metric(
         "reward_agreement/REWARD/REWARD",
-        "share of pairs that two reward models rank alike, in the order of the recipe",
+        "share of pairs that two reward models rank the same way; the models appear in the order of the"
+        " recipe",
         "share",
         of=pairs_of_reward_models,
     ),
@@ -228,50 +268,63 @@ REWARD_MODELS = (
 WITHOUT_RATES = (*ANSWERS, *JUDGES, *ENDPOINTS, *REWARD_MODELS)
 EVALUATION = (
     *rates("", models_of, "the baseline"),
-    *rates("_vs_parent", trained_of, "its parent: the model in `parents`, else the one it was trained from"),
+    *rates(
+        "_vs_parent", trained_of, "its parent: the model given in `parents`, else the one it was trained from"
+    ),
     *WITHOUT_RATES,
 )
 REGRESSION = (
     Metric(
         "passed/MODEL",
-        "share of the suite's questions that the model does not lose; with `rule` as first judge: share of"
-        " right answers",
+        "share of the suite's questions that the model passes (does not lose); with `rule` as first judge:"
+        " share of right answers",
         "share",
         of=models_of,
-        failed="The model loses questions of the suite: `report/regression.md` of the stage has them with"
-        " their reasons.",
+        failed=(
+            "The model loses questions of the suite: the stage's `report/regression.md` lists them with their"
+            " reasons."
+        ),
     ),
     Metric(
         "unjudged/MODEL",
-        "questions without a verdict, which do not pass",
+        "questions without a verdict, which count as not passed",
         "count",
         of=models_of,
         failed=ASK_JUDGE,
     ),
     Metric(
         "newly_failed/MODEL",
-        "questions that this model does not pass and an earlier one did: the final model of the last result"
-        " whose gates passed (same baseline and judge); 0 without such a result",
+        "questions that this model fails but an earlier one passed: the final model of the last result whose"
+        " gates passed (same baseline and judge); 0 without such a result",
         "count",
         of=models_of,
-        failed="The model loses questions that an earlier one passed: `report/regression.md` has them with"
-        " their reasons.",
+        failed=(
+            "The model loses questions that an earlier one passed: the stage's `report/regression.md` lists"
+            " them with their reasons."
+        ),
     ),
-    Metric("recovered/MODEL", "questions that it did not pass and this one does", "count", of=models_of),
+    Metric(
+        "recovered/MODEL",
+        "questions that the earlier model failed but this one passes",
+        "count",
+        of=models_of,
+    ),
     Metric(
         "history",
-        "earlier results, whose gates passed, in the band",
+        "number of earlier results, all with passed gates, that form the band",
         "count",
-        failed="There are too few earlier results whose gates passed for a band.",
+        failed="Too few earlier results passed their gates to form a band.",
     ),
     Metric(
         "deviation",
-        "the final model's share minus their mean, in standard deviations; 0 without earlier results",
+        "the final model's share minus the mean of the earlier results, in standard deviations; 0 without"
+        " earlier results",
         failed=OUTSIDE_BAND,
     ),
     Metric(
         "out_of_band",
-        "1 when it is more than `band` standard deviations on either side, else 0",
+        "1 if the final model's share is more than `band` standard deviations from the mean of the earlier"
+        " results, else 0",
         failed=OUTSIDE_BAND,
     ),
     *WITHOUT_RATES,

@@ -1,5 +1,5 @@
-"""Declares metrics: their names, meaning and unit, which configurations have them, and what a failed gate on
-them usually means."""
+"""Declares metrics: their names, meanings and units, which configurations have them, and what a failed gate
+on them usually means."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PLACE = re.compile("[A-Z]+")
 
 
 class Condition(NamedTuple):
-    """Which configurations have a metric. `said`: in words, for the page."""
+    """A condition for which configurations have a metric. `said`: the condition in words, for the page."""
 
     said: str
     holds: Callable[[Any], bool]
 
     def also(self, other: Condition) -> Condition:
-        """Returns the condition that both hold."""
+        """Returns the condition that both conditions hold."""
         said = f"{self.said} and {other.said}"
         return Condition(said, lambda config: self.holds(config) and other.holds(config))
 
@@ -26,9 +26,9 @@ class Condition(NamedTuple):
 class Metric(NamedTuple):
     """One or several metrics of a stage's result that share a meaning.
 
-    `names` are separated by spaces. Capitals in a name (`tax/TASK/MODEL`) stand for names of the recipe, in
-    tuples that `of` returns for a configuration; `*` for a name that is known only after the run. `failed`:
-    what a failed gate on them usually means.
+    `names` are separated by spaces. Capitals in a name (`tax/TASK/MODEL`) stand for names of the recipe,
+    which `of` returns as tuples for a configuration; `*` stands for a name that is known only after the run.
+    `failed`: what a failed gate on them usually means.
     """
 
     names: str
@@ -39,7 +39,7 @@ class Metric(NamedTuple):
     failed: str = ""
 
     def of_config(self, config: Any) -> list[str]:
-        """Returns the names for a configuration; none if it does not have these metrics."""
+        """Returns the names for a configuration; an empty list if it does not have these metrics."""
         if self.when is not None and not self.when.holds(config):
             return []
         if self.of is None:
@@ -47,7 +47,7 @@ class Metric(NamedTuple):
         return [_filled(name, places) for places in self.of(config) for name in self.names.split()]
 
     def has(self, name: str) -> bool:
-        """Returns whether a name may be one of these metrics, of any configuration."""
+        """Returns whether a name may be one of these metrics in some configuration."""
         return any(fnmatchcase(name, PLACE.sub("*", one)) for one in self.names.split())
 
 
@@ -57,8 +57,8 @@ def _filled(name: str, places: tuple[str, ...]) -> str:
 
 
 class Panel(NamedTuple):
-    """One small chart. `lines`: metric -> label; `band`: the metric drawn as +- around the first line;
-    `level`: a dashed line."""
+    """One small chart. `lines`: label by metric; `band`: the metric drawn as +- around the first line;
+    `level`: the height of a dashed line."""
 
     title: str
     lines: dict[str, str]
@@ -67,12 +67,12 @@ class Panel(NamedTuple):
 
 
 def after_run(config: Any) -> list[tuple[str, ...]]:
-    """Says of a metric that the last part of its name is known only after the run (a judge, a reason)."""
+    """Returns a wildcard for metrics whose last name part is known only after the run (a judge, a reason)."""
     return [("*",)]
 
 
 def each(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Returns names of the recipe as what `of` of a metric with one place returns."""
+    """Returns names of the recipe in the form that `of` must return for a metric with one placeholder."""
     return [(name,) for name in names]
 
 

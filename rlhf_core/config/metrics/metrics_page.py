@@ -14,13 +14,13 @@ HEAD = """# Metrics
 
 Made by `alignflow metrics-docs` from `rlhf_core/config/metrics/`.
 
-This page lists the metrics of a stage's result, which [gates](../how-to/gates.md) may name; `alignflow
+This page lists the metrics of a stage's result, which [gates](../how-to/gates.md) may name. `alignflow
 validate` refuses a gate on a metric that the stage cannot have. Metrics of optimiser steps are means over
-the last tenth of the steps (at least four), and `eval/*` those of the last evaluation. PPO's are means over
-the last fifth of the logged iterations, and `eval/*` and `selection/*` those of the chosen iteration.
-Capitals stand for names of the recipe or of the run: MODEL, SOURCE (of rewards), DATA (a source of
-prompts), ROLE, JUDGE, ENDPOINT, TASK, REWARD (a reward model), REASON, PHASE, K. A share is between 0 and
-1, a difference of two shares between -1 and 1.
+the last tenth of the steps (at least four); `eval/*` are from the last evaluation. PPO's metrics are means
+over the last fifth of the logged iterations; its `eval/*` and `selection/*` are from the chosen iteration.
+Capitals stand for names in the recipe or the run: MODEL, SOURCE (of rewards), DATA (a source of prompts),
+ROLE, JUDGE, ENDPOINT, TASK, REWARD (a reward model), REASON, PHASE, K. A share is between 0 and 1, a
+difference between two shares is between -1 and 1.
 """
 HEADER = ("metric", "unit", "meaning", "if it is out of bounds")
 SHARED = {

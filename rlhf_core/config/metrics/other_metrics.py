@@ -1,4 +1,4 @@
-"""Metrics of a selection, of the alignment tax and of a publication."""
+"""Declares metrics of a selection, of the alignment tax and of a publication."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ from rlhf_core.config.sweep import Select
 
 Places = list[tuple[str, ...]]
 
-LOSES = "The chosen model loses to the baseline too often: look at the stages it was trained by."
-TAXED = (
-    "Alignment cost the model what it could do before: look at its KL to the reference, and at the data it"
-    " was trained on."
-)
-SURELY_TAXED = (
-    "It is certain that alignment cost the model what it could do before: look at its KL to the reference"
-    " first."
-)
+LOSES = "The chosen model loses to the baseline too often: look at the stages that trained it."
+TAXED = "Alignment made the model lose abilities: look at its KL to the reference, and at its training data."
+SURELY_TAXED = "Alignment certainly made the model lose abilities: look at its KL to the reference first."
 SCORES_OTHERWISE = "A model's score on this task is not as expected: compare it with the baseline's score."
 
 
@@ -43,12 +37,14 @@ SELECT = (
     Metric("win_rate", "win rate of the chosen model", "share", failed=LOSES),
     Metric(
         "clear",
-        "1 when the intervals of all other models' `difference` are above 0, else 0",
-        failed="No model is better than all others by this evaluation: more questions narrow the intervals,"
-        " or keep the simplest model.",
+        "1 if the intervals of all other models' `difference` are above 0, else 0",
+        failed=(
+            "This evaluation shows no model to be better than all others: use more questions to narrow the"
+            " intervals, or keep the simplest model."
+        ),
     ),
-    Metric("chosen", "position of the chosen model in `of`, from 1"),
-    Metric("questions", "questions with a verdict on all models", "count"),
+    Metric("chosen", "position of the chosen model in `of`, counted from 1"),
+    Metric("questions", "questions with a verdict for every model", "count"),
     Metric("win_rate/MODEL", "win rate of a model", "share", of=candidates_of, failed=LOSES),
     Metric(
         "difference/MODEL",
@@ -58,32 +54,38 @@ SELECT = (
     ),
     Metric(
         "difference_low/MODEL difference_high/MODEL",
-        "its interval, at 95 % for all pairs of models together (Bonferroni)",
+        "interval of the difference, at 95 % for all pairs of models together (Bonferroni)",
         "difference",
         of=candidates_of,
     ),
 )
 ALIGNMENT_TAX = (
-    Metric("tax/TASK", "the largest loss of all models", of=tasks_of, failed=TAXED),
-    Metric("tax_low/TASK", "the largest lower bound of all models", of=tasks_of, failed=SURELY_TAXED),
+    Metric("tax/TASK", "largest loss of any model on the task", of=tasks_of, failed=TAXED),
+    Metric(
+        "tax_low/TASK",
+        "largest lower end of any model's interval on the task",
+        of=tasks_of,
+        failed=SURELY_TAXED,
+    ),
     Metric(
         "tax/TASK/MODEL",
         "loss against the baseline in the task's main metric; negative: a gain",
         of=taxed_of,
         failed=TAXED,
     ),
-    Metric("tax_low/TASK/MODEL", "lower end of its 95 % interval", of=taxed_of, failed=SURELY_TAXED),
+    Metric("tax_low/TASK/MODEL", "lower end of the loss's 95 % interval", of=taxed_of, failed=SURELY_TAXED),
     Metric(
         "tax_high/TASK/MODEL",
-        "upper end of its 95 % interval",
+        "upper end of the loss's 95 % interval",
         of=taxed_of,
-        failed="It is not certain that the model kept what it could do before: more documents narrow the"
-        " interval.",
+        failed=(
+            "It is not certain that the model kept its abilities: use more documents to narrow the interval."
+        ),
     ),
     Metric("score/TASK/MODEL", "the task's main metric", of=scored_of, failed=SCORES_OTHERWISE),
-    Metric("documents/TASK", "documents asked", "count", of=tasks_of),
+    Metric("documents/TASK", "number of documents", "count", of=tasks_of),
 )
 PUBLICATION = (
     Metric("files", "files of the publication", "count"),
-    Metric("bytes", "their size", "bytes"),
+    Metric("bytes", "total size of the files", "bytes"),
 )

@@ -1,4 +1,5 @@
-"""Metrics of PPO's validation on `eval_prompts`: of the best iteration, whose checkpoint the result holds."""
+"""Declares metrics of PPO's validation on `eval_prompts`. They describe the best iteration, whose checkpoint
+the result holds."""
 
 from __future__ import annotations
 
@@ -7,16 +8,17 @@ from rlhf_core.config.ppo.ppo_config import PPO
 from rlhf_core.config.ppo.validation_fields import pass_sizes
 
 EXPLOITED = (
-    "PPO's reward is outside its bound: a low one means it does not learn (learning rate, or a reward model"
-    " it cannot optimise), a very high one with short or odd answers means it exploits the reward model."
+    "PPO's reward is outside its bound. A low one means that PPO does not learn (because of the learning"
+    " rate, or a reward model that it cannot optimise). A very high one with short or odd answers means that"
+    " PPO exploits the reward model."
 )
 BY_HEART = (
-    "Answers to prompts that are not trained on are bad, though the training's may be good: PPO exploits its"
-    " reward, or learned its prompts by heart."
+    "Answers to prompts outside the training data are bad, even if answers in training are good: PPO exploits"
+    " its reward, or has memorised its prompts."
 )
 TOO_GOOD = (
-    "This is the largest of all validations, because the checkpoint was chosen by it, so it is too good: put"
-    " the gate on eval/reward, whose answers played no part in the choice."
+    "This value chose the checkpoint, so it is the largest of all validations and biased upwards: put the"
+    " gate on eval/reward, whose answers played no part in the choice."
 )
 VALIDATED = Condition("with `eval_prompts`", lambda config: config.eval_prompts is not None)
 RIGHT = Condition(
@@ -35,7 +37,8 @@ def sizes_of(config: PPO) -> list[tuple[str, ...]]:
 
 
 def sizes_of_parts(config: PPO) -> list[tuple[str, ...]]:
-    """Returns the same for each data source, whose name the run knows."""
+    """Returns `sizes_of` with a wildcard for the data source, task or environment, whose name only the run
+    knows."""
     return [("*", *size) for size in sizes_of(config)]
 
 
@@ -46,31 +49,31 @@ def several_rewards(config: PPO) -> list[tuple[str, ...]]:
 VALIDATION = (
     Metric(
         "eval/reward/mean eval/reward/ci_low eval/reward/ci_high",
-        "mean reward of the best iteration's answers, with seeds that were not used for the choice, and its"
-        " 95 % interval over prompts (none if all prompts have the same reward, outside 0 to 1)",
+        "mean reward of the best iteration's answers, sampled with seeds that were not used for the choice,"
+        " and the 95 % interval over prompts (absent if all prompts have the same reward outside 0 to 1)",
         "",
         VALIDATED,
         failed=BY_HEART,
     ),
     Metric(
         "selection/reward/mean selection/reward/ci_low selection/reward/ci_high",
-        "the same from the validation that chose the iteration; as the largest of several it is biased"
-        " upwards",
+        "mean reward and 95 % interval from the validation that chose the iteration; biased upwards, as the"
+        " largest of several",
         "",
         VALIDATED,
         failed=TOO_GOOD,
     ),
     Metric(
         "eval/right/mean eval/right/ci_low eval/right/ci_high",
-        "share of right answers (avg@`eval_samples`), and its 95 % interval over prompts",
+        "share of right answers (avg@`eval_samples`), and the 95 % interval over prompts",
         "share",
         RIGHT,
         failed=BY_HEART,
     ),
     Metric(
         "eval/pass@K",
-        "probability that one of K answers is right, for K = 1, 2, 4, ... and `eval_samples`, without bias"
-        " (Chen et al. 2021, eq. 1)",
+        "unbiased estimate of the probability that at least one of K answers is right, for K = 1, 2, 4, ..."
+        " and `eval_samples` (Chen et al. 2021, eq. 1)",
         "share",
         RIGHT,
         sizes_of,
@@ -78,7 +81,7 @@ VALIDATION = (
     ),
     Metric(
         "eval/DATA/reward/mean eval/DATA/reward/ci_low eval/DATA/reward/ci_high",
-        "the mean reward for the prompts of one data source",
+        "mean reward on the prompts of one data source",
         "",
         SEVERAL,
         after_run,
@@ -86,7 +89,7 @@ VALIDATION = (
     ),
     Metric(
         "eval/DATA/right/mean eval/DATA/right/ci_low eval/DATA/right/ci_high",
-        "the share of right answers for the prompts of one data source",
+        "share of right answers on the prompts of one data source",
         "share",
         SEVERAL.also(RIGHT),
         after_run,
@@ -102,7 +105,7 @@ VALIDATION = (
     ),
     Metric(
         "eval/reward/SOURCE/mean",
-        "mean of one reward source, if there are several",
+        "mean reward from one source, if there are several",
         "",
         VALIDATED,
         several_rewards,
@@ -110,14 +113,14 @@ VALIDATION = (
     ),
     Metric(
         "eval/best_iteration",
-        "the iteration of the checkpoint; 0: before training",
+        "iteration of the checkpoint; 0: before training",
         "",
         VALIDATED,
         failed=BY_HEART,
     ),
     Metric(
         "eval/response/length",
-        "mean tokens of the chosen iteration's answers",
+        "mean number of tokens per answer of the chosen iteration",
         "tokens",
         VALIDATED,
         failed=BY_HEART,
@@ -129,5 +132,5 @@ VALIDATION = (
         VALIDATED,
         failed=BY_HEART,
     ),
-    Metric("phase/validate", "seconds of a validation", "s", VALIDATED),
+    Metric("phase/validate", "duration of a validation, in seconds", "s", VALIDATED),
 )

@@ -1,3 +1,5 @@
-"""The fields of PPO and its critic-free relatives, in groups: a file holds the fields of one group, the
-checks that read them, and what follows from them. A group that reads fields of another is a subclass of it.
-`ppo_config` puts all groups together and has the checks across them. Torch-free."""
+"""Fields of PPO and its critic-free relatives, in groups. Torch-free.
+
+A file holds the fields of one group, the checks that read them, and the values derived from them. A group
+that reads another group's fields is a subclass of it. `ppo_config` combines all groups and holds the checks
+across them."""

@@ -1,4 +1,4 @@
-"""By what pass rate prompts are drawn, in place of passes over all of them."""
+"""Configures a curriculum, which draws prompts by their pass rates instead of passing over all of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from rlhf_core.records import Config, Share
 
 
 class Curriculum(Config):
-    """Prompts are drawn by their pass rate: the share of right answers, as measured in the run. Each has the
-    expected learnability p (1 - p) as its weight (Foster et al. 2025)."""
+    """Draws prompts by their pass rate, the share of right answers as measured in the run. Each prompt is
+    weighted by its expected learnability p (1 - p) (Foster et al. 2025)."""
 
     right: float | None = Field(
         None,
         description=(
-            "an answer of at least this reward, the weighted sum of all sources, is right; default, for"
-            " verifiers alone: the highest that they give"
+            "reward, as the weighted sum of all sources, from which an answer counts as right; default, if"
+            " all sources are verifiers: the highest that they give"
         ),
     )
     target: float = Field(
@@ -23,29 +23,29 @@ class Curriculum(Config):
         gt=0,
         lt=1,
         description=(
-            "the pass rate of most weight; 0.5 is that of most learnability, below it prefers harder ones"
+            "pass rate with the largest weight; 0.5 has the highest learnability, lower values prefer harder"
+            " prompts"
         ),
     )
     pass_rate_key: str | None = Field(
         None,
         min_length=1,
         description=(
-            "column with a pass rate that is known before the run, 0 to 1 or null: counts as one group of"
-            " answers"
+            "column with a pass rate known before the run, 0 to 1 or null; it counts as one group of answers"
         ),
     )
     discount: Share = Field(
         0.5,
         description=(
-            "share of its earlier counts that a prompt keeps when it is answered again, as the policy"
-            " changes; 1: all answers count alike"
+            "share of its earlier counts that a prompt keeps when it is answered again, because the policy"
+            " changes; 1: all answers count equally"
         ),
     )
     solved_every: int = Field(
         4,
         ge=0,
         description=(
-            "a solved prompt, whose last answers were all right, comes back after this many times the number"
-            " of prompts at the earliest; 0: as any other"
+            "minimum pause before a solved prompt (all of its last answers right) is drawn again, as a"
+            " multiple of the number of prompts; 0: no pause"
         ),
     )

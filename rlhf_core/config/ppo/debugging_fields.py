@@ -1,4 +1,5 @@
-"""Sampling without training, and training on kept rollouts without engines, to look at one half alone."""
+"""Configures sampling without training, and training on kept rollouts without engines, to debug one half at a
+time."""
 
 from __future__ import annotations
 
@@ -11,20 +12,20 @@ from rlhf_core.records import Config, InDigestIfSet, NotInDigest, check
 
 
 class DebuggingFields(Config):
-    """What is kept of an iteration, and which half of it runs."""
+    """Fields that keep an iteration's rollouts, and that run only one half of it."""
 
     keep_rollouts: Annotated[bool, NotInDigest] = Field(
         False,
-        description="keep all answers of each iteration with their rewards in kept_rollouts/",
+        description="keep all answers of each iteration, with their rewards, in kept_rollouts/",
     )
     rollouts_only: Annotated[bool, InDigestIfSet] = Field(
-        False, description="sample and score, keep the rollouts, train nothing; without validations"
+        False, description="sample, score and keep the rollouts, without training or validations"
     )
     train_only: Annotated[str | None, InDigestIfSet] = Field(
         None,
         description=(
-            "train on the rollouts of this folder, the kept_rollouts of an earlier run, without engines,"
-            " reward sources and validations"
+            "train on the rollouts in this folder, the kept_rollouts of an earlier run, without engines,"
+            " reward sources or validations"
         ),
     )
 

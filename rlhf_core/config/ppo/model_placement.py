@@ -1,4 +1,4 @@
-"""The processes of each model, which of them share GPUs, and what waits in host memory."""
+"""Configures the processes of each model, which models share GPUs, and what stays in host memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from rlhf_core.records import NotInDigest, Positive, Ranks, check
 
 
 def gives_logprobs(role: str) -> bool:
-    """Returns whether a group's model gives log-probs over the vocabulary: actor, reference and teachers. The
-    others give one value per token or answer."""
+    """Returns whether a group's model gives log-probs over the vocabulary, as actor, reference and teachers
+    do. The others give one value per token or answer."""
     return role in ("actor", "reference") or role.startswith("teacher:")
 
 
 class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rewarded):
-    """The ranks of each model, and the GPUs and memory that they share. None of it affects the result."""
+    """Fields for the ranks of each model, and the GPUs and memory that they share. None of them affects the
+    result."""
 
     timeout: Annotated[Positive, NotInDigest] = Field(
         600,
         description=(
-            "seconds that any rank may go without progress (passes, tokens, weights, bytes of files) before"
-            " the run stops and names it"
+            "time in seconds that a rank may make no progress (passes, tokens, weights, bytes of files)"
+            " before the run stops and names the rank"
         ),
     )
     actor_ranks: Annotated[Ranks, NotInDigest] = Ranks()
@@ -37,45 +38,47 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
     reference_ranks: Annotated[Ranks, NotInDigest] = Field(
         Ranks(),
         description=(
-            "unused with `lora` where the reference is the actor's starting model: it is the actor without"
-            " adapters then"
+            "unused with `lora` if the reference is the actor's starting model, because the actor without its"
+            " adapters then serves as reference"
         ),
     )
     reward_ranks: Annotated[Ranks, NotInDigest] = Ranks()
     colocate_actor_ref: Annotated[bool, NotInDigest] = Field(
-        False, description="actor, reference and teachers share their GPUs, rank by rank"
+        False, description="actor, reference and teachers share GPUs, rank by rank"
     )
     colocate_critic_reward: Annotated[bool, NotInDigest] = Field(
-        False, description="critic and reward models share their GPUs, rank by rank"
+        False, description="critic and reward models share GPUs, rank by rank"
     )
     colocate_all: Annotated[bool, NotInDigest] = Field(
         False,
         description=(
-            "all models and the engines share the same GPUs, rank by rank; usually with engine.sleep. A judge"
-            " on engines does so only if its own engine sleeps"
+            "all models and the engines share the same GPUs, rank by rank; usually set with engine.sleep. A"
+            " judge on engines shares them only if its own engine sleeps"
         ),
     )
     ref_reward_offload: Annotated[bool, NotInDigest] = Field(
-        False, description="reference, teachers and reward models are in host memory while they do not score"
+        False,
+        description="keep reference, teachers and reward models in host memory while they are not scoring",
     )
     ref_reward_shard: Annotated[bool, NotInDigest] = Field(
         False,
         description=(
-            "reference, teachers and reward models are cut over their ranks (ZeRO-3), which fetch a layer at"
+            "shard reference, teachers and reward models over their ranks (ZeRO-3), which fetch one layer at"
             " a time while they score"
         ),
     )
     adam_offload: Annotated[tuple[Literal["actor", "critic"], ...], NotInDigest] = Field(
         (),
         description=(
-            "these roles' optimiser states are in host memory, where their steps run; true: actor and critic"
+            "roles whose optimiser states are kept in host memory and whose optimiser steps run on the CPU;"
+            " true: actor and critic"
         ),
     )
     param_offload: Annotated[tuple[Literal["actor", "critic"], ...], NotInDigest] = Field(
         (),
         description=(
-            "these roles' shards of the weights, under ZeRO-3, are in host memory; a layer at a time goes to"
-            " the GPU"
+            "roles whose weight shards, under ZeRO-3, are kept in host memory and moved to the GPU one layer"
+            " at a time"
         ),
     )
 
@@ -97,13 +100,13 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
 
     @property
     def reference_in_actor(self) -> bool:
-        """Whether the reference is the actor without its adapters: both start from the same model, whose
-        weights are frozen."""
+        """Whether the actor without its adapters serves as reference, because both start from the same model,
+        whose weights are frozen."""
         return self.has_reference and self.lora is not None and self.reference in (None, self.actor)
 
     @property
     def groups(self) -> dict[str, Ranks]:
-        """The processes of each model; reward models are called `reward:<title>`, teachers
+        """The processes of each model. Reward models are named `reward:<title>`, teachers
         `teacher:<name>`."""
         groups = {"actor": self.actor_ranks}
         if self.has_critic:
@@ -125,14 +128,14 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
 
     @property
     def read_names(self) -> dict[str, str]:
-        """The names of reference, teachers and reward models by their groups."""
+        """The model names of reference, teachers and reward models, by group."""
         names = {"reference": self.reference or self.actor} if "reference" in self.groups else {}
         names |= {f"teacher:{name}": teacher.model for name, teacher in self.teachers.items()}
         return names | {f"reward:{source.title}": source.model for source in self.reward_models}
 
     @property
     def placed(self) -> dict[str, Wanted]:
-        """All groups, including the engines as `sampler` if there are any, and those of each judge."""
+        """All groups, including the engines as `sampler` (if there are any) and the engines of each judge."""
         if not self.has_engines:
             return {**self.groups}
         judges = {judge.group: judge.model.engine for judge in self.own_judges}
@@ -144,7 +147,7 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
 
     @property
     def read_only(self) -> list[str]:
-        """The groups of models that are not trained."""
+        """The groups whose models are not trained."""
         return [name for name in self.groups if name not in ("actor", "critic")]
 
     @property
@@ -166,23 +169,23 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
             return
         if not self.has_reference:
             yield (
-                "reset_reference_every gives the reference new weights, and without a KL there is none: set"
-                " init_kl_coef above 0, or leave it out"
+                "reset_reference_every needs a reference, but without a KL none is loaded: set init_kl_coef"
+                " above 0, or leave it out"
             )
         elif self.reference not in (None, self.actor):
             yield (
-                "reset_reference_every gives the reference the actor's weights, and reference names"
+                "reset_reference_every resets the reference to the actor's weights, but reference names"
                 f" {self.reference}: leave one of them out"
             )
         elif self.reference_in_actor:
             yield (
-                "reset_reference_every gives the reference the actor's weights, and with lora it is the actor"
-                " without its adapters: leave one of them out"
+                "reset_reference_every resets the reference to the actor's weights, but with lora the"
+                " reference is the actor without its adapters: leave one of them out"
             )
         if self.ref_reward_shard:
             yield (
-                "reset_reference_every gives new weights to a reference that is whole on each rank: leave it"
-                " or ref_reward_shard out"
+                "reset_reference_every needs a reference that is whole on each rank, but ref_reward_shard"
+                " shards it: leave one of them out"
             )
 
     @check
@@ -200,8 +203,8 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
             without = [role for role in roles if role in self.groups and not self.groups[role].gpus]
             if without:
                 yield (
-                    f"{field} frees a GPU's memory, and these have none: {', '.join(without)}: set gpus of"
-                    " their ranks"
+                    f"{field} frees a GPU's memory, but these groups have no GPU: {', '.join(without)}: set"
+                    " gpus of their ranks"
                 )
         if self.ref_reward_shard and self.ref_reward_offload:
             yield (
@@ -211,8 +214,8 @@ class ModelPlacement(DebuggingFields, KLPenalty, PolicyObjective, Optimised, Rew
         alone = [name for name in self.read_only if self.groups[name].world_size == 1]
         if self.ref_reward_shard and alone:
             yield (
-                f"ref_reward_shard cuts a model over its ranks, and these have one: {', '.join(alone)}: leave"
-                " it out"
+                "ref_reward_shard shards a model over its ranks, but these groups have one rank:"
+                f" {', '.join(alone)}: leave it out"
             )
         for names in self.together:
             check_together({name: self.placed[name] for name in names})

@@ -1,4 +1,4 @@
-"""PPO and its critic-free relatives: all groups of fields together, and the checks across groups."""
+"""Combines all groups of fields of PPO and its critic-free relatives, and checks them across groups."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class PPO(
         return [*(f"iteration{number}" for number in self.export_at), *super().exports]
 
     def loads(self, place: str) -> bool:
-        """Returns whether the stage trains or scores with the model at `place`; a judge's is its engine's."""
+        """Returns whether the stage trains or scores with the model at `place`. A judge's model is loaded by
+        its engine."""
         return place not in {name for name, _, _ in self.nested_names}
 
     @property
@@ -57,18 +58,20 @@ class PPO(
         return self.prompt_max_len + self.generate_max_len
 
     def dtype_in(self, role: str) -> str:
-        """float16 is for models whose log-probs are compared; the others need no loss scale in bfloat16."""
+        """float16 is for models whose log-probs are compared; the others use bfloat16, which needs no loss
+        scale"""
         return self.dtype if gives_logprobs(role) or self.dtype != "float16" else "bfloat16"
 
     @property
     def scorings(self) -> dict[str, float]:
-        """How often each group scores an answer of an iteration, if reference and teachers have equal shares
-        of the answers."""
+        """The number of times each group scores an answer of an iteration, if reference and teachers have
+        equal shares of the answers."""
         names = ("", *self.teachers)
         return self.scorings_by(dict.fromkeys(names, 1 / len(names)))
 
     def scorings_by(self, shares: Mapping[str, float]) -> dict[str, float]:
-        """Returns the same for known shares of the answers, by a teacher's name; the reference is ""."""
+        """Returns the number of times each group scores an answer, for known shares of the answers by teacher
+        name ("" for the reference)."""
         found: dict[str, float] = dict.fromkeys(self.groups, 1)
         found["actor"] = self.scores_actor + self.reference_in_actor * shares[""]
         if "reference" in found:
@@ -82,18 +85,19 @@ class PPO(
 
     @property
     def continuous(self) -> bool:
-        """Whether engines answer without pause, across weight updates."""
+        """Whether engines answer without pausing, across weight updates."""
         return self.max_staleness > 1 or (self.max_staleness == 1 and self.dynamic_filtering)
 
     @property
     def one_ahead(self) -> bool:
-        """Whether engines answer the prompts of the next iteration, and stop before the weights change."""
+        """Whether engines already answer the prompts of the next iteration, but finish before the weights
+        change."""
         return self.max_staleness == 1 and not self.continuous
 
     @property
     def one_update(self) -> bool:
         """Whether an iteration is one on-policy optimiser step that needs no log-probs beforehand, neither
-        for rewards nor for masking tokens. The log-probs then come from the training pass."""
+        for rewards nor for masking tokens. If so, the log-probs come from the training pass."""
         samples = self.rollout_batch_size * self.n_samples_per_prompt
         steps = self.max_epochs * (samples // self.train_batch_size)
         needed = (self.kl_in == "reward" and self.has_reference) or self.sampler_is == "mask"
@@ -102,8 +106,8 @@ class PPO(
 
     @property
     def right_from(self) -> float | None:
-        """The least reward of a right answer, for a curriculum: the recipe's, or the highest that verifiers
-        give together. None if neither is known."""
+        """The minimum reward of a right answer, for a curriculum: the recipe's, or the highest sum that the
+        verifiers give. None if neither is known."""
         if self.curriculum is not None and self.curriculum.right is not None:
             return self.curriculum.right
         if all(isinstance(source, VerifierReward) and source.weight > 0 for source in self.reward):
@@ -112,20 +116,20 @@ class PPO(
 
     @check
     def _check_curriculum(self) -> Iterator[str]:
-        """Rejects a curriculum where no answer is right by its reward alone."""
+        """Yields a sentence if a curriculum cannot tell from the reward alone whether an answer is right."""
         if self.curriculum is None:
             return
         if not self.has_reward:
-            yield "curriculum counts right answers, and reward is none: leave one of them out"
+            yield "curriculum counts right answers, but reward is none: leave one of them out"
         elif self.compares_group:
             yield (
-                "curriculum counts right answers, and compare: group gives every group of answers the mean"
+                "curriculum counts right answers, but compare: group gives every group of answers a mean of"
                 " 0.5: leave curriculum out, or compare with a reference"
             )
         elif self.right_from is None:
             yield (
-                "curriculum counts right answers, and only verifiers of positive weight say by themselves"
-                " which are: set curriculum.right to the least reward of a right answer"
+                "curriculum counts right answers, but only verifiers of positive weight define them: set"
+                " curriculum.right to the minimum reward of a right answer"
             )
 
     @check
@@ -135,52 +139,55 @@ class PPO(
             learns_from_kl = self.reference is not None and paid and self.init_kl_coef
             if not learns_from_kl or len(self.reward) > 1:
                 yield (
-                    "reward none learns from the KL to a teacher alone: set reference to the teacher,"
-                    " init_kl_coef to 1, kl_in to reward (with teacher_top_k to loss), and name no other"
+                    "reward none learns only from the KL to a teacher: set reference to the teacher,"
+                    " init_kl_coef to 1 and kl_in to reward (with teacher_top_k: to loss), and name no other"
                     " reward"
                 )
             if self.eval_prompts is not None or self.dynamic_filtering:
-                yield "eval_prompts and dynamic_filtering compare rewards, and reward is none: leave them out"
+                yield "eval_prompts and dynamic_filtering compare rewards, but reward is none: leave them out"
         if self.bootstrap_truncated and self.dynamic_filtering:
             yield (
-                "dynamic_filtering compares rewards before the critic's values are known, which"
-                " bootstrap_truncated puts in their place: leave one of them out"
+                "dynamic_filtering compares rewards before the critic's values are known, but"
+                " bootstrap_truncated replaces rewards with these values: leave one of them out"
             )
         if self.has_critic and self.critic is None and not self.reward_models:
             yield (
-                "gae needs a critic, and there is no reward model to start it from: set critic, or a"
+                "gae needs a critic, but there is no reward model to start it from: set critic, or a"
                 " critic-free estimator"
             )
 
     @check
     def _check_teacher(self) -> Iterator[str]:
-        """Rejects a teacher whose distributions are not those of another model, or not comparable."""
+        """Yields a sentence if the teacher is the actor itself, or if the distributions are not
+        comparable."""
         if self.teacher_top_k is None:
             return
         if self.reference_in_actor:
             yield (
-                f"teacher_top_k needs a teacher, and with lora the reference {self.reference} is the actor"
+                f"teacher_top_k needs a teacher, but with lora the reference {self.reference} is the actor"
                 " without its adapters: set reference to another model, or leave teacher_top_k out"
             )
         if self.top_p < 1 or self.top_k:
             yield (
-                "teacher_top_k compares whole distributions, and top_p and top_k cut those that answers are"
-                " sampled from: leave out top_p and top_k"
+                "teacher_top_k compares whole distributions, but top_p and top_k truncate those that answers"
+                " are sampled from: leave out top_p and top_k"
             )
 
     @check
     def _check_compared(self) -> Iterator[str]:
-        """Rejects judges that compare answers where these have no common prompt, or no common mean."""
+        """Yields a sentence for judges that compare answers, if the answers have no common prompt or the
+        rewards no meaningful mean."""
         yield from self.group_mistakes(self.n_samples_per_prompt)
         if not self.compares_group:
             return
         if self.talks_to:
             yield (
-                "compare: group compares answers to one prompt, and episodes go different ways: leave it out"
+                "compare: group compares the answers to one prompt, but the episodes of an environment"
+                " diverge: leave it out"
             )
         if self.eval_prompts is not None:
             yield (
-                "compare: group gives each group of answers the mean reward 0.5, so that a validation shows"
+                "compare: group gives every group of answers a mean reward of 0.5, so a validation shows"
                 " nothing: leave out eval_prompts, or compare with a reference"
             )
 
@@ -189,43 +196,43 @@ class PPO(
         for judge in self.own_judges:
             if judge.model.engine.sleep and self.dynamic_filtering:
                 yield (
-                    f"dynamic_filtering asks the judge {judge.title} while the engines hold the GPUs that it"
-                    " would share: leave out its engine.sleep, so that it has GPUs of its own"
+                    f"dynamic_filtering uses the judge {judge.title} while the engines hold the GPUs that"
+                    " they would share: leave out the judge's engine.sleep, so that it gets its own GPUs"
                 )
 
     @check
     def _check_sampling(self) -> Iterator[str]:
         if self.temperature == 0:
             yield (
-                "temperature=0 gives the same answer every time, there is nothing to compare: set it above 0,"
-                " usually to 1"
+                "temperature=0 gives the same answer every time, so there is nothing to compare: set it above"
+                " 0, usually to 1"
             )
         if self.ratio == "sequence" and self.sampler_is == "mask" and self.sampler_is_level == "token":
             yield (
-                "sampler_is mask leaves out single tokens, and ratio sequence is of whole answers: set"
+                "sampler_is mask leaves out single tokens, but ratio sequence covers whole answers: set"
                 " sampler_is_level to geometric or sequence"
             )
         if self.sampler_is == "in_ratio" and self.stop_kl is not None:
             yield (
-                "stop_kl limits the KL from the policy at the iteration's start, and with sampler_is in_ratio"
-                " that KL is from the sampler: leave out stop_kl, or set sampler_is to truncate"
+                "stop_kl limits the KL to the policy at the iteration's start, but with sampler_is in_ratio"
+                " the KL is measured to the sampler: leave out stop_kl, or set sampler_is to truncate"
             )
         if self.talks_to and self.stream_batch_size:
             yield (
-                "stream_batch_size scores answers as they are finished, which episodes of an environment are"
-                " not: leave it out"
+                "stream_batch_size scores answers one by one as they finish, but an environment's answers"
+                " belong to episodes: leave it out"
             )
         held_out = self.eval_prompts
         if self.talks_to and held_out is not None:
             if held_out.template_args != self.prompts.template_args:
                 yield (
-                    "an environment writes later turns with the template_args of prompts, and those of"
-                    " eval_prompts differ: make them equal"
+                    "an environment writes later turns with the template_args of prompts, but eval_prompts"
+                    " has different ones: make them equal"
                 )
         if self.stop_when is not None and self.export_at:
             yield (
-                f"stop_when may end the stage before iteration {max(self.export_at)} of export_at: leave one"
-                " of them out"
+                f"stop_when may end the stage before iteration {max(self.export_at)}, which export_at names:"
+                " leave one of them out"
             )
 
     @check
@@ -259,5 +266,5 @@ class PPO(
         if samples % self.train_batch_size:
             yield (
                 f"rollout_batch_size x n_samples_per_prompt = {samples} must be a multiple of"
-                f" train_batch_size={self.train_batch_size}: a rollout is cut into whole optimiser steps"
+                f" train_batch_size={self.train_batch_size}: a rollout is split into whole optimiser steps"
             )

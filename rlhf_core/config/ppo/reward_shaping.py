@@ -1,4 +1,4 @@
-"""The environment, what becomes of a reward before it is trained on, and answers that a limit cut."""
+"""Configures the environment, how rewards are processed before training, and the treatment of cut answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlhf_core.records import InDigestIfSet, Rate, check
 
 
 class RewardShaping(PolicyObjective, Rewarded):
-    """The environment, bounds and penalties of rewards, and the treatment of cut answers."""
+    """Fields for the environment, bounds and penalties of rewards, and the treatment of cut answers."""
 
     environment: ShortEnvironment | None = Field(
         None,
         description=(
-            "what the actor talks to in several turns and with tools: path.py:Class, or guess or tools; it"
-            " gives the reward, unless `reward` names other sources"
+            "environment that the actor interacts with over several turns and with tools: path.py:Class,"
+            " guess or tools; it gives the reward unless `reward` names other sources"
         ),
     )
     environments: Annotated[
@@ -29,61 +29,66 @@ class RewardShaping(PolicyObjective, Rewarded):
     ] = Field(
         {},
         description=(
-            "several environments by name, in place of environment: the column `environment` of a row names"
-            " the one that it uses"
+            "several environments by name, instead of environment; the column `environment` of each row names"
+            " the one to use"
         ),
     )
-    reward_clip: Rate = Field(10.0, description="rewards are clipped to +- this, before KL and penalties")
+    reward_clip: Rate = Field(10.0, description="clip rewards to +- this value, before KL and penalties")
     reward_at: Literal["last_token", "every_token"] = Field(
         "last_token",
         description=(
-            "the reward is given on the answer's last token (end of sequence), or in equal parts on all of"
-            " its tokens"
+            "assign the reward to the answer's last token (end of sequence), or in equal parts to all of its"
+            " tokens"
         ),
     )
     normalize_reward: bool = Field(
-        False, description="standardise each reward model's scores with the mean and std stored with it"
+        False,
+        description="standardise each reward model's scores with the mean and std stored with the model",
     )
     overlong_buffer: int = Field(
         0,
         ge=0,
-        description="last tokens below generate_max_len with a growing penalty (DAPO, eq. 13); 0: none",
+        description=(
+            "number of tokens before generate_max_len over which a length penalty grows (DAPO, eq. 13); 0: no"
+            " penalty"
+        ),
     )
     overlong_penalty: Rate = Field(
         1.0,
         description=(
-            "penalty for an answer of generate_max_len tokens; in an episode, what tools and users say after"
-            " the prompt counts as well"
+            "penalty for an answer of generate_max_len tokens; in an episode, tokens from tools and users"
+            " after the prompt count as well"
         ),
     )
     truncated_penalty: float = Field(
         0.0,
         ge=0,
         description=(
-            "is subtracted from the reward of an answer or episode cut off by a limit of tokens, turns or"
-            " time (missing_eos_penalty in TRL); use it if cut answers score too well, or never learn to end"
+            "amount subtracted from the reward of an answer or episode that was cut by a limit on tokens,"
+            " turns or time (missing_eos_penalty in TRL); use it if cut answers score too well, or the policy"
+            " never learns to end its answers"
         ),
     )
     mask_truncated: bool = Field(
         False,
         description=(
-            "answers and episodes cut off by a limit are not trained on, though their rewards count in the"
-            " baselines of the others (overlong filtering, DAPO, section 3.4); use it where a cut answer may"
-            " be right so far, as long reasoning is"
+            "exclude answers and episodes that were cut by a limit from training; their rewards still count"
+            " in the baselines of other answers (overlong filtering, DAPO, section 3.4); use it if a cut"
+            " answer may be right as far as it goes, as in long reasoning"
         ),
     )
     bootstrap_truncated: bool = Field(
         False,
         description=(
-            "gae: an answer cut off at generate_max_len gets gamma times the critic's value of the whole text"
-            " in place of its reward (Pardo et al. 2018, time limits); use it if the limit is a matter of"
-            " cost and not part of the task"
+            "gae: replace the reward of an answer cut at generate_max_len with gamma times the critic's value"
+            " of the whole text (Pardo et al. 2018, time limits); use it if the limit only saves cost and is"
+            " not part of the task"
         ),
     )
 
     @property
     def has_reward(self) -> bool:
-        """Whether a source gives rewards; with none the policy learns from the KL alone."""
+        """Whether any source gives rewards. If none does, the policy learns only from the KL."""
         return any(not isinstance(source, NoReward) for source in self.reward)
 
     @property
@@ -114,18 +119,18 @@ class RewardShaping(PolicyObjective, Rewarded):
         if not self.has_critic:
             estimator = self.advantage_estimator
             yield (
-                f"bootstrap_truncated needs a critic, and {estimator} has none: leave it out, or set"
+                f"bootstrap_truncated needs a critic, but {estimator} has none: leave it out, or set"
                 " mask_truncated"
             )
         if self.mask_truncated:
             yield (
-                "bootstrap_truncated and mask_truncated are two ways to treat answers that a limit cut: set"
+                "bootstrap_truncated and mask_truncated are alternative treatments of cut answers: set only"
                 " one of them"
             )
         if self.talks_to:
             yield (
-                "bootstrap_truncated needs the value of what comes next, which an episode that is cut between"
-                " two answers does not have: leave it out, or set mask_truncated"
+                "bootstrap_truncated needs the critic's value at the cut, which an episode cut between two"
+                " answers does not have: leave it out, or set mask_truncated"
             )
 
     @check
@@ -135,13 +140,13 @@ class RewardShaping(PolicyObjective, Rewarded):
         if not self.talks_to:
             if any(isinstance(source, EnvironmentReward) for source in self.reward):
                 yield (
-                    "reward names the environment, and there is none: set environment, or name another reward"
+                    "reward names the environment, but none is set: set environment, or name another reward"
                 )
             return
         if self.stop:
             yield (
-                "stop ends answers that an environment goes on from, which need the template's end of turn:"
-                " leave it out"
+                "stop would end answers without the template's end of turn, which an environment needs to"
+                " continue: leave it out"
             )
         for place, environment in self.talks_to.items():
             if (environment.answer_max_len or 0) > self.generate_max_len:

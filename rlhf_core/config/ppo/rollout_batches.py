@@ -1,5 +1,4 @@
-"""How many prompts and answers an iteration has, which of them are trained on, and the number of
-iterations."""
+"""Configures the numbers of prompts, answers and iterations, and which answers are used in training."""
 
 from __future__ import annotations
 
@@ -14,44 +13,49 @@ from rlhf_core.records import InDigestIfSet, NotInDigest, Positive, check
 
 
 class RolloutBatches(PolicyObjective):
-    """Sizes of an iteration, the choice of its prompts, and the filter of groups without a signal."""
+    """Fields for the size of an iteration, the choice of its prompts, and the filter for groups without a
+    signal."""
 
-    rollout_batch_size: Positive = Field(512, description="prompts of one iteration")
+    rollout_batch_size: Positive = Field(512, description="prompts per iteration")
     n_samples_per_prompt: Positive = Field(1, description="answers per prompt")
     micro_rollout_tokens: Annotated[Positive | None, NotInDigest] = Field(
         None,
         description=(
-            "tokens of one scoring pass on one rank, in place of micro_rollout_batch_size; as"
+            "tokens per scoring pass on one rank, instead of micro_rollout_batch_size; works like"
             " micro_train_tokens"
         ),
     )
-    num_episodes: Positive = Field(1, description="passes over the prompts")
-    max_steps: Positive | None = Field(None, description="stop after this many iterations")
+    num_episodes: Positive = Field(1, description="number of passes over the prompts")
+    max_steps: Positive | None = Field(None, description="maximum number of iterations")
     export_at: tuple[Positive, ...] = Field(
         (),
         description=(
-            "iterations after which the actor is also exported as a model, which other stages name"
+            "iterations after which the actor is also exported as a model; other stages refer to it as"
             " STAGE.iterationN"
         ),
     )
     curriculum: Annotated[Curriculum | None, InDigestIfSet] = Field(
         None,
         description=(
-            "draws prompts by their pass rate ({}: by learnability), as often as num_episodes passes would;"
-            " default: each pass has every prompt once"
+            "draw prompts by their pass rate ({}: by learnability), as many as in num_episodes passes;"
+            " default: each pass uses every prompt once"
         ),
     )
     dynamic_filtering: bool = Field(
-        False, description="groups whose answers all have the same reward are replaced by others (DAPO)"
+        False, description="replace groups whose answers all have the same reward with other groups (DAPO)"
     )
     max_filter_rounds: Positive = Field(
-        10, description="rounds of sampling to fill an iteration; what is there then is trained on"
+        10,
+        description=(
+            "maximum number of sampling rounds to fill an iteration; training then uses the groups found so"
+            " far"
+        ),
     )
     filter_min_spread: float = Field(
         1e-6,
         ge=0,
         description=(
-            "a group has no signal when its rewards, standardised, clipped and with penalties, differ by no"
+            "a group has no signal if its rewards, after standardising, clipping and penalties, differ by no"
             " more than this"
         ),
     )
@@ -64,19 +68,19 @@ class RolloutBatches(PolicyObjective):
             yield f"{what} compares the answers to one prompt: set n_samples_per_prompt to 2 or more"
 
     def iterations(self, num_prompts: int) -> int:
-        """Returns the number of iterations over `num_prompts` prompts. Raises ValueError if there is none, or
-        if `export_at` is past the last."""
+        """Returns the number of iterations over `num_prompts` prompts. Raises ValueError if the prompts do
+        not fill one iteration, or if `export_at` exceeds the number."""
         if num_prompts < self.rollout_batch_size:
             raise ValueError(
-                f"ppo needs rollout_batch_size={self.rollout_batch_size} prompts, the data has {num_prompts}:"
-                " lower it or add prompts"
+                f"ppo needs rollout_batch_size={self.rollout_batch_size} prompts, but the data has"
+                f" {num_prompts}: lower it, or add prompts"
             )
         total = num_prompts // self.rollout_batch_size * self.num_episodes
         if self.max_steps:
             total = min(total, self.max_steps)
         if self.export_at and max(self.export_at) > total:
             raise ValueError(
-                f"export_at names iteration {max(self.export_at)}, and this run has {total}: lower it, or"
-                " give more prompts"
+                f"export_at names iteration {max(self.export_at)}, but the last iteration of this run is"
+                f" {total}: lower it, or add prompts"
             )
         return total

@@ -1,5 +1,5 @@
-"""The gap between the weights that answer and those that train: staleness, importance weights, and the routes
-of experts."""
+"""Configures the gap between the weights that sample and those that train: staleness, importance weights, and
+expert routing."""
 
 from __future__ import annotations
 
@@ -13,53 +13,58 @@ from rlhf_core.records import NotInDigest, Off, Positive, check
 
 
 class SamplerGap(SamplingFields):
-    """How far engines run ahead of the trainer, and what corrects for it."""
+    """Fields for how far engines run ahead of the trainer, and for the corrections."""
 
     stream_batch_size: Annotated[Positive | None, NotInDigest] = Field(
         None,
         description=(
-            "prompts whose answers are scored together as soon as they are finished, while the engines, on"
-            " GPUs of their own, answer others; default: all of the iteration, after the last answer"
+            "number of prompts whose answers are scored together as soon as they are finished, while the"
+            " engines, on their own GPUs, answer other prompts; default: score all answers of the iteration"
+            " after the last one is finished"
         ),
     )
     max_staleness: int = Field(
         0,
         ge=0,
         description=(
-            "asynchronous training: iterations between the start of an answer and its training, at most;"
-            " engines have GPUs of their own. 1: they answer the next prompts while this iteration trains. 2"
-            " or more, and 1 with dynamic_filtering: they answer without pause, weights change between two"
-            " tokens, long answers continue across updates; sampler_is corrects for older weights"
+            "asynchronous training: maximum number of iterations between the start of an answer and its use"
+            " in training; engines need their own GPUs. 1: engines answer the next prompts while this"
+            " iteration trains. 2 or more, or 1 with dynamic_filtering: engines answer without pausing,"
+            " weights change between two tokens, and long answers continue across updates; sampler_is"
+            " corrects for older weights"
         ),
     )
     sampler_is: Annotated[Literal["truncate", "clamp", "mask", "in_ratio", "off"], Off] = Field(
         "truncate",
         description=(
-            "importance weights trainer / sampler: capped at sampler_is_cap, kept within sampler_is_clamp, 0"
-            " outside of it (mask, IcePop), or none; in_ratio: the sampler's log-probs are the old policy of"
-            " the clipped ratio and of the KL, and the actor does not score answers before it trains"
+            "importance weights trainer / sampler. truncate: capped at sampler_is_cap; clamp: kept within"
+            " sampler_is_clamp; mask: 0 outside sampler_is_clamp (IcePop); off: none; in_ratio: the sampler's"
+            " log-probs serve as the old policy in the clipped ratio and in the KL, and the actor does not"
+            " score answers before it trains"
         ),
     )
     sampler_is_level: Literal["token", "sequence", "geometric"] = Field(
         "token",
         description=(
-            "importance weights of each token, or one of the whole answer for all of its tokens: the product"
-            " (sequence), whose spread grows with the answer's length, or the geometric mean (geometric),"
-            " which suits sampler_is mask with narrow bounds, such as sampler_is_clamp [0.98, 1.02]"
+            "token: a separate importance weight for each token; otherwise one weight for all tokens of an"
+            " answer. sequence: the product, whose spread grows with the answer's length; geometric: the"
+            " geometric mean, which suits sampler_is mask with narrow bounds, such as sampler_is_clamp [0.98,"
+            " 1.02]"
         ),
     )
     sampler_is_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight")
     sampler_is_clamp: tuple[float, float] = Field(
         (0.5, 5.0),
         description=(
-            "bounds of the clamped or masked importance weight; what is masked is in no mean of the loss"
+            "bounds of the clamped or masked importance weight; masked tokens are excluded from all means in"
+            " the loss"
         ),
     )
     routing_replay: bool = Field(
         True,
         description=(
-            "experts on GPUs, without engine.pipeline_parallel_size: tokens go to those that vLLM chose (R3,"
-            " Ma et al. 2025)"
+            "mixture-of-experts models on GPUs, without engine.pipeline_parallel_size: send each token to the"
+            " experts that vLLM chose (R3, Ma et al. 2025)"
         ),
     )
 
@@ -72,13 +77,13 @@ class SamplerGap(SamplingFields):
 
     @property
     def weighs_tokens(self) -> bool:
-        """Whether the loss has importance weights beside the policy ratio."""
+        """Whether the loss has importance weights in addition to the policy ratio."""
         return self.sampler_is not in ("in_ratio", "off")
 
     @property
     def replays_routing(self) -> bool:
-        """Whether vLLM reports which experts it sent tokens to. With pipeline stages, each knows only those
-        of its own layers."""
+        """Whether vLLM reports which experts it sent tokens to. With pipeline stages it cannot, because each
+        stage knows only its own layers."""
         return (
             self.routing_replay and self.engine.abilities.routing and self.engine.pipeline_parallel_size == 1
         )
@@ -105,11 +110,11 @@ class SamplerGap(SamplingFields):
     def _check_staleness(self) -> Iterator[str]:
         if self.max_staleness and self.stream_batch_size:
             yield (
-                "with max_staleness answers are there before the weights that score them, so there is nothing"
-                " to stream: leave out stream_batch_size"
+                "with max_staleness, answers are finished before the weights that score them exist, so"
+                " nothing can be streamed: leave out stream_batch_size"
             )
         if self.max_staleness and self.sampler_is == "off":
             yield (
-                "max_staleness trains on answers of older weights, which importance weights correct: set"
-                " sampler_is to truncate or clamp"
+                "max_staleness trains on answers from older weights and needs importance weights as"
+                " correction: set sampler_is to truncate or clamp"
             )

@@ -1,4 +1,5 @@
-"""Validation while the actor trains: its prompts, how they are answered, and when it ends the stage."""
+"""Configures validation during training: its prompts, how they are answered, and when validation ends the
+stage."""
 
 from __future__ import annotations
 
@@ -22,34 +23,36 @@ OF_PROMPTS = ("eval_steps", "eval_samples", "eval_temperature", "eval_top_p", "e
 
 
 class ValidationFields(Rewarded):
-    """The actor's validation on prompts that it is not trained on."""
+    """Fields for validating the actor on prompts that it is not trained on."""
 
     eval_prompts: Data | None = Field(
         None,
         description=(
-            "prompts that are answered and scored while the actor trains, and at its end; the checkpoint is"
-            " then the iteration with the highest mean reward (or the model before training)"
+            "prompts that are answered and scored during and after training; the checkpoint is then from the"
+            " iteration with the highest mean reward (which may be the model before training)"
         ),
     )
-    eval_steps: Positive = Field(10, description="iterations between two validations on eval_prompts")
-    eval_samples: Positive = Field(1, description="answers to each of eval_prompts")
+    eval_steps: Positive = Field(
+        10, description="number of iterations between two validations on eval_prompts"
+    )
+    eval_samples: Positive = Field(1, description="number of answers to each of eval_prompts")
     eval_temperature: float | None = Field(
         None,
         ge=0,
         description=(
-            "temperature of the answers to eval_prompts; default: that of the training, so that what is"
-            " measured is what is trained; to measure the model as it will be used, set it to the temperature"
-            " of that use (0: greedy, one answer each)"
+            "temperature of the answers to eval_prompts; default: that of training, so that validation"
+            " measures the distribution that is trained. To measure the model as it will be used, set the"
+            " temperature of that use (0: greedy, one answer each)"
         ),
     )
     eval_top_p: float | None = Field(
-        None, gt=0, le=1, description="top_p of the answers to eval_prompts; default: that of the training"
+        None, gt=0, le=1, description="top_p of the answers to eval_prompts; default: that of training"
     )
     eval_right: float | None = Field(
         None,
         description=(
-            "an answer of at least this reward is right: the share of right answers is reported, and pass@k"
-            " for k = 1, 2, 4, ... and eval_samples"
+            "reward from which an answer counts as right; reports the share of right answers, and pass@k for"
+            " k = 1, 2, 4, ... and eval_samples"
         ),
     )
     stop_when: Positive | None = Field(
@@ -70,8 +73,8 @@ class ValidationFields(Rewarded):
         changed = [name for name in OF_PROMPTS if getattr(self, name) != fields[name].default]
         if self.eval_prompts is None and changed:
             yield (
-                f"eval_prompts are not set, and {', '.join(changed)} are about these: set eval_prompts, or"
-                f" leave {changed[0]} out"
+                f"eval_prompts is not set, but {', '.join(changed)} applies to it: set eval_prompts, or leave"
+                f" {changed[0]} out"
             )
         if self.eval_temperature == 0 and self.eval_samples > 1:
             yield (

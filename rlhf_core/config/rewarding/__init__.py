@@ -1,1 +1,1 @@
-"""What reward sources share, models behind endpoints, and judges as reward sources."""
+"""Configures what reward sources share, models behind endpoints, and judges as reward sources."""

@@ -1,4 +1,5 @@
-"""Configures the environment that the policy talks to, and its agents, tools and packages. Torch-free."""
+"""Configures the environment that the policy interacts with, and its agents, tools and packages.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rlhf_core.records import RECIPE_ONLY, Config, InDigestIfSet, NotInDigest, Positive, Rate, check
 
-# fields in place of path, and the file in shipped/ that each means
+# fields that replace path, and the file in shipped/ that each selects
 IN_PLACE_OF_PATH = {
     "agent": "agent",
     "mcp": "mcp_tools",
@@ -22,7 +23,7 @@ IN_PLACE_OF_PATH = {
     "openenv": "openenv_episodes",
 }
 AGENT_FUNCTION = re.compile(r"\S+\.py:[A-Za-z_]\w*")
-# alignflow's environments and their class in shipped/NAME.py
+# alignflow's own environments, with their class in shipped/NAME.py
 SHIPPED = {
     "guess": "Guess",
     "tools": "Tools",
@@ -34,44 +35,44 @@ SHIPPED = {
 
 
 class Environment(Config):
-    """The environment that the policy talks to over several turns. The short form `environment:
+    """The environment that the policy interacts with over several turns. The short form `environment:
     path.py:Class` means `{path: path.py:Class}`."""
 
     path: str = Field(
         description=(
-            "path.py:Class of your own, or guess or tools; left out with agent, mcp, verifiers or openenv"
+            "path.py:Class of your own, or guess or tools; omit it with agent, mcp, verifiers or openenv"
         )
     )
     agent: str | None = Field(
         None,
         description=(
-            "path.py:function, or a command: an agent that asks the policy through an OpenAI-compatible"
-            " endpoint"
+            "an agent that calls the policy through an OpenAI-compatible endpoint: path.py:function, or a"
+            " command"
         ),
         json_schema_extra=RECIPE_ONLY,
     )
     mcp: tuple[str, ...] = Field(
         (),
-        description="addresses or commands of MCP servers, whose tools the model may call",
+        description="addresses or commands of MCP servers whose tools the model may call",
         json_schema_extra=RECIPE_ONLY,
     )
     verifiers: Annotated[str | None, InDigestIfSet] = Field(
         None,
-        description="an installed environment of the package verifiers",
+        description="an installed environment of the verifiers package",
         json_schema_extra=RECIPE_ONLY,
         min_length=1,
     )
     openenv: Annotated[str | None, InDigestIfSet] = Field(
         None,
-        description="address of a server of OpenEnv: http://..., https://..., ws://... or wss://...",
+        description="address of an OpenEnv server: http://..., https://..., ws://... or wss://...",
         json_schema_extra=RECIPE_ONLY,
         pattern=r"^(http|ws)s?://\S+$",
     )
     python: Annotated[str | None, NotInDigest] = Field(
         None,
         description=(
-            "with verifiers: interpreter that has the environment installed; default: the one that runs"
-            " alignflow"
+            "with verifiers: Python interpreter that has the environment installed; default: the one that"
+            " runs alignflow"
         ),
         json_schema_extra=RECIPE_ONLY,
         min_length=1,
@@ -79,8 +80,8 @@ class Environment(Config):
     checker: str | None = Field(
         None,
         description=(
-            "path.py:function that returns the reward: of an agent's result (default: the result is the"
-            " reward), or of the last answer with mcp (default: 1 if it equals the row's answer)"
+            "path.py:function that returns the reward. With agent: for the agent's result (default: the"
+            " result is the reward); with mcp: for the last answer (default: 1 if it equals the row's answer)"
         ),
         json_schema_extra=RECIPE_ONLY,
         pattern=r"^\S+\.py:[A-Za-z_]\w*$",
@@ -88,36 +89,40 @@ class Environment(Config):
     options: dict[str, Any] = Field(
         {},
         description=(
-            "arguments of the class, of the agent's function, of the verifiers environment, or of OpenEnv's"
-            " client (docs/how-to/openenv.md)"
+            "arguments for the class, the agent's function, the verifiers environment, or OpenEnv's client"
+            " (docs/how-to/openenv.md)"
         ),
     )
     images: Annotated[bool, InDigestIfSet] = Field(
         False,
-        description="whether the environment may send images, which policy and engines must then read",
+        description="whether the environment may send images, which the policy and the engines must then read",
     )
-    max_turns: Positive = Field(8, description="answers of an episode")
+    max_turns: Positive = Field(8, description="maximum number of answers per episode")
     answer_max_len: Positive | None = Field(
         None,
         description=(
-            "tokens of one answer; default: what is left of generate_max_len, which all tokens after the"
+            "maximum tokens of one answer; default: the rest of generate_max_len, which all tokens after the"
             " prompt share"
         ),
     )
     timeout: Annotated[Rate, NotInDigest] = Field(
         60.0,
         description=(
-            "seconds that the environment itself may take in an episode, without the time of the model"
+            "time limit in seconds for the environment itself per episode, not counting the model's time"
         ),
     )
     max_attempts: Annotated[Positive, NotInDigest] = Field(
-        3, description="attempts at an episode before it goes without a reward"
+        3, description="maximum number of attempts at an episode; after that it gets no reward"
     )
-    processes: Annotated[Positive, NotInDigest] = Field(1, description="processes that run episodes")
-    concurrency: Annotated[Positive, NotInDigest] = Field(1024, description="episodes of one process at once")
+    processes: Annotated[Positive, NotInDigest] = Field(
+        1, description="number of processes that run episodes"
+    )
+    concurrency: Annotated[Positive, NotInDigest] = Field(
+        1024, description="episodes that one process runs at once"
+    )
     sandbox: Annotated[Literal["bubblewrap", "none"], NotInDigest] = Field(
         "bubblewrap",
-        description="where tools run programs: closed in by bubblewrap, or (none) with all your rights",
+        description="where tools run programs. bubblewrap: in a sandbox; none: with all your permissions",
         json_schema_extra=RECIPE_ONLY,
     )
 
@@ -126,7 +131,8 @@ class Environment(Config):
     def _named(cls, path: str) -> str:
         if path not in SHIPPED and not re.search(r"\.py:[A-Za-z_]\w*$", path):
             raise ValueError(
-                f"{path!r} is no environment: name a class as path.py:Class, or one of {', '.join(SHIPPED)}"
+                f"{path!r} is not an environment: give a class as path.py:Class, or one of"
+                f" {', '.join(SHIPPED)}"
             )
         return path
 
@@ -146,14 +152,17 @@ class Environment(Config):
     def _check_agent(self) -> Iterator[str]:
         for field, path in IN_PLACE_OF_PATH.items():
             if (self.path == path) != bool(getattr(self, field)):
-                yield f"{field} stands in place of path: leave path out, or set {field} alone"
+                yield f"{field} replaces path: leave path out, or set only {field}"
         if self.python is not None and self.verifiers is None:
-            yield "python is for verifiers: leave it out, or set verifiers in place of path"
+            yield "python applies only to verifiers: leave it out, or set verifiers instead of path"
         if self.checker is not None and not (self.agent or self.mcp):
-            yield "checker is for agent and mcp: leave it out, or set one of them in place of path"
+            yield "checker applies only to agent and mcp: leave it out, or set one of them instead of path"
         for field, servers in (("mcp", self.mcp), ("openenv", [self.openenv or ""])):
             if any("@" in urlsplit(server).netloc for server in servers if "://" in server):
-                yield f"an address in {field} holds a password: name its variable in options.token_env"
+                yield (
+                    f"an address in {field} contains a password: put it into an environment variable, and"
+                    " name that variable in options.token_env"
+                )
         if self.agent is None or AGENT_FUNCTION.fullmatch(self.agent):
             return
         try:
@@ -165,7 +174,7 @@ class Environment(Config):
         if self.checker is None:
             yield f"the agent {self.agent!r} is a command, which returns no reward: set checker"
         if self.options:
-            yield "options are arguments of an agent's function: write those of a command in the command"
+            yield "options apply only to an agent's function: write a command's arguments into the command"
 
     @field_validator("options")
     @classmethod
@@ -174,7 +183,7 @@ class Environment(Config):
             json.dumps(options)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"options must be what JSON can hold ({error}): write dates and the like as texts"
+                f"options must be valid JSON values ({error}): write dates and similar values as strings"
             ) from error
         return options
 
@@ -194,12 +203,12 @@ class Environment(Config):
 
     @property
     def title(self) -> str:
-        """What messages call the environment."""
+        """The environment's name in messages."""
         return self.agent or self.verifiers or self.class_name
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the class."""
+        """The keyword arguments of the class."""
         checker = {} if self.checker is None else {"checker": _absolute(self.checker)}
         if self.verifiers is not None:
             return {"name": self.verifiers, "options": self.options, "python": self.python}
@@ -214,7 +223,7 @@ class Environment(Config):
 
     @property
     def functions(self) -> dict[str, tuple[Path, str]]:
-        """The user's functions that an agent needs, by field: file and name."""
+        """The file and name of each user function that an agent needs, by field."""
         places = {"agent": self.agent, "checker": self.checker}
         return {
             field: (Path(place.rpartition(":")[0]).absolute(), place.rpartition(":")[2])
@@ -224,7 +233,7 @@ class Environment(Config):
 
 
 def _absolute(place: str) -> str:
-    """Returns path.py:function with the whole path, and a command as it is."""
+    """Returns path.py:function with its absolute path, and a command unchanged."""
     path, colon, name = place.rpartition(":")
     return f"{Path(path).absolute()}{colon}{name}" if AGENT_FUNCTION.fullmatch(place) else place
 

@@ -1,4 +1,5 @@
-"""The chat models that judge answers for a reward: behind an endpoint, or on the stage's own engines."""
+"""Configures chat models that judge answers for a reward: behind an endpoint, or on the stage's own
+engines."""
 
 from __future__ import annotations
 
@@ -14,22 +15,22 @@ from rlhf_core.records import Config, InDigestIfSet, NotInDigest, Positive, chec
 
 
 class ReplyLimit(Config):
-    """How long a judge's reply may be."""
+    """Limits the length of a judge's reply."""
 
     max_tokens: Positive = Field(
-        4096, description="longest reply, including the judge's reasons and hidden thoughts"
+        4096, description="maximum tokens of a reply, including the judge's reasons and hidden thoughts"
     )
 
 
 class RatingModel(Remote, ReplyLimit):
-    """The chat model that rates, behind an endpoint. Its name affects the rewards; its address does not, so a
+    """A chat model behind an endpoint, as judge. Its name affects the rewards; its address does not, so a
     server may move."""
 
     kind: Annotated[Literal["openai"], InDigestIfSet] = Field(
-        "openai", description="behind an endpoint, the default; for the other kinds see EngineJudge"
+        "openai", description="openai (default): behind an endpoint; for the other kinds see EngineJudge"
     )
     base_url: Annotated[str, NotInDigest] = Field(
-        "https://api.openai.com/v1", description="the endpoint, which may move: no result depends on it"
+        "https://api.openai.com/v1", description="address of the endpoint, which does not affect any result"
     )
 
 
@@ -37,7 +38,7 @@ class EngineJudge(OnEngine, ReplyLimit):
     """A chat model that judges on engines that the stage starts."""
 
     kind: Literal["vllm", "transformers"] = Field(
-        "vllm", description="kind of its engine; transformers for models that vLLM cannot sample"
+        "vllm", description="kind of the judge's engine; transformers: for models that vLLM cannot sample"
     )
     model: str = Field(description="the judge: a stage, a folder or a Hub id of a model with a chat template")
 
@@ -60,14 +61,14 @@ class EngineJudge(OnEngine, ReplyLimit):
             )
         if self.max_model_len is not None and self.max_tokens >= self.max_model_len:
             yield (
-                f"max_tokens={self.max_tokens} leaves none of max_model_len={self.max_model_len} for a"
-                " request: lower it"
+                f"max_tokens={self.max_tokens} leaves no room for a request in"
+                f" max_model_len={self.max_model_len}: lower max_tokens"
             )
         yield from only_in_ppo(self.engine)
 
 
 class OwnJudge(NamedTuple):
-    """A judge on the stage's own engines: its place in the config, its title in metrics, and its model."""
+    """A judge on the stage's own engines, with its place in the config, title in metrics, and model."""
 
     place: str
     title: str
@@ -75,7 +76,7 @@ class OwnJudge(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The name of its engines' worker group."""
+        """The name of the worker group of the judge's engines."""
         return f"judge:{self.title}"
 
 
@@ -85,20 +86,20 @@ OF_ENGINE = EngineJudge.model_fields.keys() - RatingModel.model_fields.keys()
 
 
 def with_kind(judge: Any) -> Any:
-    """Returns a judge's fields with the kind filled in, by default that of an endpoint. Raises ValueError
-    when a field belongs to the other kind of judge."""
+    """Returns a judge's fields with the kind filled in (default: openai). Raises ValueError when a field
+    belongs to the other kind of judge."""
     if not isinstance(judge, dict):
         return judge
     kind = judge.get("kind", "openai")
     for field in judge:
         if kind == "openai" and field in OF_ENGINE:
             raise ValueError(
-                f"{field} is for a judge on the stage's own engines, but this one is behind an endpoint:"
-                f" set kind to vllm, or leave {field} out"
+                f"{field} applies only to a judge on the stage's own engines, but this one is behind an"
+                f" endpoint: set kind to vllm, or leave {field} out"
             )
         if kind != "openai" and field in OF_ENDPOINT:
             raise ValueError(
-                f"kind {kind} runs the judge in this stage, but {field} is for one behind an endpoint: leave"
-                " one of them out"
+                f"kind {kind} runs the judge in this stage, but {field} applies only to a judge behind an"
+                " endpoint: leave one of them out"
             )
     return judge | {"kind": kind}

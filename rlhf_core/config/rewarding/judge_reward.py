@@ -1,4 +1,4 @@
-"""A chat model that rates answers, as a source of rewards (docs/how-to/judged-rewards.md)."""
+"""Configures a chat model that judges answers, as a source of rewards (docs/how-to/judged-rewards.md)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ FEW_PAIRS = 4
 
 
 class Criterion(Config):
-    """One of several things that a judge rates in an answer."""
+    """One of several criteria by which a judge rates an answer."""
 
     name: str = Field(
-        description="one word or a few, which the judge repeats", pattern=r"^[A-Za-z]([\w -]{0,38}\w)?$"
+        description="name of the criterion, one or a few words, which the judge repeats",
+        pattern=r"^[A-Za-z]([\w -]{0,38}\w)?$",
     )
-    text: str = Field(description="what to rate, and what a good answer has", min_length=1)
-    weight: Rate = Field(1.0, description="share in the reward, relative to the other criteria")
+    text: str = Field(description="what to rate, and what makes an answer good", min_length=1)
+    weight: Rate = Field(1.0, description="weight in the reward, relative to the other criteria")
 
 
 class LabelledPairs(Config):
-    """Pairs of answers with a label, which a judge must agree with before it rewards."""
+    """Labelled pairs of answers that a judge must agree with before its rewards are used."""
 
-    data: Source = Field(description="rows with a prompt and two answers, chosen and rejected, held out")
+    data: Source = Field(description="held-out rows with a prompt and two answers, chosen and rejected")
     min: Share = Field(
-        0.7, description="share of pairs, ties half, below which the stage stops before its engines start"
+        0.7,
+        description=(
+            "minimum share of pairs on which the judge agrees (ties count half); below it the stage stops"
+            " before its engines start"
+        ),
     )
-    limit: Positive = Field(200, description="at most this many pairs, the first")
+    limit: Positive = Field(200, description="maximum number of pairs, taken from the start")
 
     @field_validator("data", mode="before")
     @classmethod
@@ -45,45 +50,53 @@ class LabelledPairs(Config):
     @check
     def _check_data(self) -> Iterator[str]:
         if self.data.is_inbox:
-            yield f"{self.data.path} is an inbox, and a judge is held against kept pairs: name a file"
+            yield (
+                f"{self.data.path} is an inbox, but a judge is checked against a fixed set of pairs: name a"
+                " file"
+            )
 
 
 class JudgeReward(StandardisedReward):
-    """A chat model that judges each answer. The lowest number of `scale` is the reward 0, the highest 1; with
-    `compare`, the reward is the share of pairs that the answer wins."""
+    """A chat model that judges each answer. The lowest rating of `scale` gives reward 0, the highest gives 1.
+    With `compare`, the reward is the share of pairs that the answer wins."""
 
     kind: Literal["judge"] = "judge"
     judge: JudgingModel = Field(
-        description="the chat model: behind an endpoint, or with kind vllm a model of this run"
+        description="the chat model: behind an endpoint, or, with another kind, on this stage's own engines"
     )
     rubric: str | None = Field(
-        None, description="what to rate, and what a good answer has; in its place: criteria", min_length=1
+        None,
+        description="what to rate, and what makes an answer good; alternatively set criteria",
+        min_length=1,
     )
     criteria: tuple[Criterion, ...] = Field(
-        (), description="things to rate one by one, in one reply; the reward is their weighted mean"
+        (),
+        description=(
+            "criteria to rate one by one, in one reply; the reward is the weighted mean of their ratings"
+        ),
     )
     scale: tuple[float, float] = Field(BEST_OF_TEN, description="the worst and the best rating")
     reference: str | None = Field(
         None,
-        description="column of the prompts' rows with a reference answer that the judge is shown",
+        description="column of the prompts' rows with a reference answer to show the judge",
         min_length=1,
     )
     compare: Literal["none", "reference", "group"] = Field(
         "none",
         description=(
-            "in place of ratings, the judge compares: each answer with the reference answer, or with other"
-            " answers to the prompt; each pair in both orders"
+            "let the judge compare answers instead of rating them, each pair in both orders. reference: each"
+            " answer with the reference answer; group: with other answers to the prompt"
         ),
     )
     pairs_per_answer: Positive = Field(
         FEW_PAIRS,
         description=(
-            "compare group: pairs that each answer is in, at most all of its prompt; one more if this and the"
-            " number of answers are odd"
+            "compare group: number of pairs that each answer is in, at most all pairs of the prompt; one more"
+            " if this number and the number of answers are both odd"
         ),
     )
     agreement: LabelledPairs | None = Field(
-        None, description="labelled pairs that the judge must agree with; default: it is not checked"
+        None, description="labelled pairs that the judge must agree with; default: no check"
     )
 
     @property
@@ -98,7 +111,7 @@ class JudgeReward(StandardisedReward):
     @check
     def _check_rubric(self) -> Iterator[str]:
         if (self.rubric is None) == (not self.criteria):
-            yield "a judge needs to know what to rate: set either rubric or criteria"
+            yield "a judge needs instructions on what to rate: set either rubric or criteria"
         repeated = [
             name
             for name, count in Counter(criterion.name.lower() for criterion in self.criteria).items()
@@ -110,13 +123,13 @@ class JudgeReward(StandardisedReward):
     @check
     def _check_compare(self) -> Iterator[str]:
         if self.compare == "reference" and self.reference is None:
-            yield "compare: reference needs the column of the reference answers: set reference"
+            yield "compare: reference needs a column with reference answers: set reference"
         if self.compare != "none" and self.criteria:
-            yield "criteria are rated one by one, and compare asks for one verdict: write them into rubric"
+            yield "criteria are rated one by one, but compare needs a single verdict: write them into rubric"
         if self.compare != "none" and self.scale != BEST_OF_TEN:
-            yield "scale is for ratings, and compare asks which answer is better: leave it out"
+            yield "scale applies only to ratings, but compare asks which answer is better: leave it out"
         if self.compare != "group" and self.pairs_per_answer != FEW_PAIRS:
-            yield "pairs_per_answer is for compare: group: leave it out"
+            yield "pairs_per_answer applies only to compare: group: leave it out"
 
     @check
     def _check_scale(self) -> Iterator[str]:

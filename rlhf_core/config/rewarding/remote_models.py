@@ -1,4 +1,4 @@
-"""Models behind chat endpoints, and the limits of requests to them."""
+"""Configures models behind chat endpoints, and the limits of requests to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_core.records import Config, NotInDigest, Positive, Rate, Variable
 
 OPENAI = "api.openai.com"
 OPENAI_KEY = "OPENAI_API_KEY"
-# these, and hosts below them, answer no request without a key
+# these hosts, and hosts below them, refuse every request without a key
 HOSTS_WITH_KEYS = (
     OPENAI,
     "api.anthropic.com",
@@ -29,19 +29,19 @@ HOSTS_WITH_KEYS = (
 
 
 class RequestLimits(Config):
-    """Concurrency, timeout and retries of requests to a chat endpoint."""
+    """Fields for the concurrency, timeout and retries of requests to a chat endpoint."""
 
     concurrency: Annotated[Positive, NotInDigest] = Field(16, description="requests in flight")
-    timeout: Annotated[Rate, NotInDigest] = Field(300.0, description="seconds one request may take")
+    timeout: Annotated[Rate, NotInDigest] = Field(300.0, description="time limit in seconds for one request")
     max_attempts: Annotated[Positive, NotInDigest] = Field(
-        6, description="attempts per request when the endpoint is busy, down or slow"
+        6, description="maximum number of attempts per request when the endpoint is busy, down or slow"
     )
 
 
 class Remote(RequestLimits):
     """A model behind an OpenAI-compatible endpoint."""
 
-    model: str = Field(description="model name at the endpoint")
+    model: str = Field(description="name of the model at the endpoint")
     base_url: str = Field("https://api.openai.com/v1", description="endpoint")
     api_key_env: Annotated[Variable | None, NotInDigest] = Field(
         None,
@@ -51,7 +51,7 @@ class Remote(RequestLimits):
         ),
     )
     requests_per_minute: Annotated[Positive | None, NotInDigest] = Field(
-        None, description="requests are spaced so that no more are sent; default: no limit"
+        None, description="maximum number of requests per minute, spaced evenly; default: no limit"
     )
     input_price: Annotated[float | None, NotInDigest] = Field(
         None, ge=0, description="US dollars per million input tokens, for the cost in the report"
@@ -65,11 +65,11 @@ class Remote(RequestLimits):
     def _is_an_address_without_secret(cls, value: str) -> str:
         if "@" in urlsplit(value).netloc or urlsplit(value).query:
             raise ValueError(
-                "the address holds a password or a query, which would end up in files: put a key into the"
-                " variable api_key_env names"
+                "the address contains a password or a query, which would end up in files: put the key into"
+                " the variable that api_key_env names"
             )
         if not re.match("https?://[^/]", value):
-            raise ValueError(f"{value!r} is no address: begin it with http:// or https://")
+            raise ValueError(f"{value!r} is not an address: begin it with http:// or https://")
         return value
 
     @property

@@ -1,4 +1,4 @@
-"""What all reward sources share."""
+"""Configures what all reward sources share."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ class WeighedReward(Config):
     """Fields that all reward sources share."""
 
     name: str | None = Field(
-        None, description="name in metrics; default: the model's, function's or host's", pattern=r"^[\w.:-]+$"
+        None,
+        description="name in metrics; default: the name of the model, function or host",
+        pattern=r"^[\w.:-]+$",
     )
-    weight: float = Field(1.0, description="factor of this source in the sum")
+    weight: float = Field(1.0, description="factor of this source in the sum of rewards")
 
 
 class StandardisedReward(WeighedReward):
@@ -24,7 +26,7 @@ class StandardisedReward(WeighedReward):
     normalize: Literal["none", "running", "group"] = Field(
         "none",
         description=(
-            "running: standardise with the mean and std of all rewards so far (in a round: its own); group:"
-            " of the answers to the same prompt (GDPO)"
+            "running: standardise with the mean and std of all rewards so far (in a loop: of the round's"
+            " rewards); group: with those of the answers to the same prompt (GDPO)"
         ),
     )

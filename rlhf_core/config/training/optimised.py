@@ -1,4 +1,4 @@
-"""The fields that training stages share with each other and with PPO."""
+"""Configures what training stages share with each other and with PPO."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Recomputed = Annotated[
 ]
 
 HALF = ("bfloat16", "float16")
-FEW_STEPS = 10  # fewer optimiser steps than this train almost nothing
+FEW_STEPS = 10  # fewer optimiser steps than this train hardly anything
 # what each value of `zero_stage` shards
 SHARDINGS: dict[int, Sharding] = {each.stage: each for each in (TORCH, ZERO_1, ZERO_2, ZERO_3)}
 
@@ -41,47 +41,53 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
     """Fields that PPO and all training stages share: optimiser, schedule, checkpoints, precision."""
 
     train_batch_size: Positive = Field(
-        128, description="documents (pairs for preferences) of one optimiser step, all ranks together"
+        128, description="documents (for preferences: pairs) per optimiser step, all ranks together"
     )
     micro_train_batch_size: Annotated[Positive, NotInDigest] = Field(
-        8, description="rows of one training pass on one rank"
+        8, description="rows per training pass on one rank"
     )
     micro_train_tokens: Annotated[Positive | None, NotInDigest] = Field(
         None,
         description=(
-            "tokens of one training pass on one rank, in place of micro_train_batch_size: documents packed"
-            " without padding, passes equally full"
+            "tokens per training pass on one rank, instead of micro_train_batch_size: documents are packed"
+            " without padding, and passes are equally full"
         ),
     )
-    max_epochs: Positive = Field(1, description="passes over the data; in ppo, over each rollout")
+    max_epochs: Positive = Field(1, description="number of passes over the data; in ppo: over each rollout")
     betas: tuple[Momentum, Momentum] = Field((0.9, 0.95), description="AdamW's betas")
     weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW and Muon, decoupled")
-    max_norm: Rate = Field(1.0, description="gradient norm clip")
+    max_norm: Rate = Field(1.0, description="gradient norm above which gradients are clipped")
     logging_steps: Annotated[Positive, NotInDigest] = Field(
         1, description="optimiser steps (in ppo: iterations) between two lines of metrics.jsonl"
     )
     save_steps: Annotated[int, NotInDigest] = Field(
         0,
         ge=0,
-        description="optimiser steps (in ppo: iterations) between two resume checkpoints; 0: by save_minutes",
+        description=(
+            "optimiser steps (in ppo: iterations) between two resume checkpoints; 0: use save_minutes"
+        ),
     )
     save_minutes: Annotated[float, NotInDigest] = Field(
-        30.0, ge=0, description="where save_steps is 0: minutes between two resume checkpoints; 0: none"
+        30.0,
+        ge=0,
+        description="if save_steps is 0: minutes between two resume checkpoints; 0: no checkpoints",
     )
-    keep_checkpoints: Annotated[Positive, NotInDigest] = Field(1, description="resume checkpoints kept")
+    keep_checkpoints: Annotated[Positive, NotInDigest] = Field(
+        1, description="number of resume checkpoints to keep"
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
         description=(
-            "parameters and activations. float16: finer than bfloat16, with a smaller range, so DeepSpeed"
-            " scales the loss, and skips steps whose gradients overflow; in ppo for actor, reference and"
-            " engines (Qi et al. 2025), while reward models and critic are in bfloat16"
+            "dtype of parameters and activations. float16: finer than bfloat16, but with a smaller range, so"
+            " DeepSpeed scales the loss and skips steps whose gradients overflow; in ppo it applies to actor,"
+            " reference and engines (Qi et al. 2025), while reward models and critic use bfloat16"
         ),
     )
     float8: Annotated[bool, InDigestIfSet] = Field(
         False,
         description=(
-            "large linear layers multiply in FP8, their weights' gradients in bfloat16: faster on Hopper GPUs"
-            " and newer ones, with rounding errors of 3 to 4 % in each product; in ppo, in all models (for"
+            "multiply large linear layers in FP8, but their weights' gradients in bfloat16: faster on Hopper"
+            " and newer GPUs, with rounding errors of 3 to 4 % in each product; in ppo: in all models (for"
             " engines set engine.options)"
         ),
     )
@@ -95,23 +101,24 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
     mlp_tokens: Annotated[Positive | None, NotInDigest] = Field(
         None,
         description=(
-            "tokens of a pass that a dense feed-forward block computes at a time, and again in the backward"
-            " pass: less memory for long documents; default: all"
+            "tokens of a pass that a dense feed-forward block computes at a time, and recomputes in the"
+            " backward pass; saves memory for long documents; default: all"
         ),
     )
     zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], NotInDigest] = Field(
         "auto",
         description=(
-            "0: plain torch, one rank (in ppo: one each for actor and critic); 1-3: DeepSpeed ZeRO; auto: 0"
-            " on one rank, on several the lowest that fits their GPUs; 3 with param_offload or zero_hpz, and"
-            " in ppo without GPUs"
+            "0: plain torch on one rank (in ppo: one each for actor and critic); 1-3: DeepSpeed ZeRO; auto: 0"
+            " on one rank, on several ranks the lowest stage that fits their GPUs, but 3 with param_offload"
+            " or zero_hpz, and in ppo without GPUs"
         ),
     )
     sequence_parallel_size: Annotated[Positive, NotInDigest] = Field(
         1,
         description=(
-            "ranks that compute each pass together, each a part of its tokens, and in attention a part of the"
-            " heads: for long documents; a divisor of the ranks and of the model's attention heads"
+            "number of ranks that compute each pass together, for long documents: each rank takes a part of"
+            " the tokens and, in attention, a part of the heads; must divide the number of ranks and of the"
+            " model's attention heads"
         ),
     )
     lora: Lora | None = Field(
@@ -120,8 +127,8 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
     sweep: Annotated[dict[str, tuple[Value, ...]], NotInDigest] = Field(
         {},
         description=(
-            "fields with lists of values: the stage is run once for each combination, as STAGE.FIELD=VALUE;"
-            " not in a loop"
+            "fields with lists of values: the stage runs once for each combination, as STAGE.FIELD=VALUE; not"
+            " available in a loop"
         ),
     )
 
@@ -142,8 +149,8 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
         return 1.0 if own is None else own / self.peak_rate
 
     def offloaded(self, what: Literal["adam", "param"]) -> tuple[str, ...]:
-        """Returns the trained models whose optimiser (adam) or weights (param) are in host memory: roles for
-        ppo, else `model`."""
+        """Returns the trained models whose optimiser (adam) or weights (param) are kept in host memory: roles
+        for ppo, else `model`."""
         raise NotImplementedError
 
     def dtype_in(self, role: str) -> str:
@@ -170,8 +177,8 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
 
     @property
     def shardings(self) -> list[Sharding]:
-        """What can be shared out, least first: 4-bit weights cannot, and Muon needs whole matrices. Only
-        DeepSpeed trains in float16."""
+        """The possible shardings, the least sharded first: 4-bit weights cannot be sharded, and Muon needs
+        whole matrices. Only DeepSpeed trains in float16."""
         if self.optimizer == "muon":
             return [TORCH]
         able = [each for each in SHARDINGS.values() if not (each.weights and self.quantized)]
@@ -179,7 +186,7 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
 
     @property
     def needing_shards(self) -> list[str]:
-        """The fields that have an effect only on weights that are sharded."""
+        """The fields that affect only sharded weights."""
         wanted = {"param_offload": self.offloaded("param"), "zero_hpz": self.zero_hpz}
         return [name for name, on in wanted.items() if on]
 
@@ -189,30 +196,31 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
 
     @property
     def alone(self) -> bool:
-        """Whether plain torch could train this: each model on one rank, and nothing that plain torch
-        lacks."""
+        """Whether plain torch can train this stage: each model is on one rank, and no field needs
+        DeepSpeed."""
         offloaded = self.offloaded("adam") or self.offloaded("param")
         lacking = offloaded or self.deepspeed or self.dtype == "float16"
         return not lacking and all(ranks.world_size == 1 for ranks in self.trained_ranks.values())
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest document, or pair of documents, which one pass must hold."""
+        """The tokens of the longest document, or pair of documents, which must fit in one pass."""
         raise NotImplementedError
 
     def batch_mistakes(self) -> Iterator[str]:
-        """Yields a sentence for each model whose ranks would not all make the same number of full passes."""
+        """Yields a sentence for each model whose ranks would not all run the same number of full passes."""
         for ranks in self.trained_ranks.values():
             at_once = max(1, ranks.world_size // self.sequence_parallel_size)
             micro = self.micro_train_batch_size
             whole = self.micro_train_batch_size * at_once
             if self.train_batch_size % whole:
                 share, rest = divmod(self.train_batch_size, at_once)
-                fitting = f" (micro_train_batch_size={math.gcd(micro, share)} does)" if not rest else ""
+                fitting = f" (micro_train_batch_size={math.gcd(micro, share)} works)" if not rest else ""
                 yield (
                     f"train_batch_size={self.train_batch_size} must be a multiple of micro_train_batch_size x"
                     f" ranks{' / sequence_parallel_size' * (self.sequence_parallel_size > 1)} = {micro} x"
-                    f" {at_once} = {whole}{fitting}: every rank makes the same number of full forward passes"
+                    f" {at_once} = {whole}{fitting}: every rank must run the same number of full forward"
+                    " passes"
                 )
 
     @check
@@ -224,15 +232,14 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
     def _check_float8(self) -> Iterator[str]:
         if self.float8 and self.dtype != "bfloat16":
             yield (
-                f"float8 is faster than bfloat16 alone, and dtype is {self.dtype}: set dtype to bfloat16, or"
-                " leave float8 out"
+                f"float8 works only with bfloat16, but dtype is {self.dtype}: set dtype to bfloat16, or leave"
+                " float8 out"
             )
         if self.float8 and self.lora is not None:
-            yield "float8 trains all weights, lora adapters alone: leave one of them out"
+            yield "float8 trains all weights, but lora trains only adapters: leave one of them out"
         if self.float8 and self.freeze is not None:
             yield (
-                "float8 computes the gradients of all weights, also of frozen ones: leave float8 or freeze"
-                " out"
+                "float8 computes gradients for all weights, including frozen ones: leave float8 or freeze out"
             )
 
     @check
@@ -241,8 +248,8 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
             return
         field = "optimizer to adamw" if self.optimizer == "muon" else "zero_stage to 1, 2, 3 or auto"
         yield (
-            f"dtype=float16 needs the loss scale of DeepSpeed, and this is plain torch: set {field}, or dtype"
-            " to bfloat16"
+            f"dtype=float16 needs DeepSpeed's loss scaling, but this stage uses plain torch: set {field}, or"
+            " dtype to bfloat16"
         )
 
     @check
@@ -260,8 +267,8 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
         for name, ranks in self.trained_ranks.items():
             if ranks.world_size > 1:
                 yield (
-                    f"optimizer=muon trains each model on one rank, and {name} are {ranks.world_size}: set"
-                    " optimizer to adamw, or one rank"
+                    f"optimizer=muon trains each model on one rank, but {name} configures {ranks.world_size}:"
+                    " set optimizer to adamw, or use one rank"
                 )
         zero = {
             "zero_stage": self.zero_stage not in ("auto", 0),
@@ -278,19 +285,19 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
         )
         if self.lora is not None:
             yield (
-                "optimizer=muon makes each matrix's update orthogonal, and adapters of lora are factors of"
-                " one: leave one of them out"
+                "optimizer=muon makes the update of each matrix orthogonal, but lora adapters are only"
+                " factors of a matrix: leave one of them out"
             )
 
     @check
     def _check_freeze(self) -> Iterator[str]:
         if self.freeze is not None and self.lora is not None:
-            yield "freeze and lora are two ways to train a part of the weights: leave one of them out"
+            yield "freeze and lora are alternative ways to train part of the weights: leave one of them out"
         zero = self.deepspeed.get(ZERO)
         if self.freeze is not None and isinstance(zero, dict) and zero.get(QUANTISED_FROZEN):
             yield (
-                f"deepspeed.{ZERO}.{QUANTISED_FROZEN} rounds the weights that freeze keeps: leave one of them"
-                " out"
+                f"deepspeed.{ZERO}.{QUANTISED_FROZEN} would round the weights that freeze keeps unchanged:"
+                " leave one of them out"
             )
 
     @check
@@ -312,25 +319,25 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
             if ranks.world_size % self.sequence_parallel_size:
                 yield (
                     f"sequence_parallel_size={self.sequence_parallel_size} ranks compute each pass together,"
-                    f" and {name} are {ranks.world_size}: set it to a divisor of the ranks"
+                    f" but {name} configures {ranks.world_size}: set it to a divisor of this number"
                 )
 
     @check
     def _check_zero(self) -> Iterator[str]:
-        if self.optimizer == "muon":  # `_check_muon` says it
+        if self.optimizer == "muon":  # `_check_muon` reports it
             return
         sharding = self.sharding
         plain = sharding is TORCH
         for name, ranks in self.trained_ranks.items():
             if plain and ranks.world_size > 1:
                 yield (
-                    f"zero_stage=0 trains on one rank, {name} are {ranks.world_size}: set zero_stage to 1, 2,"
-                    " 3 or auto"
+                    f"zero_stage=0 trains on one rank, but {name} configures {ranks.world_size}: set"
+                    " zero_stage to 1, 2, 3 or auto"
                 )
         if self.lora is not None and self.quantized and sharding is not None and sharding.weights:
             yield (
-                f"lora.quantize={self.lora.quantize} cannot be trained with zero_stage=3, which would cut"
-                " 4-bit weights into shards: set zero_stage to 2 or less, or quantize to none"
+                f"lora.quantize={self.lora.quantize} does not work with zero_stage=3, which would shard the"
+                " 4-bit weights: set zero_stage to 2 or less, or quantize to none"
             )
         if self.lora is not None and self.quantized:
             because = f"lora.quantize={self.lora.quantize} keeps whole weights on the GPU"
@@ -339,21 +346,21 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
             )
         if plain and self.offloaded("adam"):
             yield (
-                "zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host: set zero_stage to 2,"
-                " 3 or auto"
+                "zero_stage=0 keeps Adam on the GPU, but adam_offload moves it to the host: set zero_stage to"
+                " 2, 3 or auto"
             )
         if plain and self.deepspeed:
             yield (
-                "zero_stage=0 is plain torch, without options of DeepSpeed: leave out deepspeed, or set"
+                "zero_stage=0 uses plain torch, which has no DeepSpeed options: leave out deepspeed, or set"
                 " zero_stage to 1, 2, 3 or auto"
             )
         if sharding is not None and not sharding.weights:
             yield from (
-                f"{name} is for weights that are sharded: set zero_stage to 3 or auto, or leave it out"
+                f"{name} applies only to sharded weights: set zero_stage to 3 or auto, or leave it out"
                 for name in self.needing_shards
             )
         if self.zero_hpz and all(ranks.num_nodes == 1 for ranks in self.trained_ranks.values()):
             yield (
-                f"zero_hpz keeps a copy of the weights on each node, and {' and '.join(self.trained_ranks)}"
-                " have one node: leave it out"
+                "zero_hpz keeps a copy of the weights on each node, but only one node is set for"
+                f" {' and '.join(self.trained_ranks)}: leave it out"
             )

@@ -1,4 +1,4 @@
-"""Which weights are trained, and how the optimiser treats them. Torch-free."""
+"""Configures which weights are trained, and how the optimiser treats them. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Freeze(Config):
     """Weights that are not trained."""
 
     embeddings: bool = Field(
-        False, description="the token embeddings, and the head where it is the same matrix"
+        False, description="freeze the token embeddings, and the head if it is the same matrix"
     )
-    layers: int = Field(0, ge=0, description="the first N layers")
+    layers: int = Field(0, ge=0, description="freeze the first N layers")
     names: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
         description=(
-            "patterns of weights' names, or one pattern, as in the model's code, with * for any text:"
-            " *.mlp.gate.weight"
+            "freeze weights by their names in the model's code: one or more patterns, in which * matches any"
+            " text, such as *.mlp.gate.weight"
         ),
     )
 
@@ -43,21 +43,21 @@ EMA = "ema"  # name of the export
 
 
 class OptimiserFields(Config):
-    """What training stages and PPO share about the optimiser besides its constants."""
+    """Optimiser fields that training stages and PPO share, without the optimiser's constants."""
 
     optimizer: Annotated[Literal["adamw", "muon"], InDigestIfSet] = Field(
         "adamw",
         description=(
-            "muon: the matrices of the model's layers are trained by Muon (Jordan et al. 2024), with updates"
-            " of AdamW's size (Liu et al. 2025), so that learning_rate and weight_decay mean the same; all"
-            " other weights by AdamW. Plain torch, each model on one rank"
+            "muon: train the matrices of the model's layers with Muon (Jordan et al. 2024), and all other"
+            " weights with AdamW. Muon's updates are scaled to AdamW's size (Liu et al. 2025), so"
+            " learning_rate and weight_decay keep their meaning. Needs plain torch, each model on one rank"
         ),
     )
     decay: Annotated[Decayed, InDigestIfSet] = Field(
         "matrices",
         description=(
-            "the weights that weight_decay acts on. matrices: all but vectors (norms, biases); hidden: the"
-            " matrices except embeddings and heads; all: all"
+            "weights that weight_decay applies to. matrices: all except vectors (norms, biases); hidden:"
+            " matrices except embeddings and heads; all: all weights"
         ),
     )
     ema: Annotated[float | None, InDigestIfSet] = Field(
@@ -65,14 +65,14 @@ class OptimiserFields(Config):
         gt=0,
         lt=1,
         description=(
-            "a further model, which other stages name STAGE.ema: the moving average of the trained weights,"
-            " of which each optimiser step keeps this share (0.99: an average of about 100 steps); in ppo"
-            " that of the actor"
+            "also export a moving average of the trained weights (in ppo: the actor's), which other stages"
+            " refer to as STAGE.ema; each optimiser step keeps this share of the average (0.99: an average"
+            " over about 100 steps)"
         ),
     )
     freeze: Annotated[Freeze | None, InDigestIfSet] = Field(
         None,
-        description="weights that stay as they are (in ppo: of actor and critic); default: all are trained",
+        description="weights that are not trained (in ppo: of actor and critic); default: all are trained",
     )
     image_encoder: Annotated[ImageEncoder, InDigestIfSet] = Field(
         "frozen",

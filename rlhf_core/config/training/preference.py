@@ -1,4 +1,4 @@
-"""DPO and its relatives, and KTO."""
+"""Configures DPO and its relatives, and KTO."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ from rlhf_core.records import Config, Rate, check
 
 
 class PreferenceLoss(Config):
-    """The loss of a DPO stage (Rafailov et al. 2023, eq. 7) and of its relatives."""
+    """Fields for the loss of DPO (Rafailov et al. 2023, eq. 7) and its relatives."""
 
     beta: Rate | None = Field(
-        None, description="strength of the KL anchor; SimPO: scale of the log-probs. Default 0.1, for simpo 2"
+        None,
+        description="strength of the KL anchor; SimPO: scale of the log-probs; default: 0.1, for simpo 2",
     )
     loss: Literal["sigmoid", "ipo", "ipo_sum", "simpo", "orpo"] = Field(
         "sigmoid",
         description=(
-            "sigmoid: DPO; ipo: Azar et al. 2023, log-probs averaged over tokens; ipo_sum: summed, as the"
-            " paper prints it; without a reference: simpo (Meng et al. 2024), orpo (Hong et al. 2024)"
+            "sigmoid: DPO; ipo: Azar et al. 2023, with log-probs averaged over tokens; ipo_sum: with summed"
+            " log-probs, as printed in the paper; without a reference: simpo (Meng et al. 2024), orpo (Hong"
+            " et al. 2024)"
         ),
     )
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="cDPO: probability that a label is flipped")
     nll_coef: float = Field(0.0, ge=0, description="weight of the token-mean NLL of the chosen response")
-    gamma: float = Field(1.0, ge=0, description="SimPO: margin that chosen must win by")
-    lambd: Rate = Field(0.1, description="ORPO: weight of the odds ratio beside the NLL")
+    gamma: float = Field(1.0, ge=0, description="SimPO: margin by which the chosen response must win")
+    lambd: Rate = Field(0.1, description="ORPO: weight of the odds-ratio term relative to the NLL")
 
     @check
     def _check_loss(self) -> Iterator[str]:
         if self.loss != "sigmoid" and self.label_smoothing:
-            yield f"label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for {self.loss!r}"
+            yield f"label_smoothing applies only to loss 'sigmoid' (cDPO): set it to 0 for {self.loss!r}"
         if self.loss == "orpo" and (self.beta is not None or self.nll_coef):
-            yield (
-                "loss 'orpo' has no beta, and an NLL term of its own: leave beta and nll_coef out and set"
-                " lambd"
-            )
+            yield "loss 'orpo' has no beta and its own NLL term: leave beta and nll_coef out, and set lambd"
         if self.loss != "simpo" and self.gamma != 1:
-            yield f"gamma belongs to loss 'simpo': leave it out for {self.loss!r}"
+            yield f"gamma applies only to loss 'simpo': leave it out for {self.loss!r}"
         if self.loss != "orpo" and self.lambd != 0.1:
-            yield f"lambd belongs to loss 'orpo': leave it out for {self.loss!r}"
+            yield f"lambd applies only to loss 'orpo': leave it out for {self.loss!r}"
 
 
 class UnpairedLoss(Config):
-    """The weights of a KTO stage's loss (Ethayarajh et al. 2024, eq. 8)."""
+    """Fields for the weights in a KTO stage's loss (Ethayarajh et al. 2024, eq. 8)."""
 
     w_desirable: float = Field(1.0, ge=0, description="KTO: weight of desirable answers")
     w_undesirable: float = Field(1.0, ge=0, description="KTO: weight of undesirable answers")
@@ -61,12 +60,13 @@ REFERENCE_FREE = ("simpo", "orpo")
 
 
 class DirectAlignment(Trainable, TrainedPolicy):
-    """Fields that dpo and kto share."""
+    """Fields that dpo and kto stages share."""
 
     policy: str = Field("sft", description="model to train")
     reference: str | None = Field(None, description="reference model; default: the policy before training")
     template: str = Field(
-        "chat", description="template of pairs or answers: 'chat' or a plain one with one {}"
+        "chat",
+        description="template for pairs or answers: 'chat' or a plain template with one {} for the prompt",
     )
     template_args: TemplateArgs = Field(
         {}, description="arguments of the chat template by name, for pairs or answers"
@@ -79,12 +79,12 @@ class DirectAlignment(Trainable, TrainedPolicy):
 
 
 class DPO(DirectAlignment, PreferenceLoss):
-    """Direct preference optimisation against the model it starts from (or `reference`)."""
+    """Direct preference optimisation against the starting model, or against `reference`."""
 
     rows = "preference"
     stage: Literal["dpo"] = "dpo"
     data: Data | None = Field(None, description="preference pairs; or set pairs")
-    pairs: str | None = Field(None, description="a preferences stage whose pairs are the data")
+    pairs: str | None = Field(None, description="preferences stage whose pairs are the data")
     eval_data: Data | None = Field(None, description="held-out pairs")
 
     @check
@@ -96,24 +96,24 @@ class DPO(DirectAlignment, PreferenceLoss):
 
 
 class KTO(DirectAlignment, UnpairedLoss):
-    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): trains on unpaired answers, each desirable or
-    not."""
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): trains on unpaired answers, each labelled
+    desirable or undesirable."""
 
     rows = "labelled"
     stage: Literal["kto"] = "kto"
     data: Data | None = Field(
         None,
         description=(
-            "rows with prompt, response and label; preference pairs count as two answers; or set answers"
+            "rows with prompt, response and label (a preference pair counts as two answers); or set answers"
         ),
     )
     answers: str | None = Field(
-        None, description="a preferences stage whose labelled answers (or pairs) are the data"
+        None, description="preferences stage whose labelled answers (or pairs) are the data"
     )
     eval_data: Data | None = Field(None, description="held-out answers, or pairs")
     beta: Rate = Field(0.1, description="strength of the KL anchor")
     train_batch_size: Annotated[int, Field(ge=2)] = Field(
-        128, description="answers of one optimiser step, all ranks together; the KL is estimated over them"
+        128, description="answers per optimiser step, all ranks together; the KL is estimated over them"
     )
 
     @check

@@ -1,8 +1,8 @@
 """Describes what a training backend shards over the ranks of a model, and the memory of its optimiser.
 Torch-free.
 
-There is one record for each value of the recipe's `zero_stage`: plain torch's is here, ZeRO's are in
-`zero_sharding.py`, and `SHARDINGS` in `optimised.py` has all of them.
+There is one record for each value of the recipe's `zero_stage`. This file holds plain torch's,
+`zero_sharding.py` holds ZeRO's, and `SHARDINGS` in `optimised.py` combines them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rlhf_core.config.training.optimiser_fields import Freeze
 
 
 class OptimiserBytes(NamedTuple):
-    """Bytes on a GPU of the optimiser's state, which stays; of the gradients at most; and of the optimiser's
-    step, which begins when activations are gone."""
+    """Bytes on a GPU: the optimiser's permanent state, the gradients at their peak, and the optimiser's step,
+    which starts after activations are freed."""
 
     state: float
     gradients: float
@@ -23,13 +23,14 @@ class OptimiserBytes(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """What a backend shards, at one value of the recipe's `zero_stage` (`stage`).
+    """What a backend shards at one value of the recipe's `zero_stage` (`stage`).
 
-    `weights`, `gradients`, `state` (the optimiser's): whether each is sharded. Without any, training has one
-    rank. `launch`: seconds per layer in which the host launches a pass, forward and backward, seen on H200s
-    with 1.5B and 7.6B models, in runs without a record. `on_gpu` returns the optimiser's bytes for a number
-    of trained parameters, the second number being those of the largest weight; `on_host` the bytes in host
-    memory of an optimiser that is offloaded, for a rank's share of the parameters.
+    `weights`, `gradients`, `state` (the optimiser's): whether each is sharded. If none is, training uses one
+    rank. `launch`: seconds per layer that the host needs to launch a forward and backward pass, observed on
+    H200s with 1.5B and 7.6B models, in runs that tests/benchmarks has no record of. `on_gpu` returns the
+    optimiser's bytes for a number of trained parameters (first argument) and the largest weight's number of
+    parameters (second argument). `on_host` returns the bytes in host memory of an offloaded optimiser, for a
+    rank's share of the parameters.
     """
 
     stage: Literal[0, 1, 2, 3]
@@ -44,8 +45,8 @@ class Sharding(NamedTuple):
 
 class Training(NamedTuple):
     """Settings that determine the memory of a trained model: ranks, share of layers recomputed, tokens per
-    pass, Adam on the host, whether only adapters are trained (their own few bytes are left out), bytes of a
-    GPU, and bytes per weight (QLoRA: NF4)."""
+    pass, Adam on the host, whether only adapters are trained (their few bytes are ignored), bytes of a GPU,
+    and bytes per weight (QLoRA: NF4)."""
 
     ranks: int
     sharding: Sharding
@@ -58,10 +59,10 @@ class Training(NamedTuple):
     on_host: bool = False  # the shards of the weights, between two fetches
     copies: int = 1  # ranks that share a second copy of the weights (hpZ); 1: no such copy
     sums_in_fp32: bool = False  # of the gradients of a step's passes
-    averages: bool = False  # the weights' moving average, in fp32, beside the optimiser's state
-    freeze: Freeze | None = None  # the weights without gradient and optimiser's state
+    averages: bool = False  # the weights' moving average, in fp32, in addition to the optimiser's state
+    freeze: Freeze | None = None  # the weights that have no gradient and no optimiser state
     fp32_head: bool = False  # logits in fp32 are recomputed in chunks
-    muon: bool = False  # the matrices of layers have one moment in place of two
+    muon: bool = False  # the matrices of layers have one moment instead of two
 
     @property
     def cut(self) -> bool:
@@ -71,7 +72,7 @@ class Training(NamedTuple):
 
 
 def _in_torch(how: Training, count: float, largest: float) -> OptimiserBytes:
-    """Returns the bytes of plain torch, whose fp32 gradients replace the bf16 ones after the pass."""
+    """Returns the bytes that plain torch takes; its fp32 gradients replace the bf16 ones after the pass."""
     return OptimiserBytes(12 * count, (4 if how.sums_in_fp32 else 2) * count, step=4 * count)
 
 
@@ -83,5 +84,5 @@ TORCH = Sharding(
     state=False,
     launch=0.0034,
     on_gpu=_in_torch,
-    on_host=lambda how, share, largest: 0.0,  # its optimiser is never there
+    on_host=lambda how, share, largest: 0.0,  # plain torch never offloads its optimiser
 )

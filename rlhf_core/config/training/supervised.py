@@ -1,4 +1,4 @@
-"""SFT and the reward model."""
+"""Configures SFT and the reward model."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ class SFT(Trainable, TrainedPolicy):
     model: str = Field("base", description="model to train")
     data: Data | None = Field(
         None,
-        description="rows with messages, or prompt and response (condition reward: these); or set answers",
+        description=(
+            "rows with messages, or with prompt and response (required for condition reward); or set answers"
+        ),
     )
     answers: str | None = Field(
         None,
-        description="a preferences stage whose answers are the data (rejection_sampling, conditional_sft)",
+        description="preferences stage whose answers are the data (rejection_sampling, conditional_sft)",
     )
-    template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
+    template: str = Field(
+        "chat",
+        description="with answers: 'chat' or a plain template with one {} for the prompt",
+    )
     template_args: TemplateArgs = Field(
-        {}, description="arguments of the chat template by name, for those answers"
+        {}, description="with answers: arguments of the chat template by name"
     )
     eval_data: Data | None = Field(None, description="held-out rows for the evaluation loss")
     packing: Annotated[bool, NotInDigest] = Field(
@@ -37,8 +42,8 @@ class SFT(Trainable, TrainedPolicy):
     condition: Literal["none", "reward"] = Field(
         "none",
         description=(
-            "reward: conditional SFT, the prompt ends with the standardised reward of its answer (column"
-            " reward_key)"
+            "reward: conditional SFT, where the prompt ends with the standardised reward of its answer"
+            " (column reward_key)"
         ),
     )
 
@@ -66,12 +71,12 @@ class RewardModel(Trainable):
         "sft",
         description=(
             "model to start from: a language model gets a scalar head of zeros; a reward model keeps its"
-            " trained head, and continues from its scores"
+            " trained head and continues from its scores"
         ),
     )
     data: Data = Field(description="rows with prompt, chosen and rejected")
     eval_data: Data | None = Field(
-        None, description="held-out pairs: accuracy, score mean and std are measured on them"
+        None, description="held-out pairs, on which accuracy, score mean and std are measured"
     )
     centering: float = Field(
         0.0, ge=0, description="coefficient of (r_chosen + r_rejected)^2 (Eisenstein et al. 2023)"
@@ -82,6 +87,6 @@ class RewardModel(Trainable):
     def _check_policy_fields(self) -> Iterator[str]:
         if self.ema is not None:
             yield (
-                "ema averages policies, and a reward model's scores would need statistics of their own: leave"
-                " it out"
+                "ema works only for policies, because an averaged reward model would need its own score"
+                " statistics: leave it out"
             )

@@ -1,4 +1,4 @@
-"""The fields that all training stages share (`Trainable`), and those of stages that train a policy
+"""Configures what all training stages share (`Trainable`), and what stages that train a policy share
 (`TrainedPolicy`)."""
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from rlhf_core.records import Config, InDigestIfSet, NotInDigest, Positive, Rank
 
 
 class TrainedPolicy(Config):
-    """Fields that all stages share that train a policy: the router loss, and the precision of the head."""
+    """Fields that all stages that train a policy share: the router loss, and the precision of the head."""
 
     router_aux_coef: float = Field(
         0.0,
         ge=0,
         description=(
-            "mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
+            "mixture-of-experts models: coefficient of the load-balancing loss, which is computed per"
+            " document"
         ),
     )
     fp32_head: Annotated[bool, InDigestIfSet] = Field(
         False,
         description=(
-            "with a 16-bit dtype: the head's logits are computed in fp32 (MiniMax-M1, arXiv:2506.13585), in"
-            " the policy, its reference and, in ppo, the engines, whose log-probs are then closer to the"
+            "with a 16-bit dtype: compute the head's logits in fp32 (MiniMax-M1, arXiv:2506.13585) in the"
+            " policy, its reference and, in ppo, the engines, whose log-probs are then closer to the"
             " trainer's"
         ),
     )
@@ -38,7 +39,7 @@ class TrainedPolicy(Config):
         assert isinstance(self, Optimised), "stages that train a policy train"
         if self.fp32_head and self.dtype == "float32":
             yield (
-                "fp32_head computes the logits of 16-bit weights in fp32, and dtype is float32: set dtype to"
+                "fp32_head computes the logits of 16-bit weights in fp32, but dtype is float32: set dtype to"
                 " bfloat16, or leave fp32_head out"
             )
 
@@ -48,32 +49,34 @@ class Trainable(Optimised):
 
     rows: ClassVar[Rows | None] = None  # what the rows of `data` and `eval_data` hold
 
-    max_len: Positive = Field(512, description="longest sequence in tokens; longer ones are cut and counted")
+    max_len: Positive = Field(
+        512, description="maximum sequence length in tokens; longer sequences are cut and counted"
+    )
     learning_rate: Rate = Field(1e-5, description="peak learning rate")
     skip_nonfinite_steps: int = Field(
         0,
         ge=0,
         description=(
-            "optimiser steps of a run that may be left out because their loss or gradient norm is not finite:"
-            " weights and optimiser stay as they are, and nonfinite_steps.jsonl names the rows; for data with"
-            " few broken rows. 0: the first ends the run"
+            "maximum number of optimiser steps to skip because their loss or gradient norm is not finite, for"
+            " data with a few broken rows. A skipped step leaves weights and optimiser unchanged, and"
+            " nonfinite_steps.jsonl names its rows. 0: the first such step ends the run"
         ),
     )
     eval_steps: Annotated[int, NotInDigest] = Field(
-        0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end"
+        0, ge=0, description="number of steps between two evaluations on eval_data; 0: only at the end"
     )
     ranks: Annotated[Ranks, NotInDigest] = Field(Ranks(), description="processes of this stage")
     adam_offload: Annotated[bool, NotInDigest] = Field(
         False,
         description=(
-            "the optimiser's state is in host memory, where its step runs: 12 bytes a parameter less on the"
-            " GPUs; slower"
+            "keep the optimiser's state in host memory and run its step on the CPU; saves 12 bytes per"
+            " parameter on the GPUs; slower"
         ),
     )
     param_offload: Annotated[bool, NotInDigest] = Field(
         False,
         description=(
-            "ZeRO-3's shards of the weights are in host memory, a layer at a time goes to the GPU; slower"
+            "keep ZeRO-3's weight shards in host memory and move one layer at a time to the GPU; slower"
         ),
     )
 
@@ -84,7 +87,7 @@ class Trainable(Optimised):
         if not self.ranks.gpus:
             fields = [name for name in ("adam_offload", "param_offload") if getattr(self, name)]
             yield from (
-                f"{name} frees a GPU's memory, and ranks have none: set gpus of ranks, or leave it out"
+                f"{name} frees a GPU's memory, but ranks have no GPU: set gpus of ranks, or leave it out"
                 for name in fields
             )
 
@@ -114,7 +117,7 @@ class Trainable(Optimised):
         return [{"ranks": self.ranks}]
 
     def lengths(self, start: str) -> Mapping[tuple[str, str], tuple[int, str]]:
-        # answers that other stages sampled fit the positions of their sampler
+        # answers that other stages sampled fit the sampling model's positions
         return {("", start): (self.max_len, "max_len")} if self.texts else {}
 
     @property

@@ -11,7 +11,7 @@ from rlhf_core.records import Config, NotInDigest, check, keys_that_are_no_text
 
 ZERO = "zero_optimization"
 QUANTISED_FROZEN = "zero_quantized_nontrainable_weights"
-# Options that `deepspeed` refuses, and why. A dot marks those in its zero_optimization block.
+# Options that `deepspeed` refuses, with the reason. A dot marks options of its zero_optimization block.
 NOT_FOR_DEEPSPEED = {
     **dict.fromkeys(
         (
@@ -20,7 +20,7 @@ NOT_FOR_DEEPSPEED = {
             "gradient_accumulation_steps",
             "managed_gradient_accumulation",
         ),
-        "train_batch_size and micro_train_batch_size (or micro_train_tokens) of the stage decide it",
+        "the stage's train_batch_size and micro_train_batch_size (or micro_train_tokens) set it",
     ),
     "gradient_clipping": "max_norm of the stage sets it",
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "torch_autocast"), "dtype of the stage sets it"),
@@ -30,20 +30,20 @@ NOT_FOR_DEEPSPEED = {
     ),
     **dict.fromkeys(
         ("gradient_allreduce_op", "gradient_predivide_factor"),
-        "losses are sums over all ranks that nothing may divide again",
+        "losses are sums over all ranks and must not be divided again",
     ),
     **dict.fromkeys(
-        ("steps_per_print", "tensorboard", "wandb", "comet", "csv_monitor"), "metrics.jsonl has the metrics"
+        ("steps_per_print", "tensorboard", "wandb", "comet", "csv_monitor"), "metrics are in metrics.jsonl"
     ),
     **dict.fromkeys(("checkpoint", "datastates_ckpt"), "alignflow writes the resume states"),
     **dict.fromkeys(
         ("data_efficiency", "dataloader_drop_last", "autotuning"),
-        "alignflow deals the data and sets the passes",
+        "alignflow distributes the data and sets the passes",
     ),
     "activation_checkpointing": "gradient_checkpointing of the stage sets it",
     **dict.fromkeys(
         ("hybrid_engine", "tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"),
-        "it needs a model of another form",
+        "it needs a model in a different form",
     ),
     f"{ZERO}.stage": "zero_stage of the stage sets it",
     **dict.fromkeys(
@@ -52,13 +52,13 @@ NOT_FOR_DEEPSPEED = {
     **dict.fromkeys(
         (f"{ZERO}.offload_param", f"{ZERO}.cpu_offload_param"), "param_offload of the stage sets it"
     ),
-    f"{ZERO}.cpu_offload_use_pin_memory": "offloaded state is in pinned memory",
+    f"{ZERO}.cpu_offload_use_pin_memory": "alignflow keeps offloaded state in pinned memory",
     f"{ZERO}.zero_hpz_partition_size": "zero_hpz of the stage sets it",
     f"{ZERO}.compute_grad_norm": "clipping and the metrics need the norm",
-    f"{ZERO}.leaf_module": "alignflow sets which modules are fetched whole",
+    f"{ZERO}.leaf_module": "alignflow sets which modules are fetched as a whole",
     f"{ZERO}.elastic_checkpoint": "alignflow writes the resume states",
 }
-# Options that only decide speed, memory or what is printed. They are in no digest.
+# Options that affect only speed, memory or what is printed. They are in no digest.
 SPEED_ONLY = frozenset(
     [
         *"wall_clock_breakdown memory_breakdown comms_logger flops_profiler dump_state".split(),
@@ -80,21 +80,22 @@ SPEED_ONLY = frozenset(
 
 
 class ZeroFields(Config):
-    """DeepSpeed options beyond the ZeRO stage."""
+    """Fields for DeepSpeed options beyond the ZeRO stage."""
 
     zero_hpz: Annotated[bool, NotInDigest] = Field(
         False,
         description=(
-            "on several nodes under ZeRO-3: each node has a second copy of the weights, sharded over its"
-            " ranks, from which backward passes fetch without the network (hpZ of ZeRO++, Wang et al. 2023)"
+            "on several nodes under ZeRO-3: keep a second copy of the weights on each node, sharded over its"
+            " ranks, so that backward passes fetch weights without using the network (hpZ of ZeRO++, Wang et"
+            " al. 2023)"
         ),
     )
     deepspeed: dict[str, Any] = Field(
         {},
         description=(
-            "further options of DeepSpeed by its own names, such as {zero_optimization: {reduce_bucket_size:"
-            " 100000000}}; they override alignflow's. Options that only decide speed or memory are not in the"
-            " digest"
+            "further DeepSpeed options under their own names, such as"
+            " {zero_optimization: {reduce_bucket_size: 100000000}}; they override alignflow's. Options that"
+            " affect only speed or memory are not in the digest"
         ),
     )
 
@@ -102,7 +103,7 @@ class ZeroFields(Config):
     def _check_deepspeed(self) -> Iterator[str]:
         zero = self.deepspeed.get(ZERO, {})
         if not isinstance(zero, dict):
-            yield f"deepspeed.{ZERO}={zero!r} must be a mapping of DeepSpeed's options"
+            yield f"deepspeed.{ZERO}={zero!r} must be a mapping of DeepSpeed options"
             return
         yield from keys_that_are_no_text("deepspeed", self.deepspeed)
         for name in (*self.deepspeed, *(f"{ZERO}.{name}" for name in zero)):
@@ -111,7 +112,7 @@ class ZeroFields(Config):
 
 
 def deciding_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of `deepspeed` that decide a stage's result."""
+    """Returns the options of `deepspeed` that affect a stage's result."""
     zero = {
         name: value for name, value in options.get(ZERO, {}).items() if f"{ZERO}.{name}" not in SPEED_ONLY
     }

@@ -1,6 +1,7 @@
-"""What DeepSpeed ZeRO shards at each stage, and the memory that its optimiser takes. Torch-free.
+"""Describes what DeepSpeed ZeRO shards at each stage, and the memory that its optimiser takes. Torch-free.
 
-Stage 1 shards the optimiser's state, 2 also gradients, 3 also weights (Rajbhandari et al. 2020, section 3.1).
+Stage 1 shards the optimiser's state, stage 2 also gradients, stage 3 also weights (Rajbhandari et al. 2020,
+section 3.1).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ SUBGROUP = 1e9  # parameters whose fp32 gradients ZeRO-3 holds in one block of p
 def _on_gpu(how: Training, count: float, largest: float) -> OptimiserBytes:
     stage = how.sharding.stage
     per_rank = count / how.ranks
-    kept = 4 * per_rank  # memory that the allocator keeps
+    kept = 4 * per_rank  # memory that the allocator holds back
     sums = 0.0
     # fp32 sums of this rank's share, and under ZeRO-1 of everything before, in fp32 buckets; otherwise bf16
     # buckets
@@ -38,10 +39,10 @@ def _on_gpu(how: Training, count: float, largest: float) -> OptimiserBytes:
 
 
 def _on_host(how: Training, share: float, largest: float) -> float:
-    """Returns the bytes that DeepSpeed's Adam takes on the host for `share` parameters. Not pinned are two
-    fp32 moments and, under ZeRO-3, fp32 weights. Pinned are fp32 gradients; the gradients that passes add
-    up, in bf16 or under ZeRO-3 also in fp32; and under ZeRO-1 and 2 fp32 weights, their bf16 form, and the
-    largest weight."""
+    """Returns the bytes that DeepSpeed's Adam takes on the host for `share` parameters. Unpinned memory holds
+    two fp32 moments and, under ZeRO-3, fp32 weights. Pinned memory holds fp32 gradients; the gradients summed
+    over passes, in bf16 or, under ZeRO-3, also in fp32; and, under ZeRO-1 and 2, fp32 weights, their bf16
+    form, and the largest weight."""
     if how.sharding.stage == 3:
         added = (4 if how.sums_in_fp32 else 2) * share
         return 12 * share + pinned_bytes(added) + share / SUBGROUP * pinned_bytes(4 * SUBGROUP)

@@ -129,7 +129,7 @@ def test_a_command_without_the_auth_string_is_one_sentence(serve: Serve, api: st
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml"]
     done = captured(command, cwd=serve.folder, env=environment, timeout=300)
     assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
-    assert "does not take the auth string of this shell: set PREFECT_API_AUTH_STRING" in " ".join(
+    assert "does not accept this shell's auth string: set PREFECT_API_AUTH_STRING" in " ".join(
         done.stderr.split()
     )
 
@@ -380,7 +380,7 @@ def test_the_auth_string_is_kept_and_in_no_log(tmp_path: Path) -> None:
         (string,) = strings
         assert running and not [line for line in running if string.partition(":")[2] in line]
     place = folder / "home" / "auth-string"
-    assert f"the auth string: what is in {place}\n" in (folder / "serve.txt").read_text()
+    assert f"the auth string once: the content of {place}\n" in (folder / "serve.txt").read_text()
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
     holding = [
         path

@@ -77,7 +77,7 @@ def test_a_no_in_the_form_and_a_yes_by_the_command(tmp_path: Path) -> None:
         serve.reaches(api, other, "FAILED")
         command = [sys.executable, "-m", "flows.cli", "approve", "artifacts/micro", "--by", "bob"]
         told = captured(command, cwd=folder, env=environment | micro.client(api))
-        assert told.returncode == 0 and "its suspended run goes on" in told.stdout, told
+        assert told.returncode == 0 and "its suspended run continues" in told.stdout, told
         serve.reaches(api, run, "COMPLETED")
         assert question(folder).told() == "approved by bob"
         changed = serve.run(api, "alignment/micro", overrides=["loop.beta=0.4"])

@@ -188,7 +188,9 @@ def test_a_server_without_its_database_is_reported_in_one_sentence(tmp_path: Pat
         " start_server\ntry: start_server()\nexcept MachineLacks as error: print(error)"
     )
     done = captured([sys.executable, "-c", code], env=environment, timeout=100)
-    assert done.stdout.startswith("Prefect's temporary server ended, or did not answer within 120 s (what it")
+    assert done.stdout.startswith(
+        "Prefect's temporary server ended, or did not answer within 120 s (its output is"
+    )
     assert "unable to open database file" in done.stderr
 
 

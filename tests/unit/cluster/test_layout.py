@@ -141,11 +141,11 @@ def test_pairs_share_and_the_others_do_not() -> None:
     [
         (
             {"colocate_all": True, "engine": EngineConfig(num_engines=1, gpus=1)},
-            r"equally many processes, there are: actor 2, .*sampler 1",
+            r"the same number of processes, but have: actor 2, .*sampler 1",
         ),
         (
             {"colocate_actor_ref": True, "reference_ranks": Ranks(num_ranks_per_node=2)},
-            r"all need one: set gpus of reference",
+            r"all use GPUs: set gpus of reference",
         ),
         (
             {"colocate_critic_reward": True, "advantage_estimator": "rloo", "n_samples_per_prompt": 2},
@@ -153,16 +153,19 @@ def test_pairs_share_and_the_others_do_not() -> None:
         ),
         (
             {"adam_offload": True, "critic_ranks": Ranks(num_ranks_per_node=2)},
-            r"these have none: .*critic: set gpus",
+            r"these groups have no GPU: .*critic: set gpus",
         ),
-        ({"ref_reward_offload": True, "reference_ranks": Ranks()}, r"these have none: reference: set gpus"),
+        (
+            {"ref_reward_offload": True, "reference_ranks": Ranks()},
+            r"these groups have no GPU: reference: set gpus",
+        ),
         (
             {"ref_reward_shard": True, "ref_reward_offload": True},
             r"two ways to free the same memory: set one of them",
         ),
         (
             {"ref_reward_shard": True, "reference_ranks": Ranks(gpus=1)},
-            r"over its ranks, and these have one: reference: leave it out",
+            r"over its ranks, but these groups have one rank: reference: leave it out",
         ),
     ],
 )

@@ -53,7 +53,7 @@ def test_former_names_are_read_with_a_note(tmp_path: Path, capsys: pytest.Captur
     assert of_ppo == EngineConfig(num_engines=2, options={"max_num_seqs": 4})
     assert of_judge == EngineConfig(gpus=1, options={"max_num_seqs": 8})
     told = capsys.readouterr().err
-    assert told.count("note: recipe") == 1 and "vllm.engine is engine.options" in told
+    assert told.count("note: recipe") == 1 and "engine.options (for vllm.engine):" in told
     load_recipe(write(tmp_path, yaml.safe_load(dump_recipe(recipe))))
     assert capsys.readouterr().err == "", "today's names need no note"
 
@@ -122,7 +122,7 @@ def test_a_server_is_of_vllm() -> None:
     recipe = FORMER | {"stages": stages}
     judge = {"kind": "vllm", "model": "org/judge", "engine": {"kind": "transformers"}}
     stages["evaluation"] = stages["evaluation"] | {"judges": [judge]}
-    with pytest.raises(ValueError, match=r"a server is vLLM's, and engine.kind is transformers"):
+    with pytest.raises(ValueError, match=r"a server needs vLLM, but engine.kind is transformers"):
         recipe_of(recipe)
 
 

@@ -25,14 +25,17 @@ def ppo(**fields: Any) -> PPO:
     [
         (
             {"dtype": "float16", "zero_stage": 0},
-            "dtype=float16 needs the loss scale of DeepSpeed, and this is plain torch: set zero_stage to 1, 2, 3"
+            "dtype=float16 needs DeepSpeed's loss scaling, but this stage uses plain torch: set zero_stage to 1, 2, 3"
             " or auto, or dtype to bfloat16",
         ),
-        ({"dtype": "float16", "optimizer": "muon"}, "this is plain torch: set optimizer to adamw, or dtype"),
-        ({"dtype": "float16", "float8": True}, "float8 is faster than bfloat16 alone, and dtype is float16"),
+        (
+            {"dtype": "float16", "optimizer": "muon"},
+            "this stage uses plain torch: set optimizer to adamw, or dtype",
+        ),
+        ({"dtype": "float16", "float8": True}, "float8 works only with bfloat16, but dtype is float16"),
         (
             {"fp32_head": True},
-            "fp32_head computes the logits of 16-bit weights in fp32, and dtype is float32",
+            "fp32_head computes the logits of 16-bit weights in fp32, but dtype is float32",
         ),
     ],
 )

@@ -90,12 +90,12 @@ def read(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> dict[str, Ki
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("sft", "GOOD", "there is a kind of this name; choose another"),
+        ("sft", "GOOD", "a kind of this name exists; choose another"),
         ("toys", "GOOD", "the field `stage` of Toy must have the default 'toys'"),
         ("atoy", "NO_MODULE", "the field `stage` of Toy must have the default 'atoy'"),
         ("zoo", "NUMBER", "it is a int, not an rlhf_core.config.kinds.Kind"),
         ("zoo", "NO_CONFIG", "its config class must inherit from rlhf_core.config.gates.Gated"),
-        ("zoo", "HIDDEN", "the field exports of Hidden has the name of something that alignflow asks"),
+        ("zoo", "HIDDEN", "the field exports of Hidden has the name of an attribute of every"),
         ("zoo", "ABSENT", "has no attribute 'ABSENT'"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_kind_without_a_module_and_a_package_that_is_gone(monkeypatch: pytest.
     points = [EntryPoint("toy", f"{__name__}:NO_MODULE", outside_kinds.GROUP)]
     monkeypatch.setattr(outside_kinds, "entry_points", lambda group: points)
     assert outside_kinds.kinds_of_packages(KINDS) == {}
-    assert outside_kinds.UNUSABLE["toy"].endswith("it names no module with `run(request, run)`")
+    assert outside_kinds.UNUSABLE["toy"].endswith("it does not name a module with `run(request, run)`")
 
 
 def test_a_recipe_that_names_it_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

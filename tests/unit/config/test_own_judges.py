@@ -46,12 +46,12 @@ def test_the_kind_is_that_of_the_engine() -> None:
 @pytest.mark.parametrize(
     ("judge", "told"),
     rows_of_text(r"""
-    {kind: vllm, model: grm, base_url: "http://localhost:8000/v1"} | kind vllm runs the judge in this stage, but base_url is for one behind an endpoint: leave one of them out
-    {kind: transformers, model: grm, concurrency: 3} | kind transformers runs the judge in this stage, but concurrency is for one behind
-    {model: grm, engine: {gpus: 1}} | engine is for a judge on the stage's own engines, but this one is behind an endpoint: set kind to vllm, or leave engine out
+    {kind: vllm, model: grm, base_url: "http://localhost:8000/v1"} | kind vllm runs the judge in this stage, but base_url applies only to a judge behind an endpoint: leave one of them out
+    {kind: transformers, model: grm, concurrency: 3} | kind transformers runs the judge in this stage, but concurrency applies only to a judge behind
+    {model: grm, engine: {gpus: 1}} | engine applies only to a judge on the stage's own engines, but this one is behind an endpoint: set kind to vllm, or leave engine out
     {kind: vllm, model: grm, engine: {kind: transformers}} | the judge's kind is vllm, but engine.kind is transformers: leave engine.kind out
-    {kind: vllm, model: grm, max_model_len: 4096} | max_tokens=4096 leaves none of max_model_len=4096 for a request: lower it
-    {kind: vllm, model: grm, engine: {adapters: alone}} | engine.adapters is of ppo
+    {kind: vllm, model: grm, max_model_len: 4096} | max_tokens=4096 leaves no room for a request in max_model_len=4096: lower max_tokens
+    {kind: vllm, model: grm, engine: {adapters: alone}} | engine.adapters is only for ppo
     """),
 )
 def test_what_is_for_the_other_kind_is_refused(judge: Any, told: str) -> None:
@@ -81,10 +81,12 @@ def test_a_judge_shares_gpus_if_its_engine_sleeps() -> None:
     assert apart.together == [["actor", "sampler"]] and needs(apart).gpus == 3
     shared = grpo(reward(engine={**ON_GPU, "num_engines": 2, "sleep": True}), **common)
     assert shared.together == [["actor", "sampler", "judge:grm"]] and needs(shared).gpus == 2
-    with pytest.raises(ValueError, match=r"groups that share GPUs need equally many processes.*judge:grm 1"):
+    with pytest.raises(
+        ValueError, match=r"groups that share GPUs need the same number of processes.*judge:grm 1"
+    ):
         grpo(reward(engine={**ON_GPU, "sleep": True}), **common)
     with pytest.raises(
-        ValueError, match="dynamic_filtering asks the judge grm while the engines hold the GPUs"
+        ValueError, match="dynamic_filtering uses the judge grm while the engines hold the GPUs"
     ):
         grpo(reward(engine={**ON_GPU, "num_engines": 2, "sleep": True}), dynamic_filtering=True, **common)
 
@@ -94,7 +96,7 @@ def test_a_round_judges_after_it_has_sampled() -> None:
     config = Preferences(reward=reward(engine=ON_GPU), **fields)
     assert [list(turn) for turn in config.turns] == [["sampler"], ["judge:grm"]]
     assert needs(config).gpus == 1
-    with pytest.raises(ValueError, match="the judge grm has the GPUs alone while it judges a round"):
+    with pytest.raises(ValueError, match="the judge grm has the GPUs to itself while it judges a round"):
         Preferences(reward=reward(engine={**ON_GPU, "sleep": True}), **fields)
 
 

@@ -26,17 +26,17 @@ BASE: dict[str, Any] = dict(
 @pytest.mark.parametrize(
     ("fields", "told"),
     rows_of_text("""
-    {environment: chess} | 'chess' is no environment: name a class as path.py:Class, or one of guess, tools
-    {environment: {path: guess, options: {day: !!set {1: null}}}} | options must be what JSON can hold
+    {environment: chess} | 'chess' is not an environment: give a class as path.py:Class, or one of guess, tools
+    {environment: {path: guess, options: {day: !!set {1: null}}}} | options must be valid JSON values
     {environment: {path: guess, answer_max_len: 5000}} | answer_max_len=5000 must be at most generate_max_len=1024
-    {environment: guess, stream_batch_size: 4} | stream_batch_size scores answers as they are finished
+    {environment: guess, stream_batch_size: 4} | stream_batch_size scores answers one by one as they finish, but
     {environment: guess, environments: {game: guess}} | environment and environments exclude each other
     {environments: {game: {path: guess, answer_max_len: 5000}}} | environments.game.answer_max_len=5000 must be at most generate_max_len=1024
     {environments: {a/b: guess}} | environments.a/b
-    {reward: environment} | reward names the environment, and there is none
+    {reward: environment} | reward names the environment, but none is set:
     {one_step_off_policy: true} | one_step_off_policy is called max_staleness
-    {max_staleness: 4, sampler_is: 'off'} | max_staleness trains on answers of older weights
-    {policy_loss: cispo, dual_clip: 3.0} | cispo weighs each token's log-prob: leave out dual_clip
+    {max_staleness: 4, sampler_is: 'off'} | max_staleness trains on answers from older weights and needs
+    {policy_loss: cispo, dual_clip: 3.0} | cispo weights each token's log-prob: leave out dual_clip
     """),
 )
 def test_one_sentence_each(fields: dict[str, Any], told: str) -> None:
@@ -64,27 +64,30 @@ def test_an_environment_gives_the_reward_unless_others_are_named() -> None:
     [
         ({"agent": "agent --fast"}, "set checker"),
         ({"agent": "a.py:run", "path": "guess"}, "leave path out"),
-        ({"path": "agent"}, "set agent alone"),
-        ({"path": "guess", "checker": "a.py:check"}, "checker is for agent and mcp"),
-        ({"agent": "agent", "checker": "a.py:check", "options": {"a": 1}}, "in the command"),
+        ({"path": "agent"}, "set only agent"),
+        ({"path": "guess", "checker": "a.py:check"}, "checker applies only to agent and mcp"),
+        (
+            {"agent": "agent", "checker": "a.py:check", "options": {"a": 1}},
+            "command's arguments into the command",
+        ),
         ({"agent": "a.py:run", "checker": "check"}, "checker"),
         ({"agent": "it's"}, "neither path.py:function nor a command"),
         ({"agent": "   "}, "neither path.py:function nor a command"),
         ({"agent": "solve.py:run now", "checker": "a.py:check"}, "neither path.py:function nor a command"),
-        ({"mcp": "server", "path": "guess"}, "mcp stands in place of path"),
-        ({"path": "mcp_tools"}, "set mcp alone"),
-        ({"mcp": "server", "agent": "a.py:run"}, "in place of path"),
+        ({"mcp": "server", "path": "guess"}, "mcp replaces path"),
+        ({"path": "mcp_tools"}, "set only mcp"),
+        ({"mcp": "server", "agent": "a.py:run"}, "replaces path"),
         ({"mcp": "https://user:secret@host/mcp"}, "token_env"),
-        ({"verifiers": "a", "path": "guess"}, "verifiers stands in place of path"),
-        ({"verifiers": "a", "mcp": "server"}, "in place of path"),
-        ({"verifiers": "a", "checker": "a.py:check"}, "checker is for agent and mcp"),
-        ({"path": "verifiers_episodes"}, "set verifiers alone"),
-        ({"agent": "a.py:run", "python": "python3"}, "python is for verifiers"),
+        ({"verifiers": "a", "path": "guess"}, "verifiers replaces path"),
+        ({"verifiers": "a", "mcp": "server"}, "replaces path"),
+        ({"verifiers": "a", "checker": "a.py:check"}, "checker applies only to agent and mcp"),
+        ({"path": "verifiers_episodes"}, "set only verifiers"),
+        ({"agent": "a.py:run", "python": "python3"}, "python applies only to verifiers"),
         ({"verifiers": ""}, "verifiers"),
         ({"openenv": "host:8000"}, "openenv"),
-        ({"openenv": "https://user:secret@host"}, "an address in openenv holds a password"),
-        ({"openenv": "http://host", "path": "guess"}, "openenv stands in place of path"),
-        ({"path": "openenv_episodes"}, "set openenv alone"),
+        ({"openenv": "https://user:secret@host"}, "an address in openenv contains a password"),
+        ({"openenv": "http://host", "path": "guess"}, "openenv replaces path"),
+        ({"path": "openenv_episodes"}, "set only openenv"),
     ],
 )
 def test_wrong_fields(fields: dict[str, Any], told: str) -> None:
@@ -175,14 +178,14 @@ def test_weights_are_relative_and_no_options() -> None:
         ({"tasks": {"gcd": {"weight": "a"}}}, "a number above 0, not 'a'"),
         ({"tasks": {"gcd": {"weight": float("nan")}}}, "a number above 0, not nan"),
         ({"tasks": {"gcd": {"weight": True}}}, "a number above 0, not True"),
-        ({"tasks": {"gcd": {"seed": 1}}}, "set it beside tasks, not in the task gcd"),
-        ({"tasks": {"gcd": {"size": 1}}}, "size is that of the whole source"),
-        ({"tasks": {"gcd": {"x": {1}}}}, "must be what JSON can hold"),
+        ({"tasks": {"gcd": {"seed": 1}}}, "set it next to tasks, not inside the task gcd"),
+        ({"tasks": {"gcd": {"size": 1}}}, "size applies to the whole source"),
+        ({"tasks": {"gcd": {"x": {1}}}}, "must be valid JSON values"),
         ({"tasks": "gcd", "size": 0}, "size"),
         ({"tasks": "gcd", "seed": -1}, "seed"),
         ({"task": "gcd"}, "task"),
-        ({"tasks": [{"gcd": {}}]}, "a list has names of tasks, not {'gcd': {}}"),
-        ({"tasks": ["gcd", "lcm", "gcd"]}, "a task is named twice"),
+        ({"tasks": [{"gcd": {}}]}, "a list holds names of tasks, not {'gcd': {}}"),
+        ({"tasks": ["gcd", "lcm", "gcd"]}, "a task is listed twice"),
     ],
 )
 def test_wrong_generated_questions(given: Any, told: str) -> None:
@@ -191,7 +194,7 @@ def test_wrong_generated_questions(given: Any, told: str) -> None:
 
 
 def test_a_path_beside_tasks_is_refused() -> None:
-    with pytest.raises(ValidationError, match="reasoning_gym stands in place of path: leave path out"):
+    with pytest.raises(ValidationError, match="reasoning_gym replaces path: leave path out"):
         source({"tasks": "gcd"}, path="p.jsonl")
 
 

@@ -36,13 +36,13 @@ def test_a_source_is_the_tasks_of_an_environment() -> None:
         ({"environment": ""}, "environment"),
         ({"environment": "a", "size": 0}, "size"),
         ({"environment": "a", "dataset": "test"}, "dataset"),
-        ({"environment": "a", "options": {"x": float("nan")}}, "what JSON can hold"),
+        ({"environment": "a", "options": {"x": float("nan")}}, "valid JSON values"),
     ],
 )
 def test_wrong_fields(given: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         source(given)
-    with pytest.raises(ValueError, match="verifiers stands in place of path"):
+    with pytest.raises(ValueError, match="verifiers replaces path"):
         source({"environment": "a"}, path="rows.jsonl")
 
 

@@ -35,14 +35,14 @@ def ppo(**fields: Any) -> PPO:
     ("fields", "told"),
     [
         *rows_of_text("""
-    {} | engine.adapters: alone sends adapters, and there are none: set lora, or leave it out
+    {} | engine.adapters: alone sends adapters, but there are none: set lora, or leave it out
     {lora: {quantize: nf4}} | lora.quantize=nf4 rounds weights that engines would not round: leave one of them out
-    {lora: {}, engine: {adapters: alone, gpus: 1}} | needs dtype bfloat16 on GPUs, and it is float32: set it, or leave engine.a
-    {lora: {rank: 513}} | engine.adapters: alone takes adapters of rank 512 at most, and lora.rank is 513: lower it, or leave it out
+    {lora: {}, engine: {adapters: alone, gpus: 1}} | needs dtype bfloat16 on GPUs, but dtype is float32: set it to bfloat16, or leave engine.a
+    {lora: {rank: 513}} | engine.adapters: alone supports adapters up to rank 512, but lora.rank is 513: lower the rank, or leave engine.adapters out
     """),
         (
             {"lora": {}, "engine": {"adapters": "alone", "pipeline_parallel_size": 2}},
-            "engine.adapters: alone is for engines without pipeline_parallel_size: leave one of them out",
+            "engine.adapters: alone does not work with pipeline_parallel_size: leave one of them out",
         ),
     ],
 )
@@ -62,7 +62,7 @@ def test_other_stages_have_no_use_for_it() -> None:
         kind.model_validate(fields)
         with pytest.raises(
             ValidationError,
-            match=r"engine\.adapters is of ppo, which sends weights to its engines: leave it out",
+            match=r"engine\.adapters is only for ppo, which sends weights to its engines: leave it out",
         ):
             kind.model_validate({**fields, "engine": {"adapters": "alone"}})
 

@@ -38,15 +38,15 @@ def ppo(**fields: Any) -> PPO:
     rows_of_text("""
     {deepspeed: {optimizer: {}}} | deepspeed.optimizer: alignflow sets AdamW and its schedule, so leave it out
     {deepspeed: {zero_optimization: {stage: 3}}} | deepspeed.zero_optimization.stage: zero_stage of the stage sets it
-    {deepspeed: {zero_optimization: 3}} | deepspeed.zero_optimization=3 must be a mapping of DeepSpeed's options
-    {deepspeed: {dump_state: true}, zero_stage: 0, ranks: {gpus: 1}} | zero_stage=0 is plain torch
+    {deepspeed: {zero_optimization: 3}} | deepspeed.zero_optimization=3 must be a mapping of DeepSpeed options
+    {deepspeed: {dump_state: true}, zero_stage: 0, ranks: {gpus: 1}} | zero_stage=0 uses plain torch
     {adam_offload: true, zero_stage: 0, ranks: {gpus: 1}} | zero_stage=0 keeps Adam on the GPU
-    {adam_offload: true, ranks: {}} | adam_offload frees a GPU's memory, and ranks have none
-    {param_offload: true, zero_stage: 2} | param_offload is for weights that are sharded: set zero_stage to 3 or auto
+    {adam_offload: true, ranks: {}} | adam_offload frees a GPU's memory, but ranks have no GPU:
+    {param_offload: true, zero_stage: 2} | param_offload applies only to sharded weights: set zero_stage to 3 or auto
     {param_offload: true, lora: {quantize: nf4}} | lora.quantize=nf4 keeps whole weights on the GPU: leave out param_offload
     {zero_hpz: true, lora: {quantize: nf4}, ranks: {num_nodes: 2}} | lora.quantize=nf4 keeps whole weights on the GPU: leave out zero_hpz
-    {zero_hpz: true} | zero_hpz keeps a copy of the weights on each node, and ranks have one node: leave it out
-    {zero_hpz: true, zero_stage: 1, ranks: {num_nodes: 2}} | zero_hpz is for weights that are sharded
+    {zero_hpz: true} | zero_hpz keeps a copy of the weights on each node, but only one node is set for ranks: leave it out
+    {zero_hpz: true, zero_stage: 1, ranks: {num_nodes: 2}} | zero_hpz applies only to sharded weights:
     """),
 )
 def test_what_cannot_be_is_refused_in_a_sentence(fields: dict[str, Any], told: str) -> None:
@@ -60,7 +60,7 @@ def test_ppo_names_the_roles() -> None:
     one = dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks(gpus=1))
     assert ppo(**one).alone and not ppo().alone and not ppo(**one, adam_offload=["critic"]).alone
     with pytest.raises(
-        ValidationError, match=r"param_offload frees a GPU's memory, .* none: actor: set gpus"
+        ValidationError, match=r"param_offload frees a GPU's memory, .* no GPU: actor: set gpus"
     ):
         ppo(param_offload=["actor"], actor_ranks={})
 

@@ -166,12 +166,12 @@ def test_a_control_token_in_an_argument_stays_text(places: dict[str, str]) -> No
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"template_args": {"tools": []}}, "alignflow itself gives tools"),
-        ({"template_args": {"bos_token": ""}}, "alignflow itself gives bos_token"),
-        ({"template_args": {"enable-thinking": False}}, "no name that a chat template can read"),
-        ({"template_args": {"date": Path("x")}}, "what JSON can hold"),
-        ({"template_args": {"date": float("nan")}}, "what JSON can hold"),
-        ({"template": "Q: {}", "template_args": OFF}, "read by chat templates alone"),
+        ({"template_args": {"tools": []}}, "alignflow itself passes tools"),
+        ({"template_args": {"bos_token": ""}}, "alignflow itself passes bos_token"),
+        ({"template_args": {"enable-thinking": False}}, "not a name that a chat template can read"),
+        ({"template_args": {"date": Path("x")}}, "valid JSON values"),
+        ({"template_args": {"date": float("nan")}}, "valid JSON values"),
+        ({"template": "Q: {}", "template_args": OFF}, "only chat templates read template_args:"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence(fields: dict[str, Any], told: str) -> None:

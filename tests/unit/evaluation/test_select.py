@@ -83,7 +83,7 @@ def test_three_questions_make_no_model_clear() -> None:
 def test_only_common_questions_count() -> None:
     scores = {"a": {"q1": 1.0, "q2": 0.0, "q3": 0.0}, "b": {"q1": 1.0, "q2": 0.0}}
     assert choose(scores, ("a", "b")).questions == 2
-    with pytest.raises(ValueError, match="no question has a verdict on all models"):
+    with pytest.raises(ValueError, match="no question has a verdict for every model,"):
         choose({"a": {"q1": 1.0}, "b": {"q2": 1.0}}, ("a", "b"))
 
 

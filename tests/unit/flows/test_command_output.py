@@ -47,7 +47,7 @@ def test_libraries_that_every_process_compiles(
     found = _compiled()
     assert [finding.level for finding in found] == (["warn"] if warned else [])
     assert not warned or (
-        "and torch have no compiled files: each process" in found[0].value
+        "but torch have no compiled files: each process" in found[0].value
         and f"-j 0 {tmp_path}`" in found[0].value
     )
 
@@ -165,7 +165,9 @@ def test_a_terminal_shows_the_auth_string_and_a_log_the_file_that_holds_it(
     file.parent.mkdir()
     file.write_text(f"{AUTH}\n")
     asked, shell = printed(file, terminal).splitlines()
-    assert asked == f"its pages ask once for the auth string: {AUTH if terminal else f'what is in {file}'}"
+    assert (
+        asked == f"its pages request the auth string once: {AUTH if terminal else f'the content of {file}'}"
+    )
     assert AUTH not in shell
     command = shell.removeprefix("from another shell: ")
     told = captured(["sh", "-c", f'{command}; echo "$PREFECT_API_URL $PREFECT_API_AUTH_STRING"'])
@@ -187,7 +189,7 @@ def test_ctrl_c_says_how_to_go_on(
 
     monkeypatch.setattr("flows.cli.doctor.examine", examine)
     assert app.main(["doctor"]) == 130
-    assert capsys.readouterr().err == "interrupted; run the same command again to go on\n"
+    assert capsys.readouterr().err == "interrupted; run the same command again to continue\n"
 
 
 @pytest.mark.parametrize(

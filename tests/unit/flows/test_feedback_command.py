@@ -32,7 +32,7 @@ def test_a_signature_of_a_url_is_neither_shown_nor_recorded(
     box = tmp_path / "chat.inbox"
     assert main(["feedback", "import", URL, "--inbox", str(box)]) == 1
     told = capsys.readouterr()
-    assert told.out.startswith("opening the inbox: its rows are read\nreading memory://rows.jsonl\n")
+    assert told.out.startswith("opening the inbox: reading its rows\nreading memory://rows.jsonl\n")
     assert "memory://rows.jsonl: 2 rows: 1 new" in told.out
     assert "memory://rows.jsonl, line 2: is not JSON" in told.out
     assert "hidden" not in told.out + told.err
@@ -52,7 +52,7 @@ def test_a_url_that_cannot_be_read_is_told_without_its_secrets(
 
 def test_an_inbox_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["feedback", "status", str(tmp_path / "typo.inbox")]) == 2
-    assert "there is no inbox" in capsys.readouterr().err
+    assert "does not exist: correct the path" in capsys.readouterr().err
 
 
 def test_a_service_that_is_down_is_one_sentence(

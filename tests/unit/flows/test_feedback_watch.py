@@ -165,7 +165,7 @@ def test_a_record_that_cannot_be_read_is_told(bench: Bench) -> None:
 
 def test_recipes_without_such_a_loop_are_refused(tmp_path: Path) -> None:
     loop = {"stage": "iterative_dpo", "reward": "org/reward", "prompts": {"sources": "p.jsonl"}, "rounds": 1}
-    with pytest.raises(ValueError, match="its loop loop takes no feedback"):
+    with pytest.raises(ValueError, match="its loop loop does not use feedback"):
         InboxWatch(Recipe(name="x", base_model="org/base", stages={"loop": loop}))
 
 
@@ -192,7 +192,8 @@ def test_a_server_that_does_not_answer_is_one_warning(imported: Any, monkeypatch
         told = imported()
     assert "1 new" in told
     assert (
-        told.count("warning: Prefect's server (PREFECT_API_URL) did not take the event of the new rows") == 1
+        told.count("warning: Prefect's server (PREFECT_API_URL) did not accept the event about the new rows")
+        == 1
     )
     assert Inbox(Path("chat.inbox")).count(("thumb",)) == 1
     assert "warning" not in imported(), "nothing is new, so there is nothing to tell"

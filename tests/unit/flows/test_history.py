@@ -114,10 +114,10 @@ def test_differences_of_two_runs_of_a_stage(chain: Chain) -> None:
         line.partition(": give two of <artifacts>/stages/<stage>-<digest>, or two of")[0]
         for line in str(refused.value).splitlines()
     ] == [
-        f"{missing}: there is no such folder",
+        f"{missing}: this folder does not exist",
         f"{file}: this is a file",
     ]
-    with pytest.raises(ValueError, match=r"stages: this .* stage, nor of a recipe that has run: give two of"):
+    with pytest.raises(ValueError, match=r"stages: this .* stage nor of a recipe that has run: give two of"):
         differences(other, chain.root / "stages")
 
 
@@ -143,7 +143,7 @@ def test_a_lineage_with_its_data(chain: Chain) -> None:
     places = {(stage, field, name): digest for stage, field, name, digest in told}
     assert places["sft", "data", "sloppy.jsonl"] == ""
     assert len(places["reward_model", "data", "pairs.jsonl"]) == 16
-    with pytest.raises(ValueError, match="there is no such file or folder"):
+    with pytest.raises(ValueError, match="this file or folder does not exist"):
         lineage_of(str(chain.root / "nowhere" / "at-all"))
 
 
@@ -232,7 +232,7 @@ def test_the_commands(chain: Chain, capsys: pytest.CaptureFixture[str]) -> None:
         (["lineage", str(chain.checkpoint)], "dpo-1 (dpo)"),
         (
             ["lineage", "stages/dpo-9"],
-            "There is no folder stages/dpo-9. Of a model of the Hub nothing here says",
+            "The folder stages/dpo-9 does not exist. For a model on the Hub, nothing here records",
         ),
         (["diff", str(chain.stages["sft"]), str(chain.stages["sft"])], "no difference"),
         (["diff", str(chain.stages["sft"]), str(chain.stages["ppo"])], "configuration"),
@@ -253,7 +253,7 @@ def test_a_store_is_named_and_not_read(chain: Chain, capsys: pytest.CaptureFixtu
     (chain.root / "one" / "recipe.yaml").write_text("{name: one, store: 's3://bucket/team', stages: {}}")
     for command in ("stages", "gc"):
         assert flows.cli.main([command, str(chain.root)]) == 0
-        assert "s3://bucket/team: a store, which was not read" in capsys.readouterr().out
+        assert "s3://bucket/team: this store was not read" in capsys.readouterr().out
 
 
 def test_old_records_are_shown(chain: Chain) -> None:
@@ -358,13 +358,8 @@ def test_win_rates_differ_with_their_intervals(tmp_path: Path) -> None:
 def test_empty_lists_are_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "stages").mkdir()
     assert flows.cli.main(["runs", str(tmp_path)]) == 0
-    assert (
-        capsys.readouterr().out == "there are no runs in this folder yet: `alignflow run RECIPE` makes one\n"
-    )
+    assert capsys.readouterr().out == "this folder has no runs yet: start one with `alignflow run RECIPE`\n"
     assert flows.cli.main(["stages", str(tmp_path)]) == 0
-    assert (
-        capsys.readouterr().out
-        == "there are no stages in this folder yet: `alignflow run RECIPE` makes them\n"
-    )
+    assert capsys.readouterr().out == "this folder has no stages yet: run some with `alignflow run RECIPE`\n"
     assert flows.cli.main(["runs", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []

@@ -105,20 +105,20 @@ def test_paths_of_the_command_line_are_found_from_the_recipes_folder(material: P
 def test_an_existing_recipe_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     Path("recipe.yaml").write_text("mine")
     assert main(["init", "--kind", "sft", "--base-model", "org/base", *DATA["sft"]]) == 2
-    assert capsys.readouterr().err == "recipe.yaml exists already: name another folder, or remove it\n"
+    assert capsys.readouterr().err == "recipe.yaml exists already: give another folder, or remove it\n"
     assert Path("recipe.yaml").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     rows_of_text("""
-    [] | give --kind and --base-model: the standard input is no terminal, so nothing can be asked
-    [--kind, ppo] | give --base-model, --preference-data and --prompts: the standard
-    [--kind, sft, --base-model, org/base] | give --sft-data: the standard
+    [] | give --kind and --base-model: standard input is not a terminal, so the values cannot be asked for
+    [--kind, ppo] | give --base-model, --preference-data and --prompts: standard
+    [--kind, sft, --base-model, org/base] | give --sft-data: standard
     [--kind, sft, --base-model, b, --preference-data, p.jsonl, --prompts, prompts.jsonl] | a recipe of kind sft does not read --preference-data and --prompts:
     [--kind, sft, --base-model, b, --sft-data, s.jsonl, --gpus, '-1'] | --gpus -1: give the number of GPUs
     [--kind, sft, --base-model, b, --sft-data, s.jsonl, --name, a b] | name: string should match pattern
-    [file/sub, --kind, sft, --base-model, b, --sft-data, s.jsonl] | file/sub cannot be made (Not a directory): name another
+    [file/sub, --kind, sft, --base-model, b, --sft-data, s.jsonl] | file/sub cannot be created (Not a directory): give another
     """),
 )
 def test_missing_or_wrong_values_are_reported_in_one_sentence(

@@ -103,7 +103,7 @@ def test_a_log_of_the_labelling_page_has_no_token() -> None:
             Path("/h/label-token"),
         )
         assert ("token=the-token" in out.getvalue()) == terminal
-        assert ("the token: what is in /h/label-token" in out.getvalue()) != terminal
+        assert ("the token is in /h/label-token" in out.getvalue()) != terminal
 
 
 def test_the_endpoint_for_feedback_answers_for_the_hosts_of_serve(
@@ -139,8 +139,8 @@ def test_a_process_takes_the_socket_that_it_was_given(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["absent"], "there is no such folder: give the `artifacts` folder"),
-        ([".", "--port", "99999"], "there is no port 99999"),
+        (["absent"], "this folder does not exist: give the `artifacts` folder"),
+        ([".", "--port", "99999"], "99999 is not a port"),
         ([".", "--allow-host", "a b"], "--allow-host a b: give names or addresses of hosts"),
     ],
 )
@@ -197,6 +197,6 @@ def test_a_terminal_shows_the_token_and_a_log_the_file_that_holds_it(
     shown = (
         f"http://127.0.0.1:8123/?token={token}"
         if terminal
-        else f"http://127.0.0.1:8123/?token=... (the token: what is in {file})"
+        else f"http://127.0.0.1:8123/?token=... (the token is in {file})"
     )
     assert text.decode().splitlines()[0] == f"artifacts is shown at {shown}"

@@ -40,5 +40,5 @@ def test_a_half_is_an_override_of_the_stage(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_folder_without_rollouts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no iteration1\.jsonl: name the directory of a run with"):
+    with pytest.raises(ValueError, match=r"iteration1\.jsonl is missing: give the directory of a run with"):
         run_commands.stage("ppo", "recipe.yaml", train_only=tmp_path)

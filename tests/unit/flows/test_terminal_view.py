@@ -32,7 +32,7 @@ LINES = (
         "iterative_dpo.round1.preferences", "running", 3.0, text="importing the libraries of Preferences"
     ),
     StageLine("iterative_dpo.round1.dpo", "waiting", text="waits for iterative_dpo.round1.preferences"),
-    StageLine("kto", "failed", text="exit code 1; the log says why"),
+    StageLine("kto", "failed", text="exit code 1; see the log for the reason"),
 )
 
 
@@ -53,7 +53,7 @@ def test_a_wide_terminal() -> None:
     )
     assert rows[4] == "▶ iterative_dpo.round1.preferences  3 s  importing the libraries of Preferences"
     assert rows[5] == "· iterative_dpo.round1.dpo          waits for iterative_dpo.round1.preferences"
-    assert rows[6] == "✗ kto                               exit code 1; the log says why"
+    assert rows[6] == "✗ kto                               exit code 1; see the log for the reason"
 
 
 @pytest.mark.parametrize("width", [20, 40, 80])

@@ -169,9 +169,9 @@ def test_the_command_takes_nodes_and_tells_phases(
     assert (
         "2 nodes with 100 GB/s between them" in told
         and "GiB, host of a node" in told
-        and "an iteration" in told
+        and "per iteration" in told
     )
-    assert "GiB of a GPU / of the host of a node: start-up 0.6 / 2.0, load" in told
+    assert "GiB per GPU / per host of a node: start-up 0.6 / 2.0, load" in told
     ranks = "stages.ppo.actor_ranks={num_nodes: 4, num_ranks_per_node: 4, gpus: 1}"
     assert main([*command[:2], ranks, *command[2:-2]]) == 0
     assert "4 nodes with 50 GB/s between them" in capsys.readouterr().out, "as the recipe says"

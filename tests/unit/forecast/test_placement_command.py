@@ -51,17 +51,17 @@ def test_the_command_names_every_stage_and_a_choice(
     assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"sft: [\d.]+ GiB per GPU on 4", printed)
-    assert re.search(r"reward_model: 1\d\d\.\d GiB .* and a GPU has 140", printed)
+    assert re.search(r"reward_model: 1\d\d\.\d GiB .* but a GPU has 140", printed)
     first = (
-        "reward_model, ppo run on CPUs: the figures below are for GPUs, and hold only with `gpus: 1` in ranks"
+        "reward_model, ppo run on CPUs: the figures below are for GPUs, and apply only with `gpus: 1` in ranks"
         " and engines"
     )
-    assert printed.startswith(f"{first}; there is no forecast for CPUs\n")
+    assert printed.startswith(f"{first}; there are no estimates for CPUs\n")
     assert "choose all together" in printed
     assert "actor and reference on 2, critic and reward on 1, vLLM on 1" in printed
     assert main(["plan", str(tmp_path / "recipe.yaml"), "ppo.engine.kind=transformers"]) == 0
     printed = capsys.readouterr().out
-    assert "ppo: there is a forecast for engines of vLLM alone, and kind is transformers" in printed
+    assert "ppo: estimates exist only for vLLM engines, but kind is transformers" in printed
     assert "choose" not in printed
     (tmp_path / "base" / "config.json").unlink()
     assert main(["plan", str(tmp_path / "recipe.yaml")]) == 2
@@ -101,16 +101,13 @@ def test_a_model_that_no_gpu_can_load_is_said_with_its_size(tmp_path: Path, plan
     said = " ".join(plan(stages, "--gpus", "32", "--gpu", "h100").split())
     assert said.startswith("estimates for"), "all of it runs on GPUs"
     assert re.search(
-        r"sft: \d+\.\d GiB per GPU on 32 GPU\(s\) and a GPU has 79: with .*zero_stage: 3 it is \d\d\.\d", said
+        r"sft: \d+\.\d GiB per GPU on 32 GPU\(s\) but a GPU has 79: with .*zero_stage: 3 it is \d\d\.\d", said
     )
     # what the recipe does not say is tried
     assert "choose all together, reference and reward sharded, Adam offloaded" in said
     said = " ".join(plan(stages, "--gpus", "4", "--gpu", "h100").split())
     more = r"more ranks with zero_stage 3, GPUs with more memory, or a smaller model"
-    together = (
-        "at their start actor, critic, reference, reward:reward_model, sampler take 1[0-9][0-9].[0-9] GiB of"
-        " the same GPU"
-    )
+    together = "because at their start actor, critic, reference, reward:reward_model, sampler take 1[0-9][0-9].[0-9] GiB of the same GPU"
     # of the placement that needs least, not of the recipe's ranks
     assert re.search(rf"none of these fits 79 GiB, {together}: {more}", said)
 
@@ -145,7 +142,7 @@ def test_what_it_says_to_write_fits_when_it_is_written(tmp_path: Path, plan: Cal
     stages["ppo"] |= choice
     after = printed()
     assert re.search(r"sft: [567]\d\.\d GiB per GPU on 1", after) and "a GPU has 79" not in after
-    assert "choose as in the recipe" in after and "Leave it as it is" in after
+    assert "choose as in the recipe" in after and "The recipe has it already" in after
 
 
 @pytest.mark.parametrize(
@@ -157,7 +154,7 @@ def test_numbers_that_no_gpu_has_are_one_sentence(
 ) -> None:
     assert main(["plan", "recipe.yaml", *wrong]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "--gpus, --gpu-memory, --flops, --bandwidth, --nodes and --network are numbers above 0" in told
+    assert "--gpus, --gpu-memory, --flops, --bandwidth, --nodes and --network must be numbers above 0" in told
 
 
 def test_a_recipe_gets_the_other_changes_it_needs(tmp_path: Path, plan: Callable[..., str]) -> None:
@@ -184,7 +181,7 @@ def test_a_recipe_gets_the_other_changes_it_needs(tmp_path: Path, plan: Callable
         r" 3 it is 5\d",
         said,
     )
-    assert re.search(r"reward_model: .*with dtype: bfloat16, and the recipe has float32", said)
+    assert re.search(r"reward_model: .*with dtype: bfloat16, but the recipe has float32", said)
     assert "odd: no placement suits its batch sizes and switches" in said
     choice = yaml.safe_load(said.partition("In the recipe, under ppo:\n")[2].partition("odd:")[0])
     assert choice["dtype"] == "bfloat16" and choice["reward"] == [
@@ -250,6 +247,6 @@ def test_what_no_placement_of_ppo_tries_is_named(tmp_path: Path, plan: Callable[
     said = plan({"ppo": stage}, "--gpus", "4", "--gpu-memory", "48")
     # host memory and shards are tried
     tries = "a larger sequence_parallel_size, more GPUs, lora or a smaller model"
-    assert f"none of these fits 48 GiB, with shorter passes neither: {tries}\n" in said
+    assert f"none of these fits 48 GiB, not even with shorter passes: {tries}\n" in said
     # phases of what needs the least memory
     assert "ppo, all together, weights and Adam offloaded" in " ".join(said.split())

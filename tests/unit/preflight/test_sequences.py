@@ -54,12 +54,12 @@ def test_a_number_that_does_not_divide_the_ranks() -> None:
     with pytest.raises(
         ValueError,
         match=(
-            "sequence_parallel_size=2 ranks compute each pass together, and ranks are 3: set it to a divisor"
+            "sequence_parallel_size=2 ranks compute each pass together, but ranks configures 3: set it to a divisor"
         ),
     ):
         SFT(data=data, ranks=three, sequence_parallel_size=2, train_batch_size=24)
     with pytest.raises(
-        ValueError, match=r"sequence_parallel_size=3 ranks compute each .* critic_ranks are 1"
+        ValueError, match=r"sequence_parallel_size=3 ranks compute each .* critic_ranks configures 1"
     ):
         PPO(prompts=data, actor_ranks=three, sequence_parallel_size=3, train_batch_size=24)
     with pytest.raises(ValueError, match=r"micro_train_batch_size x .* sequence_parallel_size = 8 x 2 = 16"):

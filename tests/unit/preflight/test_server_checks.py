@@ -132,4 +132,4 @@ def test_a_silent_server_is_a_fault_of_the_first_stages_and_else_a_warning(
     assert "the reward host cannot reach http://host" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr(server_checks, "why_unreachable", lambda _: "")
     assert validate("recipe.yaml", here=True) == 0
-    assert "everything they need is here" in " ".join(capsys.readouterr().out.split())
+    assert "everything that they need is available" in " ".join(capsys.readouterr().out.split())

@@ -87,7 +87,9 @@ def test_validate_and_the_process_that_reads_its_tokenizers(
     (tmp_path / "bin" / "alignflow").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "bin" / "alignflow"), "validate", "recipe.yaml", "--here"]
     done = captured(command, timeout=120)
-    assert done.returncode == 0 and "everything they need is here" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "everything that they need is available" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 def test_a_stage_and_what_it_starts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,9 +201,9 @@ def test_what_is_missing_is_told(tmp_path: Path, inbox: Inbox) -> None:
 @pytest.mark.parametrize(
     ("loop", "sentence"),
     [
-        ({"feedback": {"sources": "rows.jsonl"}}, "none of the sources is an inbox"),
-        ({"method": "kto", "label_smoothing": 0.1}, "label_smoothing belongs to method dpo"),
-        ({"method": "dpo", "w_desirable": 2.0}, "w_desirable belongs to method kto"),
+        ({"feedback": {"sources": "rows.jsonl"}}, "no source is an inbox"),
+        ({"method": "kto", "label_smoothing": 0.1}, "label_smoothing applies only to method dpo"),
+        ({"method": "dpo", "w_desirable": 2.0}, "w_desirable applies only to method kto"),
         ({"method": "kto", "train_batch_size": 1, "micro_train_batch_size": 1}, "set it to 2 or more"),
     ],
 )
@@ -362,4 +362,4 @@ def test_the_status_says_how_a_refused_round_ends(tmp_path: Path, inbox: Inbox) 
     assert "send more feedback" in told
     say(inbox, "b")
     told = next_of(loop_state(gated, "loop"), running=False)
-    assert told.endswith(": the next run leaves it out and begins another one.")
+    assert told.endswith(": the next run skips this round and starts another one.")

@@ -101,7 +101,7 @@ def test_a_gate_that_names_a_loop_speaks_of_its_last_round(planned: Planned) -> 
     loop.gates=[{metric: eval/loss, min: 0.5}] | stages\.loop\.gates\.0.*there is no eval_data
     sft.gates=[{metric: loss}] | stages\.sft\.gates\.0: a gate on loss needs a bound: set min, max or both
     sft.gates=[{metric: loss, min: 3, max: 2}] | stages\.sft\.gates\.0: min=3 is above max=2
-    sft.gates=[{metric: loss, min: .nan}] | stages\.sft\.gates\.0: a bound of the gate on loss is not a finite number
+    sft.gates=[{metric: loss, min: .nan}] | stages\.sft\.gates\.0: the gate on loss has a bound that is not a finite number
     sft.gates=[{metric: loss, max: 2, on_fail: halt}] | stages\.sft\.gates\.0\.on_fail: .*'stop', 'warn' or 'branch'
     sft.gates=[{metric: loss, maximum: 2}] | stages\.sft\.gates\.0\.maximum: unknown key 'maximum'; did you mean m
     """),
@@ -141,7 +141,7 @@ def test_what_a_failed_gate_says() -> None:
     (verdict,) = verdicts({"eval/loss": 3.25}, metric="eval/loss", max=2.0)
     assert verdict.summary == "stage sft: eval/loss is 3.25, and the gate requires at most 2"
     assert str(GateFailed([verdict])).startswith(
-        f"{verdict.summary}: what depends on it was not started. The SFT is bad: "
+        f"{verdict.summary}: what depends on it was not started. The SFT is bad, and all later stages start from this model. "
     )
     assert "\n" not in str(GateFailed([verdict]))
     assert not holding(verdicts({"loss": 3.0}, metric="loss", max=2.0, on_fail="warn"))
@@ -149,7 +149,7 @@ def test_what_a_failed_gate_says() -> None:
 
 def test_meanings_name_the_stage_that_is_bad() -> None:
     assert "reward model is bad" in meaning_of("reward_model", "eval/accuracy")
-    assert "PPO's steps are too large" in meaning_of("ppo", "policy/clip_share")
+    assert "PPO's steps are so large that" in meaning_of("ppo", "policy/clip_share")
     assert (
         meaning_of("evaluation", "win_rate_vs_parent/ppo") == meaning_of("evaluation", "win_rate/ppo") != ""
     )

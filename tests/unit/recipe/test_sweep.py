@@ -85,15 +85,15 @@ def test_a_recipe_with_a_sweep_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sweep", "told"),
     rows_of_text("""
-    {beat: [1, 2]} | sweep.beat: give a field of dpo that decides its result and is a number or a choice
-    {policy: [sft, base]} | sweep.policy: give a field
-    {logging_steps: [1, 2]} | sweep.logging_steps: give a field
-    {stage: [dpo, sft]} | sweep.stage: give a field
+    {beat: [1, 2]} | sweep.beat is not a field of dpo that affects its result and holds a number or a choice: name such a field
+    {policy: [sft, base]} | sweep.policy is not a field
+    {logging_steps: [1, 2]} | sweep.logging_steps is not a field
+    {stage: [dpo, sft]} | sweep.stage is not a field
     {beta: [0.1]} | sweep.beta has 1 value: give two or more
     {beta: [0.1, 0.1]} | sweep lists a value twice
     {beta: [0.1, -1]} | sweep: beta: Input should be greater than
     {loss: [sigmoid, cosine]} | sweep: loss: Input should be
-    {beta: [0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09], max_epochs: [1, 2, 3, 4, 5, 6, 7, 8, 9]} | sweep has 81 combinations: give 64 at most
+    {beta: [0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09], max_epochs: [1, 2, 3, 4, 5, 6, 7, 8, 9]} | sweep has 81 combinations: give at most
     """),
 )
 def test_mistakes_of_a_sweep(tmp_path: Path, sweep: dict[str, Any], told: str) -> None:
@@ -106,7 +106,7 @@ def test_a_loop_is_not_swept(tmp_path: Path) -> None:
     loop = dict(
         stage="iterative_dpo", prompts={"sources": "p.jsonl"}, reward="org/r", sweep={"beta": [0.1, 0.2]}
     )
-    with pytest.raises(ValidationError, match="a loop has rounds, and no variants"):
+    with pytest.raises(ValidationError, match="a loop cannot have variants"):
         recipe(tmp_path, loop=loop)
 
 

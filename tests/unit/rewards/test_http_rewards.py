@@ -160,7 +160,7 @@ def test_a_server_that_wants_a_key_is_told_where_to_name_it(served: Served, stat
 
 
 def test_secrets_are_sent_and_never_shown(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="holds a password") as refused:
+    with pytest.raises(ValueError, match="contains a password") as refused:
         HttpReward(url=served.url.replace("http://", "http://user:hunter2@"))
     source = HttpReward(url=f"{served.url}?token=hunter2", api_key_env="REWARD_KEY", max_attempts=1)
     with pytest.raises(ValueError, match="environment variable REWARD_KEY: set it"):

@@ -161,7 +161,7 @@ def test_without_a_key_it_listens_to_this_machine_alone(
     checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve-reward", str(checkpoint), "--without-key", "--host", "0.0.0.0"]) == 2
-    assert "whoever reaches that address could use the server" in capfd.readouterr().err
+    assert "anyone who reaches that address could use the server" in capfd.readouterr().err
 
 
 def test_a_request_without_a_length_is_refused(url: str) -> None:

@@ -62,12 +62,12 @@ def test_pipeline_stages_are_for_engines_that_ray_places_and_draft_nothing() -> 
         kind.model_validate(fields)
         with pytest.raises(
             ValidationError,
-            match=r"engine\.pipeline_parallel_size is for the engines of ppo and preferences: leave it out",
+            match=r"engine\.pipeline_parallel_size is only for the engines of ppo and preferences: leave it out",
         ):
             kind.model_validate({**fields, "engine": {"pipeline_parallel_size": 2}})
     with pytest.raises(
         ValidationError,
-        match="speculative_config is for engines without pipeline_parallel_size: leave one of them out",
+        match="speculative_config does not work with pipeline_parallel_size: leave one of them out",
     ):
         EngineConfig(gpus=1, pipeline_parallel_size=2, options={"speculative_config": NGRAM})
 
@@ -79,12 +79,12 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
     ("engine", "gpus", "told"),
     rows_of_text(
         """
-    {speculative_config: {method: eagle}} | 1 | drafts would not follow the weights: set method to ngram
+    {speculative_config: {method: eagle}} | 1 | a separate draft model would not follow the weight updates: set method to ngram
     {speculative_config: ngram} | 1 | must be a mapping, such as {method: ngram, num_speculative_tokens: 3}
     {additional_config: {true: 1}} | 0 | engine.options.additional_config: the key True is no text: put it in quotes
     {speculative_config: {method: ngram, num_speculative_tokens: 3}} | 0 | engine.options.speculative_config needs a GPU
-    {quantization: awq} | 1 | new weights could be loaded as fp8 alone: set it to fp8
-    {quantization: fp8} | 0 | engine.options.quantization needs a GPU, and gpus is 0
+    {quantization: awq} | 1 | new weights can be loaded only as fp8: set it to fp8
+    {quantization: fp8} | 0 | engine.options.quantization needs a GPU, but gpus is 0
     """,
         yaml_columns={1},
     ),

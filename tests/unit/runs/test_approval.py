@@ -94,9 +94,9 @@ def test_a_decision_cut_off_is_no_decision(run_dir: Path, monkeypatch: pytest.Mo
         ({}, "a gate needs a metric with a bound, or approve"),
         ({"approve": {}, "metric": "loss"}, "write two gates"),
         ({"approve": {}, "min": 1}, "write two gates"),
-        ({"approve": {}, "on_fail": "warn"}, "makes an approval void"),
-        ({"approve": {"within": "soon"}}, "no time to decide: write minutes, hours"),
-        ({"approve": {"within": "0h"}}, "no time to decide"),
+        ({"approve": {}, "on_fail": "warn"}, "would ignore a refused approval:"),
+        ({"approve": {"within": "soon"}}, "not a duration: write minutes, hours"),
+        ({"approve": {"within": "0h"}}, "not a duration:"),
         ({"approve": {"by": "robot"}}, "Input should be 'human'"),
     ],
 )

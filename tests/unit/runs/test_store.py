@@ -293,7 +293,7 @@ def test_a_store_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert stored["sft"].digest == plain["sft"].digest, "where copies lie decides no result"
     for url, told in {
         "s4://bucket": "unknown protocol 's4'",
-        "s3://": "names no place",
+        "s3://": "does not name a location:",
         "s3://KEY:SECRET@bucket/x": "leave keys and options out of the URL",
     }.items():
         with pytest.raises(ValueError, match=told):

@@ -180,7 +180,7 @@ def test_missing_statistics_stop_the_stage_before_sampling(
 
 
 def test_ranks_of_a_reward_model_are_refused(run: Any) -> None:
-    with pytest.raises(ValueError, match="rm scores in the stage's own process: leave out its ranks"):
+    with pytest.raises(ValueError, match="rm runs in the stage's own process: leave out its ranks"):
         run([{"model": "rm", "ranks": {"cpus": 2}}])
 
 

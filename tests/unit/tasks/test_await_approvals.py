@@ -70,7 +70,7 @@ class Client:
 
 @pytest.mark.parametrize(
     ("stage", "told", "resumed"),
-    [(0, "its suspended run goes on", 1), (1, "its suspended run waits for another stage's approval", 0)],
+    [(0, "its suspended run continues", 1), (1, "its suspended run waits for another stage's approval", 0)],
 )
 def test_the_command_answers_only_the_form_of_its_stage(
     asked: list[tuple[Path, Approval]], stage: int, told: str, resumed: int, monkeypatch: pytest.MonkeyPatch

@@ -69,7 +69,7 @@ def test_a_lost_message_is_logged_once_without_the_url(caplog: pytest.LogCapture
     with caplog.at_level(logging.DEBUG):
         assert send(url, *range(5)).flush(60)
     (line,) = [record.getMessage() for record in caplog.records if "webhook" in record.getMessage()]
-    assert line == "the webhook in HOOK does not take messages (ConnectError); the run goes on without it"
+    assert line == "the webhook in HOOK does not accept messages (ConnectError); the run continues without it"
     assert TOKEN not in caplog.text
 
 
@@ -102,7 +102,7 @@ def test_a_process_ends_soon_also_when_the_receiver_hangs() -> None:
             done = captured([sys.executable, "-c", script], env=environment, timeout=200)
             assert done.returncode == 0, done.stderr
             assert float(done.stdout) < 30 and TOKEN not in done.stdout + done.stderr
-            assert ("has not taken 1 messages" in done.stderr) == hang
+            assert ("did not accept 1 messages" in done.stderr) == hang
         assert receiver.events == ["completed"]
 
 
@@ -199,7 +199,7 @@ def test_a_missing_variable_is_reported_before_the_run_and_once_in_it(
     for _ in range(2):
         tasks.notify.send(recipe(), "running", "x", {})
     assert [r.getMessage() for r in caplog.records] == [
-        "notify: the variable HOOK holds no http(s) address: no messages are sent about this run"
+        "notify: the variable HOOK does not hold an http(s) address: no messages are sent about this run"
     ]
 
 

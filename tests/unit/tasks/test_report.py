@@ -48,9 +48,9 @@ def test_a_full_disk_under_the_page_is_a_sentence_and_the_run_stands(
         statuses["sft"] = "done"
     assert (
         told(planned, caplog)
-        == f"the page is not written, since {planned.folder}/summary.json cannot be written to: its disk is"
-        f" full; free some space, then `alignflow report {planned.folder}` writes it; the stages' results"
-        " stand"
+        == f"the page was not written because {planned.folder}/summary.json cannot be written to: its disk is"
+        f" full; free some space, then write the page with `alignflow report {planned.folder}`; the stages' results"
+        " are kept"
     )
     run = json.loads((planned.folder / "run.json").read_text())
     assert (run["state"], run["stages"][0]["status"]) == ("done", "done") and run["ended"]

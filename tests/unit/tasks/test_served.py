@@ -207,7 +207,7 @@ def test_a_run_has_its_deployments_own_recipe(
         own_recipe("recipe.yaml", ["ppo.critic=org/other"], identity)
     with pytest.raises(ValueError, match=r"^parameter overrides: give a list of texts"):
         own_recipe("recipe.yaml", {"seed": 5}, identity)
-    with pytest.raises(ValueError, match=r"^`alignflow serve` has not made this deployment"):
+    with pytest.raises(ValueError, match=r"^`alignflow serve` did not create this deployment"):
         own_recipe("recipe.yaml", [], UUID(int=1))
     # without a deployment: somebody's own call
     assert own_recipe("other.yaml", ["artifacts=elsewhere"], None).artifacts == "elsewhere"

@@ -46,7 +46,7 @@ def test_data_models_and_code_that_change_after_the_plan_are_refused(
             require_unchanged(request, Digests())
         (tmp_path / name).write_text(files[name] + " ")
         with pytest.raises(
-            StageFailed, match=f"stage {stage}: .*changed since the run was planned; run again"
+            StageFailed, match=f"stage {stage}: .*changed since the run was planned: run again"
         ) as caught:
             for request in requests:
                 require_unchanged(request, Digests())

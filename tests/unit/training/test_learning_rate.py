@@ -92,8 +92,8 @@ def test_warmup_steps_are_steps_and_one_that_is_too_long_is_told(capsys: pytest.
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"warmup_steps": 5, "warmup_ratio": 0.1}, "two lengths of one warm-up"),
-        ({"schedule": "wsd", "warmup_ratio": 0.6, "decay_ratio": 0.5}, "more than all steps together"),
+        ({"warmup_steps": 5, "warmup_ratio": 0.1}, "both set the length of the warm-up"),
+        ({"schedule": "wsd", "warmup_ratio": 0.6, "decay_ratio": 0.5}, "more than all steps:"),
     ],
 )
 def test_a_schedule_that_contradicts_itself_is_refused(fields: dict[str, Any], told: str) -> None:

@@ -252,8 +252,8 @@ def test_other_stages_name_the_averages_of_a_sweep_over_ema() -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "told"),
     rows_of_text("""
-    reward_model | {data: {sources: p.jsonl}} | ema averages policies
-    iterative_dpo | {prompts: {sources: p.jsonl}, reward: org/r} | ema: a loop's rounds
+    reward_model | {data: {sources: p.jsonl}} | ema works only for policies
+    iterative_dpo | {prompts: {sources: p.jsonl}, reward: org/r} | ema: each round of a loop exports only
     sft | {data: {sources: p.jsonl}, zero_hpz: true, ranks: {num_nodes: 2}} | zero_hpz keeps
     """),
 )

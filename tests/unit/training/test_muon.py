@@ -238,12 +238,12 @@ TWO = {"num_ranks_per_node": 2}
 @pytest.mark.parametrize(
     ("kind", "fields", "told"),
     [
-        ("sft", {"ranks": TWO}, "each model on one rank, and ranks are 2"),
+        ("sft", {"ranks": TWO}, "each model on one rank, but ranks configures 2"),
         ("sft", {"zero_stage": 2}, "leave out zero_stage"),
         ("sft", {"adam_offload": True, "ranks": {"gpus": 1}}, "leave out adam_offload"),
         ("sft", {"deepspeed": {"wall_clock_breakdown": True}}, "leave out deepspeed"),
-        ("sft", {"lora": {}}, "adapters of lora"),
-        ("ppo", {"critic_ranks": TWO}, "each model on one rank, and critic_ranks are 2"),
+        ("sft", {"lora": {}}, "adapters"),
+        ("ppo", {"critic_ranks": TWO}, "each model on one rank, but critic_ranks configures 2"),
         ("ppo", {"param_offload": ["actor"], "actor_ranks": {"gpus": 1}}, "leave out param_offload"),
     ],
 )

@@ -1,5 +1,5 @@
-"""Charts of PPO and its relatives, in the order of three questions: does it learn, is it healthy, does it
-exploit the reward."""
+"""Declares charts of PPO and its relatives, in the order of three questions: does it learn, is it healthy,
+does it exploit the reward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PPO_CHARTS = (
         {"eval/reward/mean": "mean", "eval/reward/ci_low": "95 % interval", "eval/reward/ci_high": ""},
     ),
     Panel("Right answers on eval_prompts", {"eval/right/mean": ""}),
-    Panel("Share of prompts whose answers have one reward", {"reward/equal_groups": ""}),
+    Panel("Share of prompts whose answers all have the same reward", {"reward/equal_groups": ""}),
     Panel(
         "Prompts of the curriculum",
         {
@@ -23,11 +23,16 @@ PPO_CHARTS = (
     ),
     Panel(
         "KL to the reference",
-        {"kl/mean": "mean", "kl/p10": "10th percentile", "kl/p90": "90th", "kl/p99": "99th of tokens"},
+        {
+            "kl/mean": "mean",
+            "kl/p10": "10th percentile",
+            "kl/p90": "90th",
+            "kl/p99": "99th percentile of tokens",
+        },
         level=0.0,
     ),
     Panel(
-        "Entropy of the policy (nats a token)",
+        "Entropy of the policy (nats per token)",
         {
             "policy/entropy": "mean",
             "policy/entropy_p10": "10th percentile of tokens",

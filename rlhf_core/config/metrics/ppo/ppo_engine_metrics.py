@@ -1,4 +1,5 @@
-"""Metrics of PPO's engines and processes: how far sampler and trainer are apart, and where time goes."""
+"""Declares metrics of PPO's engines and processes: how much sampler and trainer differ, and how time is
+spent."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ MASKED = Condition("with `sampler_is: mask`", lambda config: config.sampler_is =
 SLEEPS = Condition("with `engine.sleep`", lambda config: config.engine.sleep)
 
 OTHER_POLICY = (
-    "The engine's log-probs are far from the trainer's: the samples come from another policy; compare dtypes"
-    " and versions."
+    "The engine's log-probs are far from the trainer's, so the samples come from a different policy: compare"
+    " dtypes and versions."
 )
 NOT_WHOLE = (
-    "The engine's log-probs are far from the trainer's right after a weight update: weights did not arrive"
-    " whole."
+    "The engine's log-probs are far from the trainer's right after a weight update: the weights arrived"
+    " incomplete or wrong."
 )
 
 
@@ -41,14 +42,14 @@ SAMPLER = (
     ),
     Metric(
         "sampler/capped",
-        "share of the weights in the loss, one a token or one an answer (`sampler_is_level`), that the bounds"
-        " cut or left out",
+        "share of the loss's importance weights (one per token or per answer, by `sampler_is_level`) that the"
+        " bounds changed or left out",
         "share",
         failed=OTHER_POLICY,
     ),
     Metric(
         "sampler/masked_tokens sampler/masked_answers",
-        "share of the tokens that are left out of the loss, and of the answers that are left out whole",
+        "share of tokens that are left out of the loss, and share of answers that are left out as a whole",
         "share",
         MASKED,
         failed=OTHER_POLICY,
@@ -60,23 +61,22 @@ SAMPLER = (
     ),
     Metric(
         "sampler/ess",
-        "effective sample size of these weights: 1 if all are equal; below 0.5 the answers effectively come"
-        " from another policy",
+        "effective sample size of these weights, as a share: 1 if all are equal; below 0.5 the answers"
+        " effectively come from a different policy",
         "share",
         failed=OTHER_POLICY,
     ),
     Metric(
         "sync/probe_gap",
-        "largest difference of log-probs of engine and actor on fixed prompts right after a weight sync"
-        " (the 90th"
-        " percentile for mixtures of experts in bf16)",
+        "largest difference between the log-probs of engine and actor on fixed prompts right after a weight"
+        " sync (for mixtures of experts in bf16: the 90th percentile)",
         "nats",
         failed=NOT_WHOLE,
     ),
     Metric(
         "sync/probe_bound",
-        "the largest such difference that rounding explains: 4 times what noise of the size of rounding"
-        " errors does to the actor's log-probs, and at least 0.001 in float32 and 0.02 in bfloat16",
+        "largest such difference that rounding explains: 4 times the change in the actor's log-probs caused"
+        " by noise of the size of rounding errors, but at least 0.001 in float32 and 0.02 in bfloat16",
         "nats",
         failed=NOT_WHOLE,
     ),
@@ -84,28 +84,27 @@ SAMPLER = (
 TIMES = (
     Metric(
         "phase/generate phase/score phase/credit phase/train phase/sync phase/probe",
-        "wall-clock time of the phase in an iteration; overlapped work counts only while it is waited for",
+        "wall-clock time of the phase per iteration; overlapped work counts only while the run waits for it",
         "s",
     ),
-    Metric("phase/sleep phase/wake", "time until the engines sleep and are awake", "s", SLEEPS),
+    Metric("phase/sleep phase/wake", "time for the engines to go to sleep, and to wake", "s", SLEEPS),
     Metric(
         "floor/generate floor/score floor/train",
-        "lower bound of the phase's time, at the rates measured on the actor's GPU",
+        "lower bound of the phase's time, computed from the rates measured on the actor's GPU",
         "s",
     ),
     Metric(
         "work/ROLE/PHASE",
-        "time that the slowest rank of a role works in a phase of an iteration",
+        "working time of a role's slowest rank in a phase of an iteration",
         "s",
         of=phases_of_roles,
     ),
     Metric(
         "memory/ROLE",
-        "peak memory of PyTorch's tensors on a GPU in an iteration, of the role's largest rank; `/held`:"
-        " peak that"
-        " its allocator reserved; `/kept`: reserved at the iteration's end",
+        "peak memory of PyTorch's tensors in an iteration, on the rank of the role that needs most; `/held`:"
+        " peak that the allocator reserved; `/kept`: reserved at the end of the iteration",
         "GiB",
         of=after_run,
     ),
-    Metric("wait/ROLE", "share of the iteration that a role waits", "share", of=roles_of),
+    Metric("wait/ROLE", "share of the iteration that a role spends waiting", "share", of=roles_of),
 )

@@ -1,4 +1,4 @@
-"""Metrics of rewarded answers, and of a preferences stage (a round of a loop)."""
+"""Declares metrics of rewarded answers, and of a preferences stage (a round of a loop)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAKES_ANSWERS = Condition("unless `post_processor: dpo`", lambda config: config.
 NO_REWARDS = "A reward source gave no reward to many answers: look at its errors."
 OTHER_TASTE = "The judge's preferences differ from the labels: change its rubric, or use another judge."
 REWARDED_OTHERWISE = (
-    "The rewards of the sampled answers are not as expected: the policy or the reward model before this"
-    " stage is bad."
+    "The rewards of the sampled answers are not as expected: the policy or reward model from an earlier stage"
+    " is bad."
 )
 
 
@@ -46,7 +46,8 @@ def checked_judges_of(config: Any) -> list[tuple[str, ...]]:
 
 
 def rewarded(summed: str, failed: str) -> tuple[Metric, ...]:
-    """Returns the metrics of the rewards of a stage's answers. `summed`: how the sources are added."""
+    """Returns the metrics of the rewards of a stage's answers. `summed`: description of how the sources'
+    rewards are combined."""
     return (
         Metric(
             "reward/mean reward/std", f"mean and standard deviation over answers of {summed}", failed=failed
@@ -59,50 +60,55 @@ def rewarded(summed: str, failed: str) -> tuple[Metric, ...]:
         ),
         Metric(
             "reward/SOURCE/failed",
-            "answers to which one source gave no reward",
+            "answers without a reward from one source",
             "count",
             of=sources_of,
             failed=NO_REWARDS,
         ),
         Metric(
             "task/TASK/reward",
-            "mean score of the answers to a task of reasoning-gym",
+            "mean score of the answers to one reasoning-gym task",
             of=tasks_of,
             failed=failed,
         ),
         Metric(
-            "task/TASK/right", "share of its answers with the score 1", "share", of=tasks_of, failed=failed
+            "task/TASK/right", "share of the task's answers with score 1", "share", of=tasks_of, failed=failed
         ),
-        Metric("task/TASK/length", "mean tokens of its answers", "tokens", of=tasks_of),
+        Metric("task/TASK/length", "mean number of tokens per answer to the task", "tokens", of=tasks_of),
         Metric(
             "reward/SOURCE/requests",
-            "requests to a judge, with retries; in `ppo` of an iteration, with the validation before it",
+            "requests to a judge, including retries; in `ppo`: per iteration, including the validation before"
+            " it",
             "count",
             of=judges_of,
         ),
         Metric(
             "reward/SOURCE/input_tokens reward/SOURCE/output_tokens",
-            "tokens that it read and wrote for them; ratings from its cache need none",
+            "tokens that the judge read and wrote for these requests; cached ratings need none",
             "tokens",
             of=judges_of,
         ),
         Metric(
             "judge/SOURCE/agreement",
-            "share of labelled pairs (`agreement`) on which a judge prefers the chosen answer, ties half",
+            "share of labelled pairs (`agreement`) on which a judge prefers the chosen answer; ties count"
+            " half",
             "share",
             of=checked_judges_of,
             failed=OTHER_TASTE,
         ),
         Metric(
             "judge/SOURCE/agreement/ci_low judge/SOURCE/agreement/ci_high",
-            "its 95 % interval",
+            "lower and upper end of the 95 % interval",
             "share",
             of=checked_judges_of,
             failed=OTHER_TASTE,
         ),
-        Metric("judge/SOURCE/pairs", "labelled pairs that it judged", "count", of=checked_judges_of),
+        Metric("judge/SOURCE/pairs", "labelled pairs that the judge judged", "count", of=checked_judges_of),
         Metric(
-            "reward/SOURCE/cost", "their cost, where the judge's prices are given", "US$", of=priced_judges_of
+            "reward/SOURCE/cost",
+            "cost of the requests, where the judge's prices are given",
+            "US$",
+            of=priced_judges_of,
         ),
     )
 
@@ -114,8 +120,10 @@ PREFERENCES = (
         "pairs written",
         "count",
         MAKES_PAIRS,
-        failed="Sampling gave too few pairs: all answers to a prompt score the same; raise temperature or"
-        " n_samples_per_prompt.",
+        failed=(
+            "Sampling gave too few pairs, because all answers to a prompt score the same: raise temperature"
+            " or n_samples_per_prompt."
+        ),
     ),
     Metric(
         "answers",
@@ -126,19 +134,19 @@ PREFERENCES = (
     ),
     Metric(
         "dropped/REASON",
-        "prompts without a row, by reason",
+        "prompts that gave no training row, by reason",
         "count",
         of=after_run,
         failed="Many prompts gave no training row: raise temperature, n_samples_per_prompt or"
         " generate_max_len.",
     ),
     *rewarded(
-        "the weighted sum, standardised as the recipe says: what answers are compared by",
+        "the weighted sum, standardised as the recipe says, by which answers are compared",
         REWARDED_OTHERWISE,
     ),
     Metric(
         "reward/best reward/worst",
-        "mean over prompts of the best and of the worst answer",
+        "reward of the best and of the worst answer to a prompt, mean over prompts",
         failed=REWARDED_OTHERWISE,
     ),
     Metric("reward/failed", "answers without a reward", "count", failed=NO_REWARDS),

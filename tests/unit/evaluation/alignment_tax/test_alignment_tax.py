@@ -245,10 +245,10 @@ def test_a_task_file_brings_its_data_its_includes_and_its_code(tmp_path: Path) -
     [
         ("task: [a, b]", "must be one task"),
         ("- a", "must be a mapping"),
-        ("a: [", "is no YAML"),
+        ("a: [", "is not valid YAML"),
         ("include: gone.yaml\ntask: x", "cannot be read"),
         ("task: x\ninclude: own.yaml", "includes itself"),
-        ("task: x\ndataset_kwargs: {data_files: gone.jsonl}", "gone.jsonl, which is not there"),
+        ("task: x\ndataset_kwargs: {data_files: gone.jsonl}", "gone.jsonl, which does not exist:"),
     ],
 )
 def test_a_wrong_task_file_is_told_in_one_sentence(text: str, message: str, tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_task_files_are_looked_at_before_anything_starts(tmp_path: Path) -> None
 def test_a_failed_gate_on_the_tax_has_a_meaning_and_a_task_a_name() -> None:
     config: StageConfig = AlignmentTax(models=("dpo",), tasks=("x/own.yaml",))
     assert has_metric(config, "tax/own/dpo") and task_name("x/own.yaml") == "own"
-    assert "Alignment cost the model" in meaning_of("alignment_tax", "tax/own/dpo")
+    assert "Alignment made the model" in meaning_of("alignment_tax", "tax/own/dpo")
     assert "certain" in meaning_of("alignment_tax", "tax_low/own")
 
 
@@ -347,6 +347,6 @@ def test_the_arguments_of_the_chat_template_reach_lm_evals_prompts(tmp_path: Pat
 
 def test_arguments_need_questions_in_the_chat_template() -> None:
     about: dict[str, Any] = {"models": ("dpo",), "tasks": ("sums",), "template_args": {"effort": "low"}}
-    with pytest.raises(ValidationError, match="set chat_template: true"):
+    with pytest.raises(ValidationError, match="set chat_template to true"):
         AlignmentTax(**about)
     assert AlignmentTax(**about, chat_template=True).template_args == {"effort": "low"}

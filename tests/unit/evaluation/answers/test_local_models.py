@@ -157,7 +157,8 @@ def test_a_task_file_runs_no_code_unless_it_is_trusted(
     text = (TASKS / "digits_answer.yaml").read_text().replace("digits.jsonl", str(TASKS / "digits.jsonl"))
     (tmp_path / "own.yaml").write_text(text.replace("metric: exact_match", "metric: someone/metric"))
     with pytest.raises(
-        ValueError, match=r"tasks: lm-eval has no metric someone/metric, and would run code of the Hub for it"
+        ValueError,
+        match=r"tasks: lm-eval has no metric someone/metric, and would run code from the Hub for it",
     ):
         Tasks([str(tmp_path / "own.yaml")], trust_code=False)
     assert utils.apply_template("{{ prompt | regex_replace('a', 'b') }}", {"prompt": "a"}) == "b"

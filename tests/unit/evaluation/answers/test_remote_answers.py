@@ -211,12 +211,12 @@ def test_endpoints_are_in_the_digest_and_their_patience_is_not() -> None:
     rows_of_text(r"""
     {models: [sft, gtp]} | evaluation: the endpoint 'gpt' is not used
     {models: [base], endpoints: {}} | stages.evaluation.models: base is the baseline, and there is no other model to compare
-    {endpoints: {gpt: {model: x, base_url: 'https://me:pass@gw/v1'}}} | base_url.*the address holds a password or a query
-    {endpoints: {gpt: {model: x, base_url: 'https://gw/v1?key=1'}}} | base_url.*the address holds a password or a query
+    {endpoints: {gpt: {model: x, base_url: 'https://me:pass@gw/v1'}}} | base_url.*the address contains a password or a query
+    {endpoints: {gpt: {model: x, base_url: 'https://gw/v1?key=1'}}} | base_url.*the address contains a password or a query
     {models: [sft, gpt, gtp]} | stages.evaluation.models: unknown name 'gtp'; did you mean gpt\?; .*an endpoint
     {models: [sft], endpoints: {sft: {model: x}}} | stages.evaluation.endpoints.sft: sft is also .* a stage's name
     {models: [base, sft], endpoints: {base: {model: x}}} | stages.evaluation.endpoints.base: base is also the base model's
-    {endpoints: {gpt: {}}} | stages.evaluation.endpoints.gpt.model: missing \(model name at the endpoint\); add it
+    {endpoints: {gpt: {}}} | stages.evaluation.endpoints.gpt.model: missing \(name of the model at the endpoint\); add it
     {endpoints: {gpt: {model: x, base_ulr: y}}} | endpoints.gpt.base_ulr: unknown key 'base_ulr'; did you mean base_url
     {judges: [{kind: vllm, model: gpt}]} | stages.evaluation.judges.0.model: unknown name 'gpt'
     """),

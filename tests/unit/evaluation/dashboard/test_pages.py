@@ -348,7 +348,7 @@ def test_files_that_are_too_large_are_not_read(
     assert client.get("/report/demo").text == "x" * 100
     (artifacts.path / "demo" / "report.html").write_text("x" * 101)
     answer = client.get("/report/demo")
-    assert answer.status_code == 413 and "The report has more than" in answer.text
+    assert answer.status_code == 413 and "The report is larger than" in answer.text
     line = json.dumps({"prompt": [], "response": "r", "rewards": {}}) + "\n"
     (artifacts.stage("ppo") / ROLLOUTS).mkdir(exist_ok=True)
     (artifacts.stage("ppo") / ROLLOUTS / "iteration7.jsonl").write_text(line * 9)

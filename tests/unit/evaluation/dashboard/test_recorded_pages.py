@@ -75,7 +75,7 @@ def test_a_report_leads_to_the_same_page(client: TestClient, artifacts: Artifact
 
 
 def test_iterations_that_are_not_recorded_are_missing(client: TestClient, artifacts: Artifacts) -> None:
-    assert "It has recorded no answers" in client.get(f"/rollouts/{NAME}").text
+    assert "No answers are recorded" in client.get(f"/rollouts/{NAME}").text
     record(artifacts.stage("ppo"))
     for wrong in ("iteration=2", "beside=3", "iteration=999999999"):
         assert client.get(f"/rollouts/{NAME}?{wrong}").status_code == 404

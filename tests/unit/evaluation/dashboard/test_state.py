@@ -89,7 +89,7 @@ def test_a_stage_that_waits_for_a_person(artifacts: Artifacts) -> None:
     ("log", "holder", "state", "told"),
     [
         ("", "", "not begun", "no process has started"),
-        (BEGUN, "", "killed", "its process is gone; the next run goes on"),
+        (BEGUN, "", "killed", "its process is gone; the next run continues"),
         (BEGUN, HERE, "killed", "its process is gone"),
         (
             BEGUN + "+++ 2026-11-26 13:48:10 ppo ended after 60.25 s with code 137\n",
@@ -101,7 +101,7 @@ def test_a_stage_that_waits_for_a_person(artifacts: Artifacts) -> None:
             BEGUN + "+++ 2026-11-26 13:48:10 ppo ended after 60.25 s with code 1\n",
             "",
             "failed",
-            "exit code 1; the log says why",
+            "exit code 1; see the log for the reason",
         ),
         (BEGUN, THERE, "running", "another-host"),
     ],
@@ -119,7 +119,7 @@ def test_a_stage_of_another_machine_without_news(artifacts: Artifacts) -> None:
     for name in (REQUEST, METRICS, LOG):
         os.utime(run_dir / name, (past, past))
     found = look(artifacts)
-    assert found.state == "killed" and "no news" in found.told and "another-host" in found.told
+    assert found.state == "killed" and "no update" in found.told and "another-host" in found.told
 
 
 def test_a_run_of_another_machine(artifacts: Artifacts) -> None:
@@ -211,7 +211,7 @@ def test_what_a_run_in_progress_waits_for(artifacts: Artifacts) -> None:
         for name in ("ppo", "evaluation", "publication", "reward_model", "sft")
     }
     assert told == {
-        "ppo": ("waiting", f"another run works on it: {HERE}"),  # process 9, and this run's is 7
+        "ppo": ("waiting", f"another run is working on it: {HERE}"),  # process 9, and this run's is 7
         "evaluation": ("waiting", "waits for ppo, reward_model"),
         "publication": ("waiting", "waits for evaluation"),
         "reward_model": ("waiting", "waits while ppo runs"),

@@ -59,13 +59,13 @@ def test_prompts_and_anchors_decide_the_digest(planned: Planned) -> None:
     rows_of_text(r"""
     drift.model=more | stages\.drift\.model: more does not answer in evaluation: add it to that stage's models
     drift.reference=base | stages\.drift\.reference: base does not answer in evaluation
-    drift.reference=loop | stages\.drift: loop is model and reference, and does not drift from itself: name another
+    drift.reference=loop | stages\.drift: loop is both model and reference, so there is no drift to measure: name another
     evaluation.temperature=0 | stages\.drift\.kl needs samples of the model: set temperature of evaluation to 1, or leave kl out
     drift.evaluation=sft | stages\.drift\.evaluation: sft is of kind sft, but a stage of kind evaluation is needed here
     drift.anchors.judge.reward=sft | stages\.drift\.anchors\.judge\.reward: sft is of kind sft, but a reward model is needed here
-    drift.anchors.pairs.path=chat.inbox | stages\.drift\.anchors: chat\.inbox is an inbox, and anchors are kept pairs: name a file
+    drift.anchors.pairs.path=chat.inbox | stages\.drift\.anchors: chat\.inbox is an inbox, but anchors are a fixed set of pairs: name a file
     drift.gates=[{metric: prompts/kl, max: 1}] | stages\.drift\.gates\.0\.metric: unknown metric 'prompts/kl'
-    drift.anchors.judge={kind: openai, model: x, verdict_cache: shared} | stages\.drift\.anchors: anchors are judged anew, and verdict_cache would return old verdicts: leave it out
+    drift.anchors.judge={kind: openai, model: x, verdict_cache: shared} | stages\.drift\.anchors: anchors need new verdicts, but verdict_cache returns old ones: leave it out
     """),
 )
 def test_a_wrong_drift_stage_is_one_sentence(planned: Planned, override: str, sentence: str) -> None:

@@ -100,7 +100,7 @@ def test_changes_are_from_the_newest_earlier_result_of_the_same_stage(setting: S
         change < 0 and metrics["prompts/divergence/change"] == change and metrics["refusals/rise/change"] == 0
     )
     page = render("tiny", [read(StageView("drift", "drift", (), run.path, "done"))])
-    assert "Has something moved?" in page
+    assert "Has anything drifted?" in page
     assert page.count('<td class="mono">') >= 3
     assert 'aria-label="drift"' in page
 
@@ -157,7 +157,7 @@ def test_a_model_that_did_not_answer_is_a_sentence(setting: Setting) -> None:
     setting.inputs["evaluation"] = str(other / "report")
     _, report, _ = drift(setting, "2")
     assert report.notes == (
-        "The evaluation has no reward model as second judge, so its agreement with the judge is not known.",
+        "The evaluation has no reward model as second judge, so the agreement of the two is unknown.",
     )
     with pytest.raises(ValueError, match="kl needs answers sampled at temperature 1"):
         drift(setting, "3", kl=True)

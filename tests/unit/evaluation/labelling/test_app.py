@@ -151,7 +151,7 @@ def test_two_tabs_label_a_pair_once(client: TestClient, work: Assignment) -> Non
     answer = send(client, one["task"], 1)
     assert answer.status_code == 200 and answer.json()["progress"] == {"labelled": 1, "skipped": 0, "left": 9}
     late = send(client, other["task"], 3)
-    assert late.status_code == 409 and "labelled already" in late.json()["error"]
+    assert late.status_code == 409 and "already labelled" in late.json()["error"]
     assert late.json()["task"] == answer.json()["task"] != one["task"]
     assert len(work.file.labels) == 1
 

@@ -76,7 +76,7 @@ def test_two_models_can_be_named(artifacts: Path) -> None:
     drawn = draw("evaluation", 1000, 0, artifacts, ("ppo", "sft"))
     assert {(pair.model_a, pair.model_b) for pair in drawn.pairs} == {("ppo", "sft")}
     assert len(drawn.pairs) == COUNT
-    with pytest.raises(ValueError, match="has no answers of gpt; it has those of dpo, ppo, sft"):
+    with pytest.raises(ValueError, match="has no answers of gpt, only of dpo, ppo, sft"):
         draw("evaluation", 1000, 0, artifacts, ("ppo", "gpt"))
 
 
@@ -116,7 +116,7 @@ def test_a_draw_is_decided_by_the_seed_and_a_larger_one_continues_it(artifacts: 
 
 def test_equal_answers_are_left_out(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "run", {"sft": "same", "ppo": "same"}, [("ppo", "sft")])
-    with pytest.raises(ValueError, match=r"has no two different answers to compare \(30 pairs\)"):
+    with pytest.raises(ValueError, match=r"has no pair of different answers to compare \(30 pairs\)"):
         draw(str(folder), 10, 0, tmp_path)
 
 
@@ -181,14 +181,14 @@ def test_wrong_rows_are_told(tmp_path: Path, row: dict[str, Any], told: str) -> 
 
 def test_wrong_sources_are_told(artifacts: Path, tmp_path: Path) -> None:
     for source, told in (
-        ("evaluatoin", "is no file of preferences .* and no evaluation: those in .* are evaluation"),
+        ("evaluatoin", "is neither a file of preferences .* nor an evaluation: .* has evaluation"),
         (str(tmp_path / "none.jsonl"), "there is no such file"),
-        (str(artifacts), "there are no answers"),
+        (str(artifacts), "has no answers"),
     ):
         with pytest.raises(ValueError, match=told):
             draw(source, 10, 0, artifacts)
-    with pytest.raises(ValueError, match="is no evaluation: leave --models out"):
+    with pytest.raises(ValueError, match="is not an evaluation: leave --models out"):
         draw(str(write_rows(tmp_path / "rows.jsonl", [PREFERENCE])), 10, 0, tmp_path, ("a", "b"))
     (artifacts / "stages/evaluation-00aa/report/answers/sft.jsonl").write_text('{"uid": "q0"}\n')
-    with pytest.raises(ValueError, match=r"sft.jsonl, line 1: is no answer \(KeyError"):
+    with pytest.raises(ValueError, match=r"sft.jsonl, line 1: is not an answer \(KeyError"):
         draw("evaluation", 10, 0, artifacts)

@@ -107,7 +107,9 @@ def test_only_this_machine_with_the_token_and_one_server_for_a_file(folder: Path
     assert httpx.get(f"{served.root}/").status_code == 401
     assert httpx.get(f"{served.root}/?token={served.token}").status_code == 303
     assert (folder / ".alignflow/label-token").stat().st_mode & 0o077 == 0
-    with pytest.raises(AssertionError, match=r"it ended with code 3: .*labels.jsonl: .* label` writes to it"):
+    with pytest.raises(
+        AssertionError, match=r"it ended with code 3: .*labels.jsonl: .* label` is writing to this file"
+    ):
         serve(folder)
     other = ["rows.jsonl", "--out", "other.jsonl"]
     with pytest.raises(AssertionError, match=f"code 3: nothing can be served on 127.0.0.1:{served.port}"):

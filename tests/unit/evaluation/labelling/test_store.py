@@ -124,14 +124,14 @@ def test_a_file_that_is_moved_away_takes_no_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"notes of mine", "its last line is no label"),
-        (b'{"prompt": "2 + 2", "chosen": "4", "rejected": "5"}\n', "line 1: is no label"),
-        (LABELS[0].model_dump_json().encode() + b"\nnotes\n", "line 2: is no label"),
+        (b"notes of mine", "the last line is not a label"),
+        (b'{"prompt": "2 + 2", "chosen": "4", "rejected": "5"}\n', "line 1: is not a label"),
+        (LABELS[0].model_dump_json().encode() + b"\nnotes\n", "line 2: is not a label"),
         (
             LABELS[0].model_dump_json().replace("A>B", "A>C").encode() + b"\n",
-            r"line 1: is no label \(verdict",
+            r"line 1: is not a label \(verdict",
         ),
-        (b"\xff\xfe\n", "line 1: is no label"),
+        (b"\xff\xfe\n", "line 1: is not a label"),
     ],
 )
 def test_a_file_of_something_else_is_refused_and_left_as_it_is(
@@ -158,15 +158,21 @@ def test_one_process_writes(tmp_path: Path) -> None:
     path = tmp_path / "labels.jsonl"
     with opened(path) as file:
         file.append(LABELS[0])
-        with pytest.raises(MachineLacks, match="another `alignflow label` writes to it"), opened(path):
+        with (
+            pytest.raises(MachineLacks, match="another `alignflow label` is writing to this file:"),
+            opened(path),
+        ):
             pass
     with opened(path) as file:
         assert file.labels == LABELS[:1]
-    with pytest.raises(ValueError, match="there is no folder"), opened(tmp_path / "none" / "labels.jsonl"):
+    with (
+        pytest.raises(ValueError, match="does not exist: create it"),
+        opened(tmp_path / "none" / "labels.jsonl"),
+    ):
         pass
-    with pytest.raises(ValueError, match="is no file"), opened(tmp_path):
+    with pytest.raises(ValueError, match="is not a file"), opened(tmp_path):
         pass
-    with pytest.raises(ValueError, match="there is no such file"):
+    with pytest.raises(ValueError, match="this file does not exist"):
         read_labels(tmp_path / "none.jsonl")
 
 

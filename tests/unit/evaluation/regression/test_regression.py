@@ -146,7 +146,7 @@ def test_equal_results_make_no_band_of_width_zero() -> None:
 def test_a_judge_that_stops_early_is_refused() -> None:
     judges = [{"kind": "openai", "model": "judge", "interval_width": 0.1}]
     with pytest.raises(
-        ValueError, match=r"a regression suite .* all its questions: leave interval_width out"
+        ValueError, match=r"a regression suite .* all of its questions: leave interval_width out"
     ):
         Regression.model_validate({"models": ["ppo"], "questions": {"path": "suite.jsonl"}, "judges": judges})
 

@@ -34,7 +34,7 @@ def test_lost_questions_are_added_with_the_reason_and_what_is_known(
 ) -> None:
     _, folder = evaluated
     assert flows.cli.main(["suite", "add", str(folder), "--model", "dpo"]) == 0
-    assert "suite.jsonl: 4 questions added, 0 were there" in capsys.readouterr().out
+    assert "suite.jsonl: added 4 questions; 0 were already there" in capsys.readouterr().out
     suite = read_suite(Path("suite.jsonl"))
     assert [one.uid for one in suite] == ["q6", "q7", "q8", "q9"]
     first = suite[0]
@@ -47,7 +47,7 @@ def test_lost_questions_are_added_with_the_reason_and_what_is_known(
         flows.cli.main(["suite", "add", str(folder), "--model", "dpo", "--lost-to", "sft", "--judge", "rule"])
         == 0
     )
-    assert "0 questions added, 4 were there" in capsys.readouterr().out
+    assert "added 0 questions; 4 were already there" in capsys.readouterr().out
 
 
 def test_reported_questions_are_added_and_listed(
@@ -79,17 +79,17 @@ def test_wrong_input_is_one_sentence(
         assert flows.cli.main(["suite", *arguments]) == 2
         return " ".join(capsys.readouterr().err.split())
 
-    assert "say with --model whose lost questions to add" in refused("add", str(folder))
+    assert "give --model, the model whose lost questions to add" in refused("add", str(folder))
     told = refused("add", str(folder), "--model", "kto")
     assert "has no battles of kto against sft; there is dpo against sft, ppo against sft" in told
     assert "there is nothing by a judge gpt" in refused(
         "add", str(folder), "--model", "dpo", "--judge", "gpt"
     )
-    assert "is no run directory" in refused("add", str(folder.parent), "--model", "dpo")
+    assert "is not a run directory" in refused("add", str(folder.parent), "--model", "dpo")
     assert "there is no such file" in refused("list")
     Path("reported.jsonl").write_text('{"prompt": "a"}\n')
     assert "line 1: reason: Field required" in refused("add", "reported.jsonl")
-    assert "are for an evaluation's" in refused("add", "reported.jsonl", "--model", "dpo")
+    assert "apply only to an evaluation's directory:" in refused("add", "reported.jsonl", "--model", "dpo")
     (folder / "result.json").unlink()
     assert "holds no finished evaluation" in refused("add", str(folder), "--model", "dpo")
     assert not Path("suite.jsonl").exists()

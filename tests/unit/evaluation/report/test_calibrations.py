@@ -25,7 +25,7 @@ from rlhf_core.runs.run_dir import Outcome, RunDir
 from tests.support.stage_request import stage_request
 
 CHAT = {"kind": "openai", "model": "judge-x", "base_url": "https://judge.example/v1"}
-NONE = "The judge judge-x has no calibration: add a stage of kind calibration."
+NONE = "The judge judge-x is not calibrated: add a stage of kind calibration."
 
 
 def stage(
@@ -85,7 +85,7 @@ def belief(*views: StageView) -> str:
 def test_a_judge_without_calibration_is_told(tmp_path: Path) -> None:
     assert belief(evaluation(tmp_path, CHAT)) == NONE
     page = write_report(tmp_path / "demo", "demo", [evaluation(tmp_path, CHAT)]).read_text()
-    assert NONE in page and "Can the judge be believed?" not in page
+    assert NONE in page and "Can the judge be trusted?" not in page
 
 
 def test_a_rule_needs_none_and_no_evaluation_says_nothing(tmp_path: Path) -> None:
@@ -98,13 +98,13 @@ def test_a_calibrated_judge_is_told_with_its_kappa(tmp_path: Path) -> None:
         evaluation(tmp_path, CHAT | {"interval_width": 0.1}),
     ]
     told = (
-        "The judge judge-x names the same winner as people in 78 % of 200 pairs (kappa 0.61, 95 % interval"
+        "The judge judge-x chooses the same winner as people in 78 % of 200 pairs (kappa 0.61, 95 % interval"
         " 0.50 to 0.70)."
     )
     assert belief(*views) == told
     page = write_report(tmp_path / "demo", "demo", views).read_text()
     assert told in page
-    assert "Can the judge be believed?" in page
+    assert "Can the judge be trusted?" in page
     assert "Agreement beyond chance is substantial" in page
     assert '<td>people: tie</td><td class="n">5</td><td class="n">6</td><td class="n">4</td>' in page
     assert "two people: same winner" in page
@@ -124,7 +124,7 @@ def test_the_calibration_of_an_earlier_checkpoint_does_not_count(tmp_path: Path)
     first, second = (
         {"reward_model": f"/artifacts/stages/reward_model-{digest}/checkpoint"} for digest in ("1", "2")
     )
-    assert "has no calibration" in belief(
+    assert "is not calibrated:" in belief(
         calibrated(tmp_path, reward, first), evaluation(tmp_path, reward, second)
     )
     elsewhere = {"reward_model": "/other/artifacts/stages/reward_model-2/checkpoint"}

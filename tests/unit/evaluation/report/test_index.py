@@ -111,7 +111,7 @@ def test_a_lineage_is_drawn_with_data_and_digests(chain: Chain, capsys: pytest.C
     assert (
         flows.cli.main(["lineage", str(chain.checkpoint), "--out", str(chain.root / "none" / "x.svg")]) == 2
     )
-    assert "there is no folder" in capsys.readouterr().err
+    assert "does not exist: create it" in capsys.readouterr().err
 
 
 def test_curves_are_an_image_that_needs_nothing_else(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_whole_run_tells_everything(whole: Path) -> None:
     assert "Maybe it is 1?" in text and "The answer is 0." in text
     for panel in (
         "Loss",
-        "Share of pairs ranked right",
+        "Share of pairs ranked correctly",
         "KL to the reference",
         "Policy ratio",
         "Where an iteration's time goes (s)",
@@ -125,7 +125,7 @@ def test_judges_style_parents_and_reward_models_are_told(whole: Path) -> None:
     (first, second), (agreement,) = reward_reports().models, reward_reports().agreement
     assert f"{100 * first.overall.accuracy:.1f} %" in text
     assert second.model in text
-    assert "by how sure they were" in text
+    assert "by confidence" in text
     assert f"prefer the same answer in {100 * agreement.agreement:.0f} % of the pairs" in text
 
 
@@ -156,7 +156,7 @@ def test_quality_comes_first_and_what_was_run_after_it(whole: Path) -> None:
     assert places == sorted(places)
     assert "Of 300 questions the final model won 210, lost 60, tied 30." in text
     assert (
-        "A rule compares every answer with the known one: right beats wrong. A reward model prefers the"
+        "A rule compares every answer with the known answer: right beats wrong. A reward model prefers the"
         " answer that it scores higher." in text
     )
 
@@ -244,7 +244,9 @@ def test_an_interrupted_stage_is_no_failed_one(tmp_path: Path) -> None:
     stages = [finish(tmp_path, "sft"), *(view(tmp_path, name, "not run") for name in list(CONFIGS)[1:])]
     stages[2] = view(tmp_path, "ppo", "interrupted")
     text = page(tmp_path, stages).text
-    assert "The run was interrupted in ppo: run it again to go on." in text and "Stage ppo failed" not in text
+    assert (
+        "The run was interrupted in ppo: run it again to continue." in text and "Stage ppo failed" not in text
+    )
 
 
 def test_a_failed_stage_shows_its_log_and_the_rest_is_said_to_be_missing(tmp_path: Path) -> None:

@@ -73,13 +73,13 @@ def test_v01_answers_and_answers_without_counts_have_a_style(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "there are no judgments"),
+        ("", "has no judgments"),
         ("{", "line 1: is not valid JSON"),
         ("[]", "line 1: must be a JSON object"),
-        ('{"uid": "q"}', "line 1: is no judgment"),
+        ('{"uid": "q"}', "line 1: is not a judgment"),
         (
             '{"uid": "q", "judge": "j", "model": "m", "baseline": "b", "games": [null]}',
-            "line 1: is no judgment",
+            "line 1: is not a judgment",
         ),
     ],
 )
@@ -90,7 +90,7 @@ def test_folders_without_judgments_are_refused_in_one_sentence(
     with pytest.raises(ValueError, match=message) as caught:
         read_judgments(tmp_path)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         folders(tmp_path / "nowhere")
 
 

@@ -115,8 +115,8 @@ def test_wrong_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
     for words, sentence in (
         (["--rounds", "0"], "give 1 or more rounds"),
         (["--seed", "-1"], "a seed of 0 or more"),
-        (["--json", str(tmp_path / "none" / "x.json")], "there is no folder"),
-        (["--answers", str(tmp_path / "none")], "--answers names the folder"),
+        (["--json", str(tmp_path / "none" / "x.json")], "does not exist"),
+        (["--answers", str(tmp_path / "none")], "give the folder with the answers as --answers"),
     ):
         capsys.readouterr()
         assert main(["leaderboard", str(folder), "--max-failed", "1", *words]) == 2

@@ -244,7 +244,8 @@ def test_models_that_encode_answers_differently_have_no_kl(tmp_path: Path) -> No
     tokenizer.add_tokens(["two"])
     tokenizer.save_pretrained(places["ppo"])
     with pytest.raises(
-        ValueError, match=r"^ppo and sft encode answers differently, so there is no KL between them: leave"
+        ValueError,
+        match=r"^ppo and sft encode answers differently, so no KL between them can be measured: leave",
     ):
         log_ratios(ASKED, {"sft": ["two"] * 5, "ppo": ["two"] * 5}, places, CONFIG)
 
@@ -301,8 +302,8 @@ def test_checkpoints_of_a_ppo_run_are_models_by_name(planned: Planned) -> None:
     ("override", "sentence"),
     rows_of_text(r"""
     evaluation.models=[ppo.iteration30] | ^stages\.evaluation\.models: unknown name 'ppo\.iteration30'; did you mean ppo\.iteration
-    evaluation.temperature=0 | stages\.evaluation: proxy needs the models' own distribution.*set temperature to 1
-    evaluation.judges=[{kind: reward}] | stages\.evaluation: the proxy reward_model is also the judge that decides.*put another
+    evaluation.temperature=0 | stages\.evaluation: proxy measures the KL on the models' answers.*set temperature to 1
+    evaluation.judges=[{kind: reward}] | stages\.evaluation: the proxy reward_model is also the deciding judge.*put another
     evaluation.proxy=sft | stages\.evaluation\.proxy: sft is of kind sft, but a reward model is needed here
     ppo.export_at=[0] | stages\.ppo\.export_at\.0: input should be greater than 0
     """),

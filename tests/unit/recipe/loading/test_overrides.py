@@ -77,8 +77,8 @@ def test_overrides_are_applied_together_before_the_check(recipe: Write) -> None:
     sft.data=train.jsonl | stages.sft.data: must be a mapping (sources, template, template_args, max_samples)
     evaluation.judges.0.kind=rul | stages.evaluation.judges.0: kind: unknown value 'rul'; did you mean rule?
     evaluation.judges.0={kind: rule, anser_key: a} | stages.evaluation.judges.0.anser_key: unknown key 'anser_key'; did you mean answer
-    ppo.engine={adapters: alone} | stages.ppo: engine.adapters: alone sends adapters, and there are none: set lora, or leave it out
-    ppo.engine={sleep: true} | stages.ppo.engine: engine.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out
+    ppo.engine={adapters: alone} | stages.ppo: engine.adapters: alone sends adapters, but there are none: set lora, or leave it out
+    ppo.engine={sleep: true} | stages.ppo.engine: engine.sleep frees a GPU's memory, but gpus is 0: set gpus, or leave sleep out
     ppo.engine={gpu: 1} | stages.ppo.engine.gpu: unknown key 'gpu'; did you mean gpus?
     ppo.reward.0.weigth=1 | unknown key 'weigth'; did you mean weight
     ppo.reward=[{model: reward_model, weigth: 1}] | stages.ppo.reward.0.weigth: unknown key 'weigth'; did you mean weight
@@ -91,8 +91,8 @@ def test_overrides_are_applied_together_before_the_check(recipe: Write) -> None:
     ppo.temperature=0 | stages.ppo: temperature=0 gives the same answer every time
     ppo.min_p=0.9 | unknown key 'min_p'
     ppo.betas=[0.9, 1] | stages.ppo.betas.1: input should be less than 1, not 1; correct it
-    ppo.ref_reward_offload=true | stages.ppo: ref_reward_offload frees a GPU's memory, and these have none: reference: set gpus
-    ppo.adam_offload=true | stages.ppo: adam_offload frees a GPU's memory, and these have none: actor, critic: set gpus
+    ppo.ref_reward_offload=true | stages.ppo: ref_reward_offload frees a GPU's memory, but these groups have no GPU: reference: set gpus
+    ppo.adam_offload=true | stages.ppo: adam_offload frees a GPU's memory, but these groups have no GPU: actor, critic: set gpus
     ppo.engine.num_engines=1000000000 | stages.ppo.engine.num_engines: input should be less than or equal to 10000
     ppo.engine.tensor_parallel_size=512 | stages.ppo.engine.tensor_parallel_size: input should be less than or equal to 256
     sft.ranks.num_nodes=1024 | stages.sft.ranks.num_nodes: input should be less than or equal to 1000
@@ -107,7 +107,7 @@ def test_overrides_are_applied_together_before_the_check(recipe: Write) -> None:
     sft.data.sources.0.path='' | stages.sft.data.sources.0.path: string should have at least 1 character
     name=[ | correct the YAML
     evaluation.endpoints={gpt: {model: x, more: {top_p: .nan}}} | stages.evaluation.endpoints.gpt.more: cannot be sent as JSON
-    evaluation.endpoints={gpt: {model: x, base_url: 'localhost:8000/v1'}} | stages.evaluation.endpoints.gpt.base_url: 'localhost:8000/v1' is no address: begin it with http:// or https://
+    evaluation.endpoints={gpt: {model: x, base_url: 'localhost:8000/v1'}} | stages.evaluation.endpoints.gpt.base_url: 'localhost:8000/v1' is not an address: begin it with http:// or https://
     evaluation.judges=[{kind: openai, model: x, api_key_env: sk-123}] | stages.evaluation.judges.0.api_key_env: give the name of an environment variable
     """),
         ("ppo.xyzzy=1", "valid: router_aux_coef, "),

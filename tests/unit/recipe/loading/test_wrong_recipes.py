@@ -19,11 +19,11 @@ from tests.support.tiny_recipe import TEXT, Write
     [
         *rows_of_text(r"""
     [', learning_rate', ', learning_rat'] | stages.sft.learning_rat: unknown key 'learning_rat'; did you mean learning_rate
-    ["base_model: models/base\n", ""] | base_model: missing (local folder or Hub id of the model that is called `base`); add it
+    ["base_model: models/base\n", ""] | base_model: missing (local folder or Hub id of the model that stages refer to as `base`); add it
     ['  ppo: {', '  ppo: {model: sft, '] | stages.ppo.model: unknown key 'model'; did you mean actor?
     ['  ppo: {', '  ppo: {stage: pppo, '] | stages.ppo: stage: unknown value 'pppo'; did you mean ppo?
     [ppo, p.po] | stages.p.po
-    ['name: tiny', 'name: stages'] | name: 'stages' is what the artifacts folder has of all recipes: give this one another name
+    ['name: tiny', 'name: stages'] | name: 'stages' is a name that the artifacts folder uses for all recipes: choose another name
     ['name: tiny', 'name: !!timestamp 2001-13-45'] | recipe.yaml line 2: '2001-13-45' cannot be read as the date or number it
     ['name: tiny', 'name: !!bool tiny'] | recipe.yaml line 2: 'tiny' cannot be read as the date or number it looks like
     ['name: tiny', 'name: !!set [tiny]'] | correct the YAML
@@ -94,11 +94,11 @@ def test_checks_of_all_stages_are_told_with_the_first_mistake(recipe: Write) -> 
 
     checks = [
         "stages.sft:set zero_stage to 1, 2, 3 or auto",
-        "stages.sft:every rank makes the same number of full forward passes",
+        "stages.sft:every rank must run the same number of full forward passes",
         "stages.ppo:set zero_stage to 1, 2, 3 or auto",
-        "stages.ppo:every rank makes the same number of full forward passes",  # of the actor's ranks
-        "stages.ppo:every rank makes the same number of full forward passes",  # of the critic's
-        "stages.ppo:a rollout is cut into whole optimiser steps",
+        "stages.ppo:every rank must run the same number of full forward passes",  # of the actor's ranks
+        "stages.ppo:every rank must run the same number of full forward passes",  # of the critic's
+        "stages.ppo:a rollout is split into whole optimiser steps",
     ]
     assert told() == checks
     assert sorted(told("gama: 1, max_epochs: some"))[-6:] == sorted(checks)

@@ -117,13 +117,13 @@ def test_the_rounds_of_a_loop_render_with_the_arguments_of_its_prompts(planned: 
     again: {stage: kto} | a kto stage needs exactly one of data (files) and answers
     again: {stage: sft, answers: made, data: {sources: train.jsonl}} | an sft stage needs exactly one of data (files) and answers
     again: {stage: dpo, pairs: other, loss: simpo, reference: ppo} | loss 'simpo' uses no reference: leave reference out
-    again: {stage: dpo, pairs: other, loss: orpo, beta: 0.2} | loss 'orpo' has no beta, and an NLL term of its own
-    again: {stage: dpo, pairs: other, gamma: 0.5} | gamma belongs to loss 'simpo': leave it out for 'sigmoid'
-    again: {stage: dpo, pairs: other, lambd: 0.5} | lambd belongs to loss 'orpo': leave it out for 'sigmoid'
+    again: {stage: dpo, pairs: other, loss: orpo, beta: 0.2} | loss 'orpo' has no beta and its own NLL term:
+    again: {stage: dpo, pairs: other, gamma: 0.5} | gamma applies only to loss 'simpo': leave it out for 'sigmoid'
+    again: {stage: dpo, pairs: other, lambd: 0.5} | lambd applies only to loss 'orpo': leave it out for 'sigmoid'
     again: {stage: dpo, pairs: other, loss: ipo_sum, label_smoothing: 0.1} | set it to 0 for 'ipo_sum'
-    again: {stage: iterative, post_processor: kto, packing: false, prompts: {sources: prompts.jsonl}} | packing belongs to
-    again: {stage: iterative, post_processor: dpo, min_reward: 1, prompts: {sources: prompts.jsonl}} | min_reward belongs to
-    again: {stage: iterative, post_processor: dpo, n_samples_per_prompt: 1, prompts: {sources: p.jsonl}} | compares answers to one
+    again: {stage: iterative, post_processor: kto, packing: false, prompts: {sources: prompts.jsonl}} | packing applies only to
+    again: {stage: iterative, post_processor: dpo, min_reward: 1, prompts: {sources: prompts.jsonl}} | min_reward applies only to
+    again: {stage: iterative, post_processor: dpo, n_samples_per_prompt: 1, prompts: {sources: p.jsonl}} | compares the answers to one
     """),
 )
 def test_a_preference_stage_that_does_not_fit_is_one_sentence(
@@ -188,5 +188,5 @@ def test_a_loops_precision_is_that_of_its_sampling(planned: Planned) -> None:
 
 
 def test_an_evaluation_has_one_engine(planned: Planned) -> None:
-    with pytest.raises(ValueError, match="an evaluation answers with one engine: leave"):
+    with pytest.raises(ValueError, match="an evaluation uses one engine: leave"):
         planned("evaluation.engine.num_engines=2")

@@ -127,13 +127,13 @@ def test_one_answer_meets_nobody() -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"compare": "reference"}, "compare: reference needs the column"),
-        ({"compare": "group", "scale": (1, 5)}, "scale is for ratings"),
+        ({"compare": "reference"}, "compare: reference needs a column"),
+        ({"compare": "group", "scale": (1, 5)}, "scale applies only to ratings"),
         (
             {"compare": "group", "rubric": None, "criteria": ({"name": "a", "text": "b"},)},
             "write them into rubric",
         ),
-        ({"pairs_per_answer": 2}, "pairs_per_answer is for compare: group"),
+        ({"pairs_per_answer": 2}, "pairs_per_answer applies only to compare: group"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(fields: dict[str, Any], told: str) -> None:
@@ -149,9 +149,9 @@ def test_a_group_needs_two_answers_and_no_validation_or_episodes() -> None:
     PPO(**own, **grpo)
     with pytest.raises(ValueError, match="set n_samples_per_prompt to 2 or more"):
         Preferences(policy="sft", post_processor="conditional_sft", n_samples_per_prompt=1, **own)
-    with pytest.raises(ValueError, match="compare: group compares answers to one prompt: set n_samples"):
+    with pytest.raises(ValueError, match="compare: group compares the answers to one prompt: set n_samples"):
         PPO(**own, advantage_estimator="reinforce_pp")
     with pytest.raises(ValueError, match="leave out eval_prompts"):
         PPO(**own, **grpo, eval_prompts={"sources": "e.jsonl"})
-    with pytest.raises(ValueError, match="episodes go different ways"):
+    with pytest.raises(ValueError, match="episodes of an environment diverge:"):
         PPO(**own, **grpo, environment="guess")

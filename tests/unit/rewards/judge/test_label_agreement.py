@@ -111,5 +111,5 @@ def test_points_at_the_edges() -> None:
 
 
 def test_an_inbox_is_refused() -> None:
-    with pytest.raises(ValueError, match="is an inbox, and a judge is held against kept pairs"):
+    with pytest.raises(ValueError, match="is an inbox, but a judge is checked against a fixed set of pairs"):
         JudgeReward(judge={"model": "m"}, rubric="r", agreement={"data": "a.inbox"})

@@ -103,7 +103,7 @@ def test_a_reward_is_linear_over_the_scale_and_the_weighted_mean_of_criteria() -
         ({"rubric": "a", "scale": (10, 1)}, "scale: 10 is not below 1"),
         ({"rubric": "a", "scale": (1, 1)}, "scale: 1 is not below 1"),
         ({"criteria": (TWO[0], {"name": "Truth", "text": "x"})}, "two criteria are called 'truth'"),
-        ({"rubric": "a", "judge": {"model": "m", "base_url": "http://u:p@h/v1"}}, "holds a password"),
+        ({"rubric": "a", "judge": {"model": "m", "base_url": "http://u:p@h/v1"}}, "contains a password"),
     ],
 )
 def test_mistakes_are_told(fields: dict[str, Any], told: str) -> None:

@@ -126,7 +126,7 @@ def test_the_actor_takes_no_step_after_one_that_is_beyond_stop_kl(models: Path) 
 
 def test_stop_kl_is_refused_where_the_kl_is_from_the_sampler() -> None:
     ppo(sampler_is="in_ratio")
-    with pytest.raises(ValueError, match="stop_kl limits the KL from the policy"):
+    with pytest.raises(ValueError, match="stop_kl limits the KL to the policy"):
         ppo(sampler_is="in_ratio", stop_kl=0.1)
 
 

@@ -196,7 +196,7 @@ def config(**fields: Any) -> PPO:
     rows_of_text("""
     {colocate_all: true} | trains while engines generate, so they need GPUs of their own: leave out colocate_all and engine.sleep
     {engine: {gpus: 1, sleep: true}} | they need GPUs of their own: leave out colocate_all and engine.sleep
-    {stream_batch_size: 4} | there is nothing to stream: leave out stream_batch_size
+    {stream_batch_size: 4} | nothing can be streamed: leave out stream_batch_size
     {sampler_is: 'off'} | set sampler_is to truncate or clamp
     {dynamic_filtering: true, engine: {kind: transformers}} | max_staleness with dynamic_filtering changes weights between two tokens .* set max_staleness to 0
     {dynamic_filtering: true, colocate_critic_reward: true} | scores answers while the critic trains, so .* leave out colocate_critic_reward

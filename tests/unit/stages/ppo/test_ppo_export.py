@@ -330,6 +330,7 @@ def test_without_exports_nothing_changes_and_an_iteration_beyond_the_end_is_refu
     assert set(result.outputs) == {"checkpoint", "data_report", "rollouts"}
     assert not (run / "exports").exists()
     with pytest.raises(
-        ValueError, match=r"^export_at names iteration 6, and this run has 5: lower it, or give more prompts$"
+        ValueError,
+        match=r"^export_at names iteration 6, but the last iteration of this run is 5: lower it, or add prompts$",
     ):
         ppo(material, RunDir(tmp_path / "more"), monkeypatch, export_at=(2, 6))

@@ -16,21 +16,21 @@ from tests.support.tiny_roles import ppo
     {temperature: 0} | temperature=0 gives the same answer every time
     {temperature: -1} | greater than or equal to 0
     {top_p: 0} | greater than 0
-    {kl_in: loss} | k1 as a loss has an expected gradient of zero
+    {kl_in: loss} | k1 has an expected gradient of zero in the loss:
     {advantage_estimator: rloo, n_samples_per_prompt: 1} | rloo compares the answers to one prompt
     {dynamic_filtering: true, n_samples_per_prompt: 1} | dynamic_filtering compares the answers
     {advantage_estimator: grpo, critic: sft} | grpo has no critic: leave out critic and freezing_actor_steps
     {advantage_estimator: grpo, freezing_actor_steps: 2} | grpo has no critic
-    {reward: 'checks.py:short'} | gae needs a critic, and there is no reward model to start it from
+    {reward: 'checks.py:short'} | gae needs a critic, but there is no reward model to start it from
     {reward: ['a.py:f', 'b.py:f']} | two reward sources are called 'f'
     {overlong_buffer: 16} | overlong_buffer=16 must be below generate_max_len=16
-    {bootstrap_truncated: true, advantage_estimator: rloo} | bootstrap_truncated needs a critic, and rloo has none
-    {bootstrap_truncated: true, mask_truncated: true} | two ways to treat answers that a limit cut: set one of them
-    {bootstrap_truncated: true, environment: guess, critic: rm} | needs the value of what comes next
+    {bootstrap_truncated: true, advantage_estimator: rloo} | bootstrap_truncated needs a critic, but rloo has none
+    {bootstrap_truncated: true, mask_truncated: true} | alternative treatments of cut answers: set only one of them
+    {bootstrap_truncated: true, environment: guess, critic: rm} | needs the critic's value at the cut,
     {bootstrap_truncated: true, dynamic_filtering: true} | dynamic_filtering compares rewards before the critic's values
     {ratio: sequence, sampler_is: mask} | set sampler_is_level to geometric or sequence
     {teacher_top_k: 5, kl_in: loss} | teacher_top_k reads the distributions of a teacher: set reference to it
-    {teacher_top_k: 5, reference: other} | teacher_top_k puts the KL of whole distributions into the loss: set kl_in to loss
+    {teacher_top_k: 5, reference: other} | teacher_top_k adds a KL over distributions to the loss: set kl_in to loss
     {teacher_top_k: 5, reference: other, kl_in: loss, init_kl_coef: 0} | teacher_top_k has no effect with init_kl_coef 0
     {teacher_top_k: 5, reference: other, kl_in: loss, top_p: 0.9} | teacher_top_k compares whole distributions
     {teacher_top_k: 5, reference: other, kl_in: loss, top_k: 9} | leave out top_p and top_k
@@ -52,5 +52,5 @@ def test_what_cannot_work_is_refused(changes: dict[str, object], expected: str) 
 
 def test_the_prompts_must_fill_an_iteration() -> None:
     assert ppo(num_episodes=3).iterations(9) == 6
-    with pytest.raises(ValueError, match="rollout_batch_size=4 prompts, the data has 3"):
+    with pytest.raises(ValueError, match="rollout_batch_size=4 prompts, but the data has 3"):
         ppo().iterations(3)

@@ -112,7 +112,7 @@ def test_the_adaptive_coefficient_waits_for_the_first_update_of_the_actor() -> N
     assert adapted(start, ppo(kl_target=0.1), 0, 0.0) == start
     assert adapted(start, ppo(kl_target=0.1, rollouts_only=True), 9, 0.5) == start
     assert adapted(start, ppo(kl_target=0.1), 1, 0.5).coef > 0.3
-    with pytest.raises(ValueError, match="stays 0 with init_kl_coef 0: set init_kl_coef above 0"):
+    with pytest.raises(ValueError, match="stays 0 if init_kl_coef is 0: set init_kl_coef above 0"):
         ppo(kl_target=0.1, init_kl_coef=0.0)
 
 
@@ -136,8 +136,8 @@ def test_the_coefficient_moves_in_a_straight_line(
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"kl_target": 0.1}, "kl_target adapts the coefficient, and final_kl_coef schedules it"),
-        ({"init_kl_coef": 0.0}, "final_kl_coef needs a KL from the first iteration on"),
+        ({"kl_target": 0.1}, "kl_target adapts the coefficient, but final_kl_coef schedules it"),
+        ({"init_kl_coef": 0.0}, "final_kl_coef needs a KL from the first iteration:"),
         ({"final_kl_coef": -0.1}, "final_kl_coef"),
     ],
 )

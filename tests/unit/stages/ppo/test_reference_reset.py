@@ -119,9 +119,9 @@ def test_a_reset_reference_scores_as_the_actor(
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"init_kl_coef": 0}, "without a KL there is none"),
+        ({"init_kl_coef": 0}, "without a KL none is loaded:"),
         ({"reference": "org/other"}, "reference names org/other"),
-        ({"lora": {}}, "with lora it is the actor without its adapters"),
+        ({"lora": {}}, "with lora the reference is the actor without its adapters"),
         (
             {"ref_reward_shard": True, "reference_ranks": {"num_ranks_per_node": 2}, "reward": "no.py:f"},
             "whole on each rank",

@@ -157,7 +157,7 @@ def test_teachers_are_groups_beside_the_reference() -> None:
             {"init_kl_coef": 0.0, "reward": "a.py:f"},
             "init_kl_coef is 0: set it above 0, or leave out teachers",
         ),
-        ({"reset_reference_every": 2}, "teachers keep theirs: leave one of them out"),
+        ({"reset_reference_every": 2}, "teachers keep their own: leave one of them out"),
         ({"teachers": {"a/b": "sft"}}, "teachers.a/b"),
     ],
 )

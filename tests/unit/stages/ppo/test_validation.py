@@ -144,7 +144,9 @@ def test_answers_are_sampled_as_in_the_training_unless_the_recipe_says_otherwise
     assert (other.temperature, other.top_p) == (0.0, 0.5)
     with pytest.raises(ValueError, match="eval_temperature=0 gives the same answer every time"):
         config(**held, eval_temperature=0, eval_samples=2)
-    with pytest.raises(ValueError, match=r"eval_prompts are .* eval_temperature, eval_top_p are about these"):
+    with pytest.raises(
+        ValueError, match=r"eval_prompts is not set, but .*eval_temperature, eval_top_p applies to it"
+    ):
         config(prompts={"sources": "x"}, eval_temperature=0.5, eval_top_p=0.5)
 
 
@@ -252,7 +254,7 @@ def test_a_file_named_like_a_task_is_a_group_of_its_own(material: Path, tmp_path
 
 
 def test_fields_without_prompts_are_refused() -> None:
-    with pytest.raises(ValueError, match="eval_prompts are not set, and stop_when are about these"):
+    with pytest.raises(ValueError, match="eval_prompts is not set, but stop_when applies to it:"):
         config(prompts={"sources": "x"}, stop_when=2)
 
 

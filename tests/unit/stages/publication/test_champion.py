@@ -316,7 +316,7 @@ def test_a_champion_that_came_meanwhile_stays_and_the_one_before_is_not_taken_ag
 def test_the_folder_of_the_last_model_is_no_place_for_champions() -> None:
     with pytest.raises(
         ValueError,
-        match="folder holds only the last model, and a rollback needs those before it: leave folder out",
+        match="folder holds only the last model, but a rollback needs earlier ones: leave out folder",
     ):
         Publication(model="loop", champion=True, folder="out")
 

@@ -234,7 +234,7 @@ def test_a_report_without_judgments_and_a_publication_of_two_things_are_refused(
     for wrong in ({}, {"model": "dpo-1", "dataset": "pairs-1"}):
         with pytest.raises(ValidationError, match="a publication has either a model or a dataset"):
             Publication(**wrong)
-    with pytest.raises(ValidationError, match="evaluation and base_repo are for models"):
+    with pytest.raises(ValidationError, match="evaluation and base_repo apply only to models"):
         Publication(dataset="pairs-1", evaluation="evaluation")
 
 

@@ -102,13 +102,13 @@ def test_more_rounds_publish_no_round_again(planned: Planned) -> None:
     ("override", "sentence"),
     rows_of_text(r"""
     publication.model=sft | ^stages\.publication\.round_branch: sft has no rounds: name loop as model$
-    publication.round_branch=rounds | stages\.publication: round_branch is for the model of a loop and holds \{\} once
-    publication.round_branch='{}-{}' | round_branch is for the model of a loop and holds \{\} once
+    publication.round_branch=rounds | stages\.publication: round_branch applies to the model of a loop and must contain \{\} once
+    publication.round_branch='{}-{}' | round_branch applies to the model of a loop and must contain \{\} once
     publication.repo_id=null | stages\.publication: round_branch publishes several models to branches: set repo_id, and leave
     publication.folder=out | round_branch publishes several models to branches
-    publication.branch=round-7 | stages\.publication: branch round-7 is also the branch of a round: name another one
-    publication.branch=a/b | stages\.publication\.branch: 'a/b' is no name of a branch: use letters, digits
-    publication.round_branch='../{}' | '\.\./\{\}' is no name of a branch
+    publication.branch=round-7 | stages\.publication: branch round-7 is also the branch of a round: choose another one
+    publication.branch=a/b | stages\.publication\.branch: 'a/b' is not a branch name: use letters, digits
+    publication.round_branch='../{}' | '\.\./\{\}' is not a branch name:
     """),
 )
 def test_wrong_branches_are_one_sentence(planned: Planned, override: str, sentence: str) -> None:
@@ -118,7 +118,7 @@ def test_wrong_branches_are_one_sentence(planned: Planned, override: str, senten
 
 
 def test_a_branch_is_never_named_like_a_commit() -> None:
-    with pytest.raises(ValidationError, match="is no name of a branch"):
+    with pytest.raises(ValidationError, match="is not a branch name:"):
         Publication(model="sft", branch="ab" * 20)
 
 
