@@ -211,16 +211,16 @@ def page(results: dict[str, dict[str, object]]) -> str:
         "# Cancelled at every stage",
         "",
         (
-            "`python tests/crash/cancel.py` cancels the demo's chain, with little of everything and the real"
-            " engines on a CPU, while each"
+            "`python tests/crash/cancel.py` cancels the demo's chain, with small sizes and the real engines"
+            " on a CPU, while each"
         ),
         (
-            "stage is at work; the next run finishes that stage and goes on. *gone after*: from the request"
-            " until no process of the run was"
+            "stage is running; the next run finishes that stage and continues. *gone after*: time from the"
+            " request until no process of the run was"
         ),
         (
-            f"left, whoever its parent; {LIMIT_SECONDS:.0f} s are allowed. A worker looks for cancelled runs"
-            " every three seconds, and a stage"
+            f"left, whatever its parent; {LIMIT_SECONDS:.0f} s are allowed. A worker checks for cancelled"
+            " runs every three seconds, and a stage"
         ),
         "has ten seconds to end by itself.",
         "",

@@ -113,24 +113,24 @@ def page(results: Results) -> str:
         "# Killed and run again",
         "",
         (
-            "`make crash` kills what works on a stage with -9 and runs the same command again"
-            " (tests/crash/run_all.py says how), with the real"
+            "`make crash` kills a process that works on a stage with SIGKILL and runs the same command"
+            " again (tests/crash/run_all.py explains how),"
         ),
         (
-            "engines on a CPU. *same*: the stage ended with the files of an undisturbed run, byte for byte;"
-            " nothing was left running after"
+            "with the real engines on a CPU. *same*: the stage ended with the same files as an undisturbed"
+            " run, byte for byte; after 40 s no process"
         ),
         (
-            "40 s, neither of the run that was cut off nor of the next; nothing was done twice: no stage"
-            " before it was started again, and this"
+            "of either run was left; and nothing was done twice: no earlier stage was started again, and"
+            " this stage only once more. *same, finished*:"
         ),
         (
-            "one once more, or not at all where the first run had finished it already (*same, finished*): the"
-            " kill came with its last moments,"
+            "the first run had already finished the stage, so it was not started again: the kill came in"
+            " the stage's last moments, or the flow itself"
         ),
-        "the flow tried the stage again by itself, or it went on with a new Prefect server.",
+        "retried the stage, or continued with a new Prefect server.",
         "",
-        f"{good} of {len(POINTS)} points ended so"
+        f"{good} of {len(POINTS)} points ended this way"
         + (f"; {over} had nothing left to kill" if over else "")
         + (f"; {missing} have not been run." if (missing := len(POINTS) - len(results)) else "."),
         "",

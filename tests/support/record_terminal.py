@@ -27,12 +27,13 @@ SECONDS = 3600
 IN_PPO = re.compile(r"▶ ppo .* (\d+)/(\d+) ")
 HEAD = """# The terminal
 
-`alignflow run`, `stage` and `demo` show a line for each stage on a terminal: its mark (`▶` runs, `✓` done, `·` waits, `✗` failed), its
-seconds, and what it does or waits for. A stage that counts has a bar, its pace, the time left and its last metrics. Of more stages than
-rows those that run or failed are shown, and the others are counted. The log goes to `ARTIFACTS/RECIPE/runs/ID.log`, beside the run's
-record. With `--plain`, in a pipe, in CI (`CI` is set) and where `TERM` is `dumb`, the log is the output. `NO_COLOR=1` leaves colours out.
+On a terminal, `alignflow run`, `stage` and `demo` show a line for each stage: its mark (`▶` running, `✓` done, `·` waiting, `✗` failed), its
+run time, and what it does or waits for. A stage that reports its steps has a bar, its pace, the time left and its last metrics. If there are
+more stages than rows, running and failed stages are shown, and the others are counted. The log goes to `ARTIFACTS/RECIPE/runs/ID.log`, next
+to the run's record. With `--plain`, in a pipe, in CI (`CI` is set), or if `TERM` is `dumb`, the output is the log. `NO_COLOR=1` turns off
+colours.
 
-Ctrl-C ends the stages that run, which may take some seconds, and then prints the table of what is done.
+Ctrl-C ends the running stages, which may take some seconds, and then prints a table of the stages.
 """
 DEMO = "This is `alignflow demo` on two cores, recorded by `python -m tests.support.record_terminal`."
 
