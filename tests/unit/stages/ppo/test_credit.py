@@ -324,9 +324,7 @@ def test_a_teacher_rewards_each_token_by_its_own_log_prob() -> None:
 def test_without_a_reward_there_must_be_a_teacher(changes: dict[str, object]) -> None:
     fields = dict(advantage_estimator="reinforce_pp", reward="none", reference="teacher", init_kl_coef=1.0)
     ppo(**fields)
-    with pytest.raises(
-        ValueError, match=r"reward none learns .* teacher: set reference to the teacher"
-    ):
+    with pytest.raises(ValueError, match=r"reward none learns .* teacher: set reference to the teacher"):
         ppo(**{**fields, **changes})
     with pytest.raises(ValueError, match="eval_prompts and dynamic_filtering compare rewards"):
         ppo(**fields, eval_prompts={"sources": "p.jsonl"})
