@@ -95,7 +95,7 @@ class Environment(Config):
     )
     images: Annotated[bool, InDigestIfSet] = Field(
         False,
-        description="whether the environment may send images, which the policy and the engines must then read",
+        description="whether the environment may send images; the policy and the engines must then read them",
     )
     max_turns: Positive = Field(8, description="maximum number of answers per episode")
     answer_max_len: Positive | None = Field(
