@@ -10,7 +10,7 @@ from rlhf_core.data.survey import DataReport
 from rlhf_core.models.load_model import keep_whole, without_dropout
 from rlhf_core.models.multimodal.picture_tower import load_tower
 from rlhf_core.models.policy import Policy, Scorer
-from rlhf_core.objectives.collate import PictureReader
+from rlhf_core.objectives.picture_reader import PictureReader
 
 
 def reads_pictures(

@@ -47,8 +47,9 @@ from rlhf_core.models.logprobs.token_logprobs import (
 from rlhf_core.models.logprobs.top_logprobs import top_logprobs
 from rlhf_core.models.multimodal.picture_tower import PictureTower
 from rlhf_core.models.weights.trained_encoder import TrainedEncoder
-from rlhf_core.objectives.collate import Batch, BatchPictures, PictureReader, rounded, sent
+from rlhf_core.objectives.collate import Batch, BatchPictures, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
+from rlhf_core.objectives.picture_reader import PictureReader
 
 
 class TokenLogprobs(NamedTuple):

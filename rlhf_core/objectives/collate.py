@@ -6,7 +6,7 @@ from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlhf_core.data.documents import Document
-from rlhf_core.data.pictures.picture_source import PictureFault, PictureSource
+from rlhf_core.objectives.picture_reader import PictureReader
 
 
 class DocumentSpan(NamedTuple):
@@ -39,14 +39,6 @@ class BatchPictures:
         """Returns the images with all tensors changed."""
         inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
         return BatchPictures(change(self.places), self.documents, inputs)
-
-
-class PictureReader(NamedTuple):
-    """How a model reads images: the token whose embedding a feature replaces, and the function from an image
-    to the inputs of its encoder."""
-
-    token_id: int
-    tensors: Callable[[PictureSource], Mapping[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -173,24 +165,19 @@ def _pictures(
         )
     places = torch.zeros_like(tokens, dtype=torch.bool)
     spans: list[DocumentSpan] = []
+    sources = [picture.source for row in rows for document in row for picture in document.pictures]
     inputs: dict[str, list[torch.Tensor]] = {}
+    for tensors in reader.read(sources):
+        for name, values in tensors.items():
+            inputs.setdefault(name, []).append(torch.from_numpy(np.ascontiguousarray(values)))
     for b, row in enumerate(rows):
         start = 0
         for document in row:
             for picture in document.pictures:
                 here = slice(start + picture.start, start + picture.stop)
                 places[b, here] = tokens[b, here] == reader.token_id
-                for name, values in _tensors(reader, picture.source).items():
-                    inputs.setdefault(name, []).append(torch.from_numpy(np.ascontiguousarray(values)))
             stop = start + len(document) - document.shared
             if document.pictures:
                 spans.append(DocumentSpan(b, start, stop, len(document.pictures)))
             start = stop
     return BatchPictures(places, tuple(spans), {name: torch.cat(parts) for name, parts in inputs.items()})
-
-
-def _tensors(reader: PictureReader, source: PictureSource) -> Mapping[str, np.ndarray]:
-    try:
-        return reader.tensors(source)
-    except PictureFault as fault:
-        raise ValueError(f"{fault}; it could be read when the stage began: restore it") from fault

@@ -15,7 +15,8 @@ from transformers import DynamicCache
 
 from rlhf_core.data.documents import Document
 from rlhf_core.models.policy import Policy
-from rlhf_core.objectives.collate import PictureReader, collate
+from rlhf_core.objectives.collate import collate
+from rlhf_core.objectives.picture_reader import PictureReader
 from rlhf_core.rollout.engine_contract import Request
 
 Draw = Callable[[Tensor, Tensor], Tensor]

@@ -38,7 +38,8 @@ from rlhf_core.models.lora import first_base
 from rlhf_core.models.multimodal.wrapper import text_names
 from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.models.policy import Policy
-from rlhf_core.objectives.collate import PictureReader, collate
+from rlhf_core.objectives.collate import collate
+from rlhf_core.objectives.picture_reader import PictureReader
 from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer, Sampling, answer_of
 from rlhf_core.rollout.pictured_sampling import sample_pictured
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu, gpu_uuid

@@ -144,6 +144,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         (lambda engine: losses.evaluate(engine, held_out_items, held_out_passes)) if held_out_items else None,
         show=("loss", "accuracy", "margin"),
         text=lambda item: tokenizer.decode(item.pair.chosen.tokens),
+        documents=lambda items: [item.pair.chosen for item in items],
     )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     return finish_training(engine, request, run, source, config.lora, metrics)

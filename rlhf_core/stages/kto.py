@@ -138,6 +138,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         (lambda _: losses.evaluate(held_out_items)) if held_out_items else None,
         show=("loss", "accuracy", "margin", "kl"),
         text=lambda item: tokenizer.decode(item.answer.document.tokens),
+        documents=lambda items: [item.answer.document for item in items],
     )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     metrics["data/desirable"] = float(sum(item.desirable for item in data.items))

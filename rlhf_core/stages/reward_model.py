@@ -115,6 +115,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         evaluate if held_out else None,
         show=("loss", "accuracy", "eval/accuracy"),
         text=lambda pair: tokenizer.decode(pair.chosen.tokens),
+        documents=lambda pairs: [pair.chosen for pair in pairs],
     )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     scores = last[0] if last else score_all(engine, data.items[:STATISTICS_PAIRS], pad, passes)

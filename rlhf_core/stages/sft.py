@@ -9,6 +9,7 @@ this stage on the best answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -113,6 +114,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         evaluate if held_out else None,
         show=("loss", "eval/loss", "grad_norm"),
         text=lambda document: tokenizer.decode(document.tokens),
+        documents=chain.from_iterable,
     )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     outcome = finish_training(engine, request, run, source, config.lora, metrics)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ import torch
 
 from rlhf_core.config import Trainable
 from rlhf_core.config.training.optimised import FEW_STEPS
+from rlhf_core.data.documents import Document
 from rlhf_core.models.weights.whole_weights import whole_size
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.runs import resume_state
@@ -33,7 +34,8 @@ LAST_STEPS = 4  # final metrics average at least this many steps, since the last
 
 class Task(NamedTuple):
     """A stage's training task. `loss(engine, micro_batch, denominator)` returns sums divided by the global
-    denominator; `text` returns an item's text for use in messages."""
+    denominator; `text` returns an item's text for use in messages; `documents` returns those of a micro-batch
+    whose images are decoded for it."""
 
     items: Sequence[Any]
     micro_batches: Callable[[Sequence[Any]], list[Any]]
@@ -42,6 +44,7 @@ class Task(NamedTuple):
     evaluate: Callable[[Engine], dict[str, float]] | None
     show: tuple[str, ...]
     text: Callable[[Any], str] = lambda item: ""
+    documents: Callable[[Any], Iterable[Document]] = lambda micro: ()
 
 
 def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -> dict[str, float]:
@@ -186,7 +189,11 @@ def optimiser_step_gradients(
     `accumulate`."""
     denominator = task.denominator(items)
     return accumulate(
-        engine, task.micro_batches(items), lambda micro: task.loss(engine, micro, denominator), tainted
+        engine,
+        task.micro_batches(items),
+        lambda micro: task.loss(engine, micro, denominator),
+        tainted,
+        task.documents,
     )
 
 
@@ -212,7 +219,11 @@ def order_of_epoch(count: int, epoch: int, seed: int) -> array[int]:
 
 
 def accumulate(
-    engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss], tainted: bool = False
+    engine: Engine,
+    micro_batches: Sequence[Any],
+    loss: Callable[[Any], Loss],
+    tainted: bool = False,
+    documents: Callable[[Any], Iterable[Document]] = lambda micro: (),
 ) -> dict[str, float]:
     """Runs forward and backward over the micro-batches of one optimiser step and returns its metrics, summed
     over all ranks. Raises FloatingPointError on every rank when a loss in them is not finite; with `tainted`,
@@ -220,12 +231,21 @@ def accumulate(
 
     Micro-batches are dealt to the ranks round-robin. If the last round is incomplete, the remaining ranks
     repeat the last micro-batch with weight 0, so that every rank runs the same ZeRO-3 collectives. Ranks that
-    share a pass each add the gradient of their part of it.
+    share a pass each add the gradient of their part of it. The images of the next pass (`documents`) are
+    decoded while a pass is computed.
     """
     mine = passes_of_rank(len(micro_batches), engine)
+    reader = getattr(engine.module, "reader", None)
+
+    def request_images(number: int) -> None:
+        if reader is not None and number < len(mine):
+            reader.request(documents(micro_batches[mine[number].place]))
+
+    request_images(0)
     sums: dict[str, torch.Tensor] = {}
     total = torch.zeros((), device=engine.device)
     for number, own in enumerate(mine, 1):
+        request_images(number)
         result = loss(micro_batches[own.place])
         weighted = result.loss * own.weight
         last = number == len(mine)

@@ -18,7 +18,8 @@ from rlhf_core.data.documents import Document
 from rlhf_core.data.pictures.picture_source import PictureSource
 from rlhf_core.models.checkpoint.checkpoint_weights import checkpoint_weights
 from rlhf_core.models.policy import Policy, masked_logprobs
-from rlhf_core.objectives.collate import PictureReader, collate
+from rlhf_core.objectives.collate import collate
+from rlhf_core.objectives.picture_reader import PictureReader
 from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer
 from rlhf_core.rollout.engine_kinds import open_engine
 from tests.support.pictured_models import make_pictured, square

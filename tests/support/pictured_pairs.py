@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from rlhf_core.config import Data
 from rlhf_core.data.documents import Document
-from rlhf_core.objectives.collate import PictureReader
+from rlhf_core.objectives.picture_reader import PictureReader
 from tests.support.pictured_models import IMAGE_TYPES, square, write_rows
 
 PAIR = ("red", "green")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,21 +36,20 @@ def decoded(source: PictureSource) -> PilImage:
     data = source.encoded()
     named = f"the image {source.name!r:.100}" if source.name else "an image"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                width, height = image.size
-                if width * height > MAX_PIXELS:
-                    raise PictureFault(
-                        TOO_LARGE, f"{named} has {width} x {height} pixels: at most {MAX_PIXELS:,} are read"
-                    )
-                if image.format in ("JPEG", SEVERAL_VIEWS) and data.count(SCAN) > MAX_SCANS:
-                    raise PictureFault(DAMAGED, f"{named} has more than {MAX_SCANS} scans: save it again")
-                # not n_frames, which reads all frames
-                if image.format != SEVERAL_VIEWS and getattr(image, "is_animated", False):
-                    raise PictureFault(ANIMATED, f"{named} is animated: store one of its frames")
-                image.load()
-                return _in_rgb(ImageOps.exif_transpose(image))
+        _silence_pillow()
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise PictureFault(
+                    TOO_LARGE, f"{named} has {width} x {height} pixels: at most {MAX_PIXELS:,} are read"
+                )
+            if image.format in ("JPEG", SEVERAL_VIEWS) and data.count(SCAN) > MAX_SCANS:
+                raise PictureFault(DAMAGED, f"{named} has more than {MAX_SCANS} scans: save it again")
+            # not n_frames, which reads all frames
+            if image.format != SEVERAL_VIEWS and getattr(image, "is_animated", False):
+                raise PictureFault(ANIMATED, f"{named} is animated: store one of its frames")
+            image.load()
+            return _in_rgb(ImageOps.exif_transpose(image))
     except PictureFault:
         raise
     except UnidentifiedImageError:
@@ -58,6 +58,13 @@ def decoded(source: PictureSource) -> PilImage:
         raise PictureFault(TOO_LARGE, f"{named} has more than {MAX_PIXELS:,} pixels: shrink it") from None
     except Exception as error:  # decoders raise many kinds of errors for damaged data
         raise PictureFault(DAMAGED, f"{named} is damaged ({type(error).__name__}: {error})") from error
+
+
+@cache
+def _silence_pillow() -> None:
+    """Ignores Pillow's warnings for the whole process: images are decoded in threads, in which
+    `warnings.catch_warnings` is not safe."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def _in_rgb(image: PilImage) -> PilImage:

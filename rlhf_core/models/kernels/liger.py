@@ -26,6 +26,8 @@ PARTS = {
 # For these activations Liger autotunes its own expert kernels, with over a hundred compilations. transformers
 # computes one product for all experts.
 WITH_EXPERTS = {"swiglu": False, "geglu": False}
+# Liger does not know the class of their language model with its head, which is ours.
+BY_BASE = ("qwen3_vl_text",)
 
 
 def fuse(model: PreTrainedModel) -> PreTrainedModel:
@@ -52,11 +54,12 @@ def fuse(model: PreTrainedModel) -> PreTrainedModel:
     if apply is not None:
         parts = PARTS | (WITH_EXPERTS if num_experts(model.config) else {})
         wanted = {part: on for part, on in parts.items() if part in inspect.signature(apply).parameters}
+        known_to_liger = model.base_model if model.config.model_type in BY_BASE else model
         try:
             try:
-                apply(**wanted, model=model)
+                apply(**wanted, model=known_to_liger)
             except NotImplementedError:  # Qwen3.5 and Qwen3-Next rotate only part of each head
-                apply(**wanted | {"rope": False}, model=model)
+                apply(**wanted | {"rope": False}, model=known_to_liger)
         except TypeError as error:  # some functions accept only policies
             print(
                 f"Liger Kernel does not take {type(model).__name__} ({error}): its layers stay"

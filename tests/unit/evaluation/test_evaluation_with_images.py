@@ -32,7 +32,7 @@ from rlhf_core.config import Endpoint, EngineConfig, Evaluation, OpenAIJudge, Re
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.questions import load_questions
 from rlhf_core.data.rows.columns import Located, pictured_prompt_of
-from rlhf_core.objectives.collate import PictureReader
+from rlhf_core.objectives.picture_reader import PictureReader
 from rlhf_core.preflight.question_checks import _plain, question_problems
 from rlhf_core.records import EvalReport
 from rlhf_core.rollout.engine_kinds import open_engine

@@ -15,7 +15,8 @@ from rlhf_core.models.kernels.attention import PLAIN, VARLEN, is_stateful, takes
 from rlhf_core.models.load_model import load_policy, recompute
 from rlhf_core.models.multimodal.picture_tower import load_tower
 from rlhf_core.models.policy import Policy, masked_logprobs
-from rlhf_core.objectives.collate import PictureReader, collate
+from rlhf_core.objectives.collate import collate
+from rlhf_core.objectives.picture_reader import PictureReader
 from tests.support.pictured_models import FAMILIES, IMAGE_TYPES, make_pictured
 from tests.support.state_kernels import take_edges
 from tests.unit.data.pictures.test_picture_rendering import TALKS, image, own_tokens, talk, text

@@ -21,7 +21,8 @@ from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.multimodal.picture_tower import PictureTower
 from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.models.policy import Policy, masked_logprobs
-from rlhf_core.objectives.collate import PictureReader, collate
+from rlhf_core.objectives.collate import collate
+from rlhf_core.objectives.picture_reader import PictureReader
 from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer, Sampling
 from rlhf_core.rollout.engine_kinds import open_engine
 from rlhf_core.rollout.transformers_engine import TransformersEngine

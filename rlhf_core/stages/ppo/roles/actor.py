@@ -33,6 +33,7 @@ from rlhf_core.stages.ppo.roles.role_passes import (
     Read,
     Scored,
     collate_rows,
+    documents_of,
     parts_of,
     read_pictures,
     score_share,
@@ -152,7 +153,9 @@ class Actor(Trained):
             return with_balance(result, new.balance, self.config.router_aux_coef, float(len(items)))
 
         parts = parts_of([item.document for item in items], self.passes)
-        metrics = accumulate(self.engine, parts, loss) | self._entropy_percentiles(entropies, len(parts))
+        metrics = accumulate(
+            self.engine, parts, loss, documents=documents_of(items)
+        ) | self._entropy_percentiles(entropies, len(parts))
         return metrics | self.step("policy", update.learning_rate)
 
     def _entropy_percentiles(self, counts: Sequence[Tensor], micro_batches: int) -> dict[str, float]:

@@ -18,7 +18,8 @@ from rlhf_core.models.kernels.attention import can_share, row_width
 from rlhf_core.models.logprobs.teacher_kl import TopTokens
 from rlhf_core.models.picture_reading import reads_pictures, require_images
 from rlhf_core.models.policy import Policy, Scorer
-from rlhf_core.objectives.collate import Batch, PictureReader, collate, sent
+from rlhf_core.objectives.collate import Batch, collate, sent
+from rlhf_core.objectives.picture_reader import PictureReader
 from rlhf_core.stages.ppo.rollout_records import Experience
 from rlhf_core.system import progress
 from rlhf_core.training.engine import Engine
@@ -80,9 +81,14 @@ def score_share(
     passes = passes_of(holder, model.micro_batch_size, model.micro_tokens)
     read: list[Read] = []
     parts = parts_of(documents, passes)
-    for own in passes_of_rank(len(parts), holder):
+    mine = passes_of_rank(len(parts), holder)
+    reader = reader_of(holder)
+    for number, own in enumerate(mine):
+        if reader is not None:  # while the pass is computed, the images of the next one are decoded
+            ahead = mine[number : number + 2]
+            reader.request([documents[i] for near in ahead for i in parts[near.place]])
         rows = passes.rows_of([documents[i] for i in parts[own.place]])
-        batch = collate(rows, model.pad_token_id, replays(holder), reader_of(holder)).to(holder.device)
+        batch = collate(rows, model.pad_token_id, replays(holder), reader).to(holder.device)
         with torch.no_grad():
             values = forward(batch).float()
         progress.made()
@@ -135,6 +141,11 @@ def parts_of(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
     return [
         [i for group in part for i in group] for part in passes.split(passes.together(documents), row_tokens)
     ]
+
+
+def documents_of(items: Sequence[Experience]) -> Callable[[list[int]], list[Document]]:
+    """Returns the function from a pass, places in `items`, to its documents."""
+    return lambda part: [items[i].document for i in part]
 
 
 def collate_rows(

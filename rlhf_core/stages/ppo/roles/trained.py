@@ -25,6 +25,7 @@ from rlhf_core.stages.ppo.roles.role_passes import (
     Scored,
     arrays_of,
     collate_rows,
+    documents_of,
     parts_of,
     passes_of,
     read_pictures,
@@ -167,7 +168,8 @@ class Critic(Trained):
             assert old is not None and returns is not None
             return value_loss(self._values(batch), old, returns, batch.mask, update.value_clip, tokens)
 
-        metrics = accumulate(self.engine, parts_of([item.document for item in items], self.passes), loss)
+        parts = parts_of([item.document for item in items], self.passes)
+        metrics = accumulate(self.engine, parts, loss, documents=documents_of(items))
         return metrics | self.step("value", update.learning_rate)
 
     def _values(self, batch: Batch) -> Tensor:
