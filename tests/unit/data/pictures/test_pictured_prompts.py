@@ -198,10 +198,10 @@ def test_images_of_an_environment_are_refused_like_those_of_rows(reader: Rendere
     assert has_pictures(config_of(**sends), items)
     several = {"environments": {"a": {"path": "a.py:f"}, "b": {"path": "b.py:f", "images": True}}}
     assert has_pictures(config_of(**several), items)
-    with pytest.raises(
-        ValueError, match=r"may send images \(images: true\), which engines of vllm do not read"
-    ):
-        has_pictures(config_of(**sends, engine=EngineConfig()), items)
+    alone = EngineConfig(adapters="alone")
+    told = r"may send images \(images: true\), which these engines do not read: leave engine.adapters out"
+    with pytest.raises(ValueError, match=told):
+        has_pictures(config_of(**sends, engine=alone, lora={"rank": 4}), items)
     with pytest.raises(ValueError, match=r"\(images: true\), and the reward model rm has another tokenizer"):
         has_pictures(config_of(**sends), items, ["rm"])
 
