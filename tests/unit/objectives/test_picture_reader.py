@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from rlhf_core.data.documents import Document, EncodedPicture
 from rlhf_core.data.pictures.picture_source import DAMAGED, PictureFault, PictureSource
+from rlhf_core.objectives.losses import Loss
 from rlhf_core.objectives.picture_reader import PictureReader, Tensors
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.train_loop import accumulate
 
 
 def stored(name: str) -> PictureSource:
@@ -103,3 +109,33 @@ def test_a_file_that_changes_is_decoded_again(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(ValueError, match="restore it"):
         reader.tensors(source)
+
+
+class OnePassAhead:
+    """An engine on one rank, whose passes take place at once. `seen`: what was requested before each pass."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.sharing = 0, 1, 1
+        self.device = torch.device("cpu")
+        self.requested: list[bytes] = []
+        self.seen: list[list[bytes]] = []
+        self.module = SimpleNamespace(reader=SimpleNamespace(request=self._request))
+
+    def _request(self, documents: list[Document]) -> None:
+        self.requested += [bytes(picture.source.data) for each in documents for picture in each.pictures]
+
+    def loss(self, micro: list[Document]) -> Loss:
+        self.seen.append(list(self.requested))
+        return Loss(torch.ones(()), {"loss": torch.ones(())})
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None: ...
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+def test_the_images_of_the_next_pass_are_requested_before_a_pass() -> None:
+    engine: Any = OnePassAhead()
+    passes = [[document(stored("a")), document()], [document()], [document(stored("b"), stored("c"))]]
+    accumulate(cast(Engine, engine), passes, engine.loss, documents=lambda micro: micro)
+    assert engine.seen == [[b"a"], [b"a", b"b", b"c"], [b"a", b"b", b"c"]]
