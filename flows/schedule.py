@@ -1,10 +1,10 @@
 """Decides which stages of a plan run side by side, and on which GPUs. The functions depend only on the plan
 and the machine's resources.
 
-Stages that run at once share no GPU and together request no more CPUs than there are. Of the stages that may
-start, the one with the longest chain of dependent stages comes first; later ones overtake a stage that does
-not fit. Memory is not considered: on a machine without GPUs, stages run one after the other unless the recipe
-says otherwise (`side_by_side`).
+Stages that run at the same time share no GPU and together request no more CPUs than there are. Of the stages
+that may start, the one with the longest chain of dependent stages comes first; later ones overtake a stage
+that does not fit. Memory is not considered: on a machine without GPUs, stages run one after the other unless
+the recipe says otherwise (`side_by_side`).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Schedule:
         return [start for name, start in found.items() if name not in running]
 
     def _place(self, name: str, running: Mapping[str, Start]) -> Start | None:
-        """Returns the GPUs on which a stage can run beside the running ones; None when it does not fit."""
+        """Returns the GPUs on which a stage can run alongside the running ones; None when it does not fit."""
         cost = self._cost(name)
         taken = {gpu for start in running.values() for gpu in start.gpus}
         cpus = sum(self._cost(other).cpus for other in running)
@@ -170,7 +170,7 @@ class Schedule:
         return max((sum(other.start == span.start for other in spans) for span in spans), default=1)
 
     def variables(self, start: Start) -> dict[str, str]:
-        """Returns the environment variables for a stage that runs beside others: its GPUs or, on a machine
+        """Returns the environment variables for a stage that runs alongside others: its GPUs or, on a machine
         without GPUs, its share of the cores, which is the same for all stages of the plan. Keeps an
         OMP_NUM_THREADS set by the user."""
         if self.machine.gpus:

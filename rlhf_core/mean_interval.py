@@ -43,7 +43,7 @@ def mean_interval(
     """Returns the interval of `total.sum() / weight.sum()`; without a question it is (0, 1).
 
     `weight` (n,) is the weight of each question, `total` (n,) its score times its weight. `added`: weight of
-    the question that is added, which should be that of the heaviest one.
+    the question that is added, which should be as large as the largest of the others.
     """
     tail = (1 - level) / 2
     return _lower(total, weight, added, tail), 1 - _lower(weight - total, weight, added, tail)

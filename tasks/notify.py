@@ -66,7 +66,7 @@ class Sender:
         atexit.register(self._end)
 
     def put(self, message: dict[str, Any]) -> None:
-        """Queues a message and returns at once. Drops it if MAX_WAITING are queued."""
+        """Queues a message and returns immediately. Drops it if MAX_WAITING are queued."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(json.dumps(message).encode())
 

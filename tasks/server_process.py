@@ -124,7 +124,7 @@ class ServerProcess:
             )
 
     def stop(self) -> None:
-        """Ends the process, at once if it has not begun, otherwise in the same way as Prefect."""
+        """Ends the process: immediately if it has not begun, otherwise in the same way as Prefect."""
         process = self.server_process
         begun = self.running
         self.running = False

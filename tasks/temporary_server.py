@@ -99,8 +99,8 @@ def _watch() -> None:
 
 def keep_server() -> None:
     """Restarts this process's own server if it has ended, at the same address and with the same database, at
-    most three times. Returns once it answers, because a client created while there is no server would fail at
-    once."""
+    most three times. Returns once it answers, because a client created while there is no server would fail
+    immediately."""
     with _turn:
         process = ours.server_process
         if (

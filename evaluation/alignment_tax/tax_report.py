@@ -70,7 +70,7 @@ class TaxRow(ScoreDrop):
 
 
 class TaxReport(Frozen):
-    """The content of `tax.json`."""
+    """The contents of `tax.json`."""
 
     baseline: str
     models: tuple[str, ...]

@@ -34,7 +34,7 @@ class Estimate(Frozen):
 
 
 class CalibrationReport(Frozen):
-    """The content of `calibration.json`.
+    """The contents of `calibration.json`.
 
     `judge`: the judge's name; `identity`: a digest of the settings that decide its verdicts, for which the
     calibration holds (`judge_identity`). `unjudged`: number of pairs without a verdict, which count only in

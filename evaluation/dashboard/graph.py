@@ -18,7 +18,7 @@ MAX_NODES = 40
 
 
 class GraphBox(NamedTuple):
-    """The content of a box in the graph. `link`: an address, '' for none."""
+    """The contents of a box in the graph. `link`: an address, '' for none."""
 
     state: str
     note: str

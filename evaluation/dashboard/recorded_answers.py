@@ -34,9 +34,9 @@ class PromptAnswers(NamedTuple):
 
 
 class RecordedPage(NamedTuple):
-    """The content of the page: `iteration` out of `iterations`, and `shown` of its `answers`, at most `step`,
-    from index `first` on. `most`: the largest absolute advantage. `unsearched`: the number of iterations that
-    were not searched for other answers to a prompt."""
+    """The contents of the page: `iteration` out of `iterations`, and `shown` of its `answers`, at most
+    `step`, from index `first` on. `most`: the largest absolute advantage. `unsearched`: the number of
+    iterations that were not searched for other answers to a prompt."""
 
     iteration: int
     iterations: list[int]
@@ -97,7 +97,7 @@ def folder_of(query: Mapping[str, str]) -> str:
 
 
 def chosen_iterations(run_dir: Path, query: Mapping[str, str]) -> tuple[int, int]:
-    """Returns the iteration that a query asks for, and the one to show beside it, which may be the same; (0,
+    """Returns the iteration that a query asks for, and the one to show next to it, which may be the same; (0,
     0) if none is recorded. Raises Missing if either is not recorded."""
     files = iteration_files(run_dir, folder_of(query))
     iteration = number_of(query.get("iteration", ""), max(files, default=0))

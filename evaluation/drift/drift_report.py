@@ -1,4 +1,4 @@
-"""Defines the content of `report/drift.json`, which a drift stage writes. Torch-free."""
+"""Defines the contents of `report/drift.json`, which a drift stage writes. Torch-free."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Earlier(Frozen):
 
 
 class DriftReport(Frozen):
-    """The content of `drift.json`. `at`: when it was written (UTC). `anchors_at`: when the anchors were
+    """The contents of `drift.json`. `at`: when it was written (UTC). `anchors_at`: when the anchors were
     judged. `history`: earlier results, oldest first."""
 
     at: datetime

@@ -42,7 +42,7 @@ class Band(Frozen):
 
 
 class RegressionReport(Frozen):
-    """The content of `regression.json`.
+    """The contents of `regression.json`.
 
     `final`: the last model of the config; `judge`: identity of the deciding judge
     (config/judging/calibration.py); `before`: outcomes of the final model in the last trusted result, by uid;

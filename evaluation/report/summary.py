@@ -41,7 +41,7 @@ class StageView:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A stage and the content of its run directory. `curves` maps a metric to its points."""
+    """A stage and the contents of its run directory. `curves` maps a metric to its points."""
 
     view: StageView
     request: StageRequest | None
@@ -146,7 +146,7 @@ def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
 
 
 def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
-    """Returns the content of `summary.json`. Each stage has its name, kind, status, seconds, checkpoint,
+    """Returns the contents of `summary.json`. Each stage has its name, kind, status, seconds, checkpoint,
     digest, final metrics and gates, and the win rate of its model against the baseline with a 95 % interval
     (all in [0, 1]). `evaluation` has the win rate of the final model and, under `models`, those of all
     models; it is None when no evaluation has finished.

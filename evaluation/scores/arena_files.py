@@ -144,7 +144,7 @@ def token_counter(name: str) -> TokenCount:
 
 
 def judgment_lines(judgments: Sequence[Judgment]) -> str:
-    """Returns the content of a judgments file that arena-hard-auto can read."""
+    """Returns the contents of a judgments file that arena-hard-auto can read."""
     return "".join(judgment.model_dump_json() + "\n" for judgment in judgments)
 
 

@@ -81,7 +81,7 @@ class RewardModelAgreement(Frozen):
 
 
 class RewardReports(Frozen):
-    """The content of `reward_models.json`."""
+    """The contents of `reward_models.json`."""
 
     models: tuple[RewardReport, ...]
     agreement: tuple[RewardModelAgreement, ...]

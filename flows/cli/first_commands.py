@@ -134,8 +134,8 @@ def _make_material(script: Path) -> str:
 
 
 def _outputs_of(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Waits for a process and returns its stdout and stderr. Unless the process ends at once, uses the time
-    to import the flow, which takes seconds."""
+    """Waits for a process and returns its stdout and stderr. Unless the process ends immediately, uses the
+    time to import the flow, which takes seconds."""
     try:
         return process.communicate(timeout=AT_ONCE_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,5 +1,5 @@
-"""Runs an object in a process on another node of the stage, beside its ranks. The process reserves no CPUs or
-GPUs and has several threads."""
+"""Runs an object in a process on another node of the stage, alongside its ranks. The process reserves no CPUs
+or GPUs and has several threads."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Reach:
         self._thread: Thread | None = None
 
     def watch(self, places: Sequence[TcpEndpoint]) -> None:
-        """Watches those of the endpoints that answer, in place of the previous ones."""
+        """Watches the endpoints that answer, in place of the previously watched ones."""
         self._places = answering(places)
         self._since = {}
         self._noticed = set()
@@ -167,7 +167,7 @@ def fetched(ref: Any) -> Any:
 
 
 def answering(places: Sequence[TcpEndpoint]) -> list[TcpEndpoint]:
-    """Returns the endpoints that accept a connection within ANSWER_SECONDS. All are tried at once."""
+    """Returns the endpoints that accept a connection within ANSWER_SECONDS. All are tried in parallel."""
     deadline = time.monotonic() + ANSWER_SECONDS
     found = set[TcpEndpoint]()
     with ExitStack() as stack, selectors.DefaultSelector() as selector:

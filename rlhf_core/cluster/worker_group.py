@@ -1,9 +1,9 @@
 """Starts and calls worker groups. A group is the ranks of one role, each a Ray actor that holds one Python
 object.
 
-A call goes to every rank and returns at once. Waiting for it raises an error that names the role and the
-phase when a rank makes no progress for too long. Arguments may be references from `put_on_nodes`, so that a
-batch is sent to each node only once.
+A call goes to every rank and returns immediately. If a rank makes no progress for too long, waiting for the
+call raises an error that names the role and the phase. Arguments may be references from `put_on_nodes`, so
+that a batch is sent to each node only once.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class Gated(Config):
     @property
     def turns(self) -> Sequence[Groups]:
         """The turns of the stage, each a mapping of group names to processes. Only the groups of one turn run
-        at once."""
+        at the same time."""
         return [{}]
 
     @property

@@ -95,7 +95,8 @@ class VerifiersPrompts(Config):
 
     environment: str = Field(description="name of the installed environment", min_length=1)
     options: dict[str, Any] = Field(
-        {}, description="arguments of load_environment; from verifiers 0.2 on: the env block"
+        {},
+        description="arguments of load_environment; from verifiers 0.2 on: fields of the package's env block",
     )
     python: Annotated[str | None, NotInDigest] = Field(
         None,

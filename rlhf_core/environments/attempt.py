@@ -151,8 +151,8 @@ class EpisodeAttempt:
             self._begin(told)
 
     def _begin(self, told: dict[str, Any]) -> None:
-        """Sends a request to the engine. If the token limit leaves no room for it beside the requests being
-        answered, holds it back."""
+        """Sends a request to the engine. If the token limit leaves no room for it in addition to the requests
+        being answered, holds it back."""
         call = told["call"]
         try:
             tokens, room = self._trajectories.ask(call, told)

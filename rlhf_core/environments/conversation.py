@@ -63,8 +63,8 @@ class Conversation:
         folder: str | None = None,
     ):
         """`ask` sends a request: the new messages, the number of their conversation and, if the request
-        starts that conversation, its tools or the conversation that it forks (`CallPlace`). `folder`: that of
-        image files, None if none are read."""
+        starts that conversation, its tools or the conversation that it forks (`CallPlace`). `folder`: the
+        folder of image files; None if no images are read."""
         self.messages = list(messages)
         self.turns = 0
         self.rewards = list[float]()

@@ -18,8 +18,8 @@ class EpisodesByRow:
         self._members = members
 
     async def run(self, asked: Sequence[EpisodeRequest], sampling: Sampling) -> list[Episode]:
-        """Runs episodes of all environments at once, and returns them in the order of `asked`. Raises the
-        same errors as `Episodes.run`."""
+        """Runs the episodes of all environments at the same time, and returns them in the order of `asked`.
+        Raises the same errors as `Episodes.run`."""
         shares: dict[str, list[int]] = {}
         for place, request in enumerate(asked):
             shares.setdefault(request.prompt.row[ENVIRONMENT], []).append(place)

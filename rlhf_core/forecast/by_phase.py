@@ -201,8 +201,8 @@ def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
 
 
 def encoder_on_host(size: Size) -> float:
-    """Returns the bytes of an image encoder in host memory while it is loaded, after the language model, with
-    the embeddings and one layer of that."""
+    """Returns the bytes that an image encoder takes in host memory while it is loaded. It is loaded after the
+    language model, together with that model's embeddings and one of its layers."""
     if size.encoder is None:
         return 0.0
     layer = (size.parameters - size.vocabulary * size.hidden - size.head) / size.layers

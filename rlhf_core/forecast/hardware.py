@@ -82,8 +82,8 @@ def on_nodes(gpu: Gpu, gpus: int, nodes: int | None, network: float | None) -> G
 
 
 def gather_seconds(count_bytes: float, ranks: int, gpu: Gpu) -> float:
-    """Returns the seconds in which each of `ranks` GPUs gathers `count_bytes` that are split across all of
-    them, or in which as many bytes are reduced and split.
+    """Returns the seconds that each of `ranks` GPUs needs to gather `count_bytes` that are split across all
+    of them, or to reduce and split as many bytes.
 
     A ring sends (n - 1) / n of the bytes over each link (Thakur et al. 2005, section 4.1). A ring across
     nodes enters and leaves each node once, so the link of the whole node carries them too; the slower link

@@ -14,8 +14,8 @@ LOOKED_AT = 64 << 20  # bytes of each data file
 
 
 def encodes_images(config: StageConfig) -> bool:
-    """Returns whether a stage may read rows with images. Data on the Hub, or that another stage makes, may
-    have some."""
+    """Returns whether a stage may read rows with images. Data on the Hub or made by another stage may have
+    some."""
     if picture_refusal(config):
         return False
     sources = [source for text in config.texts for source in text.data.sources if not source.is_generated]

@@ -8,8 +8,8 @@ observed on H200s and fitted to their peaks; the cause was not investigated. The
 config/training/sharding.py say how much of this a rank holds. Frozen weights take only the first 2, and Muon
 keeps one moment (trained_weights.py).
 
-An image encoder is whole in bf16 beside each model that reads images. It runs before the language model,
-whose activations are not there yet, on as many image tokens as a pass has tokens, at most.
+Each model that reads images also has an unsharded image encoder in bf16. The encoder runs before the language
+model, whose activations do not exist yet, on at most as many image tokens as a pass has tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ProcessBytes(NamedTuple):
 
     `still`: always. `scoring`, `training`, `generating`: in addition while it scores or trains or, for
     engines, generates. `starting`: in addition while it starts and ZeRO-3 shards weights. `gathering`: whole
-    weights on their way to the engines or to a file. `bucket`: weights sent at once by a sync.
+    weights on their way to the engines or to a file. `bucket`: weights that a sync sends at a time.
     """
 
     still: float
@@ -137,8 +137,8 @@ def largest_layer(size: Size) -> float:
 
 
 def group_bytes(size: Size) -> float:
-    """Returns the bytes of bf16 checkpoint weights that exist whole at once while they are sent to engines or
-    written to a file."""
+    """Returns the bytes of bf16 checkpoint weights that are gathered at the same time while they are sent to
+    engines or written to a file."""
     return min(2 * size.parameters, GROUP + 2 * largest_layer(size))
 
 

@@ -4,9 +4,9 @@ Torch-free.
 Operations: 2N per token for a forward pass of N parameters without embeddings, 6N for training (Kaplan et al.
 2020, section 2.1), and 2 x layers x hidden x length for the products of causal attention in a forward pass
 (for a token at the mean distance). Bytes: weights, keys and values read while decoding; weights and gradients
-sent by ZeRO (Rajbhandari et al. 2020, section 7). The rates are in rates.py. With an image encoder,
-prompts are images of full length: each model's frozen encoder runs forward once for each document, that of an
-engine once for each prompt. The products of its attention are left out.
+sent by ZeRO (Rajbhandari et al. 2020, section 7). The rates are in rates.py. With an image encoder, prompts
+are assumed to be images of full length. Each model's frozen encoder runs forward once for each document, and
+an engine's encoder once for each prompt. The products of the encoder's attention are left out.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def phases(
 
 def forward_operations(size: Size, head: bool, length: int) -> float:
     """Returns the operations of a forward pass for one token of a document of `length` tokens. Embeddings are
-    looked up, which takes none. `head`: whether the output is the vocabulary."""
+    looked up, which takes no operations. `head`: whether the output is the vocabulary."""
     embeddings = size.vocabulary * size.hidden
     layers = size.active - size.head - embeddings
     return 2 * (layers + (embeddings if head else 0)) + 2 * size.layers * size.hidden * length
@@ -180,8 +180,8 @@ def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
     ZeRO-3 gathers weights for each pass, and again for its backward half unless they are kept (with hpZ from
     the same node), and reduces gradients. Stages 1 and 2 gather weights once a step and reduce gradients,
     stage 2 in every pass. Adapters have hardly any gradients. With weights in host memory, each fetch reads
-    the rank's shard over the link to the host. Frozen models are read whole, once, with `ref_reward_offload`,
-    and gathered for each pass with `ref_reward_shard`.
+    the rank's shard over the link to the host. Frozen models are read in full, once, with
+    `ref_reward_offload`, and gathered for each pass with `ref_reward_shard`.
     """
     ranks = config.groups[role].world_size
     weights = 2 * (size.parameters - (0 if gives_logprobs(role) else size.head))
@@ -208,8 +208,8 @@ def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
 
 
 def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
-    """Returns shares of a GPU for an engine beside models, largest first: enough for its weights and for the
-    keys and values of all its answers, of a half, or of fewer at a time."""
+    """Returns shares of a GPU for an engine that shares it with models, largest first: enough for its weights
+    and for the keys and values of all its answers, of a half, or of fewer at a time."""
     over = config.engine.processes
     answers = min(
         SEQUENCES,

@@ -1,4 +1,4 @@
-"""Counts the trained weights of a model, and those of them that Muon trains. Torch-free.
+"""Counts the trained weights of a model, and how many of them Muon trains. Torch-free.
 
 Only these have gradients and optimiser state. Weights that `freeze.names` freezes count as trained, since
 only the model knows the names of its weights, and activations below frozen layers count as kept. These

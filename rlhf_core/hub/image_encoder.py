@@ -1,7 +1,8 @@
 """The size of a model's image encoder, from its config.json. Torch-free.
 
-Counted as it runs beside the language model (`models/multimodal/picture_tower.py`): frozen, whole on every
-rank, and without gradients. A trained encoder's gradients and optimiser state are not in these numbers.
+It is counted as it runs alongside the language model (`models/multimodal/picture_tower.py`): frozen,
+unsharded on every rank, and without gradients. A trained encoder's gradients and optimiser state are not in
+these numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROTATION = 28
 class ImageEncoder(NamedTuple):
     """Per token of an image: `operations` of the forward pass (2 for each weight that a patch meets), the
     bytes that the pass holds at once (`passing`), and the bytes of the features that the language model reads
-    (`features`). `parameters`: of the encoder and what projects its output."""
+    (`features`). `parameters`: number of parameters of the encoder and of its projector."""
 
     parameters: float
     operations: float

@@ -58,8 +58,8 @@ class Size(NamedTuple):
     parameters of the output layer, included in `parameters`; 0 if tied. `kept`: bytes of activations that
     training keeps per layer and token, in bf16, with FlashAttention and fused norms and activations.
     `passing`: bytes that a pass without gradients holds at once per layer and token. `kv`: bytes of keys and
-    values per token, over all layers. `encoder`: of images, not counted in the other numbers; None if the
-    model has none, or nothing to encode (`forecast/image_data.py`).
+    values per token, over all layers. `encoder`: the image encoder, not counted in the other numbers; None if
+    the model has none, or there is nothing to encode (`forecast/image_data.py`).
     """
 
     parameters: float
@@ -112,7 +112,7 @@ def size_of(folder: str) -> Size:
 
 
 class _Stored(NamedTuple):
-    """Numbers of parameters in weight files: of the image encoder, and of all else."""
+    """Numbers of parameters in weight files: of the image encoder, and of everything else."""
 
     language: float
     encoder: float
@@ -223,8 +223,8 @@ def more_than_text(place: str, named: str) -> str:
 
 
 def wraps_text_by_config(config: Mapping[str, Any]) -> bool:
-    """Returns whether a config.json describes a model that contains a language model beside parts for images
-    or sound."""
+    """Returns whether a config.json describes a model that contains a language model and also parts for
+    images or sound."""
     return any(isinstance(config.get(part), Mapping) for part in TEXT_PARTS)
 
 

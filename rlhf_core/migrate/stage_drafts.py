@@ -22,8 +22,8 @@ from rlhf_core.migrate.trl.trl_stages import read_trl, reason_of
 
 
 class Stages(NamedTuple):
-    """A recipe's content apart from its name (`base_model`, `stages` and, if the script sets it, `seed`), and
-    the notes about all flags."""
+    """A recipe's contents apart from its name (`base_model`, `stages` and, if the script sets it, `seed`),
+    and the notes about all flags."""
 
     raw: dict[str, Any]
     notes: list[Note]

@@ -102,7 +102,7 @@ def trl_launch(
     words: tuple[str, ...], program: TrlProgram, given: Options, launcher: Options, folder: Path, line: int
 ) -> TrlLaunch:
     """Joins the options of a command with those in its config, and reads its launcher's options and config.
-    Options in `given`, those of the command line, override the config.
+    The options in `given`, from the command line, override the config.
 
     Raises ValueError for a config that cannot be read.
     """

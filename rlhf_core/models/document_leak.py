@@ -32,7 +32,7 @@ def detect_document_leak(
     all_reduce: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> None:
     """Sets `module.document_leak`, once. `forward` runs the module or an engine around it; with an engine
-    that is a collective, so is this.
+    whose forward pass is a collective operation, so is this function.
 
     Skipped when no row has two documents: neither `packed` nor concatenated by the attention. `all_reduce`
     sums over the ranks, so that all take the same decision.

@@ -72,8 +72,8 @@ class Policy(nn.Module):
     """A causal language model that returns log-probs. In training, logits are kept like other activations,
     except with checkpointing.
 
-    Raises ValueError for a model whose logits are more than a multiple of its head's outputs, capped or not,
-    or that reads more than text.
+    Raises ValueError for a model that reads more than text, or whose logits are not simply a multiple of its
+    head's outputs, capped or not.
     """
 
     # whether each document needs its own row (`document_leak`); None: not tested

@@ -29,7 +29,7 @@ def stored_dtype(config: PretrainedConfig) -> str:
 
 
 def dtype_of(path: str, dtype: str, trust_remote_code: bool = False) -> str:
-    """Returns `dtype`, or for auto the dtype of the checkpoint, for an adapter that of its base."""
+    """Returns `dtype` or, for auto, the dtype of the checkpoint (for an adapter, of its base)."""
     if dtype != "auto":
         return dtype
     return stored_dtype(

@@ -19,7 +19,7 @@ KEPT_BYTES = 1 << 30  # of decoded images, besides those that have been requeste
 
 class PictureReader:
     """How a model reads images. `token_id`: the token whose embedding a feature replaces. `decode`: the
-    function from an image to the inputs of the encoder, which several threads call at once.
+    function from an image to the inputs of the encoder; several threads call it concurrently.
 
     The last images that were read stay decoded, as several documents may have the same one.
     """
@@ -90,7 +90,7 @@ def size_of(tensors: Tensors) -> int:
 
 
 def _key(source: PictureSource) -> bytes:
-    """Returns what identifies an image and its content. Of a file that is gone, only its path."""
+    """Returns what identifies an image and its content: only the path, if its file no longer exists."""
     try:
         return source.version
     except (PictureFault, OSError):

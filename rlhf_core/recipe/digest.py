@@ -91,8 +91,8 @@ def stage_digest(
 
 
 def deciding(value: Any, digests: Digests) -> Any:
-    """Returns a config without the fields marked `NotInDigest`, and with the digests of local files beside
-    their paths or instead of them."""
+    """Returns a config without the fields marked `NotInDigest`, and with the digests of local files in
+    addition to their paths or instead of them."""
     if isinstance(value, BaseModel):
         fields = [name for name, field in type(value).model_fields.items() if _decides(value, name, field)]
         content = {name: deciding(getattr(value, name), digests) for name in fields}

@@ -137,8 +137,8 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
 
 
 def _rounds_used(loop: str, count: int, refused: Collection[str]) -> list[tuple[int, str]]:
-    """Returns the numbers (from 0) and names of those of a loop's first `count` rounds that are not refused.
-    If all are refused, returns the next round that is not, because the loop's dependents need a model."""
+    """Returns the number (from 0) and name of each of a loop's first `count` rounds that is not refused. If
+    all are refused, returns the next round that is not, because the loop's dependents need a model."""
     used = [(k, title) for k in range(count) if (title := f"{loop}.round{k + 1}") not in refused]
     return used or [
         next((k, title) for k in itertools.count(count) if (title := f"{loop}.round{k + 1}") not in refused)
@@ -228,8 +228,8 @@ def _against_baseline(gate: Gate, from_baseline: Collection[str]) -> Gate:
 def _parents(
     models: tuple[str, ...], baseline: str, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]
 ) -> dict[str, str]:
-    """Maps each judged model to the stage or baseline that it was trained from, by the name under which that
-    is judged. Models without a judged parent have no entry."""
+    """Maps each judged model to its parent, the stage or baseline that it was trained from, under the name by
+    which the parent is judged. Models without a judged parent have no entry."""
     named = [(aliases.get(model, model), model) for model in (*models, baseline)]
     # without a stage's additional models, STAGE.iteration10 and STAGE.ema
     judged = {stage: model for stage, model in named if not model.startswith(f"{stage}.")}

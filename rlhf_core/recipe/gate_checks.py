@@ -3,7 +3,7 @@ alone. Torch-free.
 
 `OpenStages` in flows/alignment.py stops the run, or the dependent stages, when a gate fails. Verdicts are not
 stored, because the same recipe and results give the same verdicts in every process; a changed bound therefore
-applies at once.
+applies immediately.
 """
 
 from __future__ import annotations

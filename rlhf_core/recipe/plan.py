@@ -117,7 +117,7 @@ class Plan:
         }
 
     def request(self, node: Node) -> StageRequest:
-        """Returns the content of the stage's `config.json`."""
+        """Returns the contents of the stage's `config.json`."""
         shown = self.recipe.wandb
         return StageRequest(
             name=node.name,

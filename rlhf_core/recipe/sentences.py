@@ -99,10 +99,10 @@ class WrongRecipe(ValueError):
 
 
 def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recipe], Recipe]) -> WrongRecipe:
-    """Returns the mistakes in `error` and those that it hides, which later checks of the same records find,
-    or `check`, which resolves the input paths of a valid recipe and raises ValueError for inconsistencies
-    between its stages. To find them, removes wrong keys, wrong values and stages that stay wrong, and fills
-    in missing values."""
+    """Returns the mistakes in `error` and the mistakes that it hides, which only later checks of the same
+    records or `check` would find. `check` resolves the input paths of a valid recipe and raises ValueError
+    for inconsistencies between its stages. To find hidden mistakes, removes invalid keys, invalid values and
+    stages that remain invalid, and fills in missing values."""
     told = sentences(error, raw)
     rest, wrong = _without_faults(error, raw)
     valid = None

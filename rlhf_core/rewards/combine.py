@@ -113,9 +113,9 @@ def combine(
     `by_source`: (N,) each, nan for failed rewards. `statistics`: from `with_answers`, including these
     answers. `samples`: number of consecutive answers per prompt. Sources with `normalize: group` are
     standardised among these, as in `objectives.advantages.grpo`, over the answers that every source scored;
-    an answer that is alone in this gets 0. Raises ValueError when no answer has a reward from every source.
-    `reward/mean` and `reward/std` describe the weighted sum before any standardisation, so that their scale
-    stays the same throughout the run.
+    an answer whose prompt has no other answer with all scores gets 0. Raises ValueError when no answer has a
+    reward from every source. `reward/mean` and `reward/std` describe the weighted sum before any
+    standardisation, so that their scale stays the same throughout the run.
     """
     raw = {term.title: _narrowed(by_source[term.title]) for term in terms}
     scored = torch.stack([values.isfinite() for values in raw.values()]).all(0)

@@ -1,8 +1,8 @@
 """Sends chat requests to engines of this run, for judges (`Chat`).
 
 Requests and replies travel as tokens in calls of Ray actors: no port is opened. Control tokens typed in a
-judged text stay text. All requests go to the engines at once, which batch them. An engine that dies or makes
-no progress fails the stage, as any other role's process does.
+judged text stay text. All requests are sent to the engines at the same time, and the engines batch them. An
+engine that dies or makes no progress fails the stage, as any other role's process does.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class Sampling(NamedTuple):
 
 class Request(NamedTuple):
     """Asks for one answer (`sampling.n` is ignored) alongside others that the engine works on. `key`: a
-    number chosen by the caller. `pictures`: those of the prompt, whose placeholders in `tokens` are already
-    expanded."""
+    number chosen by the caller. `pictures`: the images of the prompt, whose placeholders in `tokens` are
+    already expanded."""
 
     key: int
     tokens: list[int]

@@ -1,8 +1,7 @@
-"""Runs one engine of transformers in this process (`RolloutEngine`): answers by its `generate`, with the
-model loaded as the trainer loads it. For models that vLLM cannot sample.
-
-Slow and exact: answers to prompts of one length are sampled together, without padding, until the longest one
-ends; then the next ones start.
+"""Runs one transformers engine in this process (`RolloutEngine`). It answers with transformers' `generate`,
+and loads the model as the trainer does. It is meant for models that vLLM cannot sample, and is slow but
+exact: answers to prompts of one length are sampled together, without padding, until the longest one ends;
+then the next ones start.
 """
 
 from __future__ import annotations
@@ -200,7 +199,7 @@ class TransformersEngine:
         return ends.answers()
 
     def _reads_pictures(self) -> PictureReader:
-        """Returns how images are read. Loads the encoder when they come for the first time."""
+        """Returns how images are read. Loads the encoder when the first images arrive."""
         if self._reader is None:
             whole = first_base(self._path)  # adapters have no image encoder
             tokenizer = load_tokenizer(whole, self._trust_remote_code)
@@ -235,8 +234,8 @@ class TransformersEngine:
         return found
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights, and those of the image encoder that are sent: collects them in host memory,
-        then rebuilds the model. Raises ValueError if some are missing."""
+        """Replaces all weights, and any weights of the image encoder that are sent: collects them in host
+        memory, then rebuilds the model. Raises ValueError if some are missing."""
         before = self._sampled
         kind = type(before.model)
         sent = {name: weight.detach().to("cpu", copy=True) for name, weight in weights}
@@ -295,7 +294,7 @@ class TransformersEngine:
         self._sampled.to(self._device)
 
     def stay(self) -> None:
-        """Returns at once: this engine has no other processes."""
+        """Returns immediately: this engine has no other processes."""
 
     def close(self) -> None:
         self._free()
@@ -305,7 +304,7 @@ class TransformersEngine:
 
 class SeededDraws(LogitsProcessor):
     """Draws each row's next token with the row's own random numbers, and keeps it with its log-prob under the
-    distribution it was drawn from. Returns logits in which only the drawn token's is finite."""
+    distribution it was drawn from. Returns logits in which only the drawn token's logit is finite."""
 
     def __init__(self, seeds: Sequence[int], sampling: Sampling, known: int | None):
         self.tokens: list[Tensor] = []  # one (rows,) tensor per step

@@ -1,4 +1,4 @@
-"""Holds the environment variables and the stop signal of a stage that runs beside others.
+"""Holds the environment variables and the stop signal of a stage that runs alongside others.
 
 Such a stage runs in a thread. Signals do not reach threads, so code that waits in one calls `check_stop` at
 least every second.

@@ -48,7 +48,7 @@ class Approval(Frozen):
 
 
 def ask(run_dir: Path, stage: str, recipe: Path, within: timedelta, run: str | None = None) -> Approval:
-    """Returns the question about a stage, asking it if it was not asked before. `run` is stored in a question
+    """Returns the question about a stage, and creates it if there is none yet. `run` is stored in a question
     that has no run yet."""
     with locked(run_dir / LOCK, 60.0):
         found = Approval.read(run_dir / FILE)

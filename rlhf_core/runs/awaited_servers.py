@@ -21,8 +21,8 @@ PAUSE_SECONDS = 2.0
 
 def require_servers(servers: Sequence[AskedServer], with_replies: Collection[str] = ()) -> None:
     """Waits at most WAIT_SECONDS until all servers can be reached, and prints what it waits for. Raises
-    Unreachable with one sentence, at once if an address is invalid. Readers in `with_replies` have stored
-    replies, which may be all they need, so for their servers it only warns."""
+    Unreachable with one sentence, and immediately if an address is invalid. Readers in `with_replies` have
+    stored replies, which may be all they need, so for their servers it only warns."""
     until = time.monotonic() + WAIT_SECONDS
     for server in servers:
         why = why_unreachable(server.address)

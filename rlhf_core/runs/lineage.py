@@ -46,7 +46,7 @@ class Ancestor:
 
 
 class Dataset(NamedTuple):
-    """A data set of a stage. `field`: the config field that names it; `digest`: that of its current content;
+    """A data set of a stage. `field`: the config field that names it; `digest`: that of its current contents;
     '' when it is not on this machine."""
 
     stage: str

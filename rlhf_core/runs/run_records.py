@@ -1,7 +1,7 @@
 """Reads, finds and pins the records of runs, `<artifacts>/<recipe>/runs/<id>.json`, which tasks/run_report.py
 writes. Torch-free.
 
-A run in progress holds `<id>.lock`, which the system releases when its process dies. `<id>.pin` beside a
+A run in progress holds `<id>.lock`, which the system releases when its process dies. `<id>.pin` next to a
 record pins the run. These are separate files, so that only the run itself writes its record. `<id>.html` is
 the run's page. A recipe's `run.json` counts as a record if `runs/` lacks that run.
 """

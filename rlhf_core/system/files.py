@@ -54,7 +54,7 @@ class Digests:
 
     def together(self, title: str, files: Mapping[str, Path]) -> str:
         """Returns the digest of the names and contents of many files, cached as one: `absent` in place of the
-        content of a file that is missing."""
+        contents of a missing file."""
         return str(
             self._cached(
                 title,
@@ -137,7 +137,7 @@ def is_locked(path: Path) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically: a reader sees either the old content or the new."""
+    """Writes a file atomically: a reader sees either the old contents or the new."""
     write_bytes(path, text.encode())
 
 
@@ -195,7 +195,7 @@ def _linked(source: str, target: str) -> None:
 
 
 def sync_to_disk(*places: Path) -> None:
-    """Calls fsync on files and folders and everything in them, so that their content survives a power
+    """Calls fsync on files and folders and everything in them, so that their contents survive a power
     failure."""
     for place in places:
         for path in (place, *place.rglob("*")) if place.is_dir() else (place,):

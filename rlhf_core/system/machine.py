@@ -68,9 +68,9 @@ def free_memory() -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Makes the C library return freed memory to the system, from now on at once for blocks above 1 MiB;
-    otherwise it keeps hundreds of megabytes. Each such block then costs a system call. Does nothing if the C
-    library is not glibc."""
+    """Makes the C library return freed memory to the system now, and freed blocks above 1 MiB immediately
+    from now on; otherwise it keeps hundreds of megabytes. Each such block then costs a system call. Does
+    nothing if the C library is not glibc."""
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**20)  # M_MMAP_THRESHOLD

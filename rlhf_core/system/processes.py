@@ -122,8 +122,8 @@ class UsersError(NamedTuple):
 
 
 def users_error(error: BaseException, file: Path, called: Callable[..., Any] | None = None) -> UsersError:
-    """Describes an error raised by the code in `file` or in modules beside it. If the traceback has no line
-    of this code, names the line that defines `called`."""
+    """Describes an error raised by the code in `file` or in modules in the same folder. If the traceback has
+    no line of this code, names the line that defines `called`."""
     line = _users_line(error, file)
     code = getattr(inspect.unwrap(called), "__code__", None) if called is not None else None
     if not line and code is not None:
@@ -173,8 +173,8 @@ def _users_line(error: BaseException, file: Path) -> str:
 
 
 def users_module(file: Path, what: str) -> ModuleType:
-    """Imports a user's Python file, which may import modules beside it. `what` describes it in messages.
-    Raises ValueError if there is no such file or its import fails."""
+    """Imports a user's Python file, which may import modules from its folder. `what` describes it in
+    messages. Raises ValueError if there is no such file or its import fails."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.is_file():
         raise ValueError(f"there is no Python file {file}; correct the path of the {what}")

@@ -34,8 +34,8 @@ class TrainingBackend(Protocol):
     """A way to train a model on the ranks of a stage."""
 
     def shards(self, config: Optimised, role: str) -> Shards | None:
-        """Returns the object that shards a trained model as it is loaded, or None to load it whole. `role`:
-        as in `Optimised.offloaded`."""
+        """Returns the object that shards a trained model as it is loaded, or None to load it unsharded.
+        `role`: as in `Optimised.offloaded`."""
 
     def frozen_shards(self, dtype: str) -> Shards | None:
         """Does the same as `shards` for a model that is not trained."""
@@ -44,7 +44,7 @@ class TrainingBackend(Protocol):
         """Wraps a model that was loaded with `frozen_shards`."""
 
     def engine(self, module: Policy | Scorer, adamw: AdamW, config: Optimised, role: str) -> Engine:
-        """Returns the engine of this rank. Is a collective."""
+        """Returns the engine of this rank. This is a collective operation."""
 
 
 class TorchBackend:

@@ -77,10 +77,12 @@ class Engine(Protocol):
         """Returns the sum of `values` over all ranks."""
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
-        """Gathers these parameters on every rank while the context is open. Is a collective."""
+        """Gathers these parameters on every rank while the context is open. This is a collective
+        operation."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Swaps in the moving average of the weights while the context is open. Is a collective."""
+        """Swaps in the moving average of the weights while the context is open. This is a collective
+        operation."""
 
     def release(self) -> None:
         """Frees the allocator's cached memory."""
@@ -93,8 +95,8 @@ class Engine(Protocol):
         """Waits until the last state is written."""
 
     def load_state(self, folder: Path) -> None:
-        """Reads a state written by any number of ranks. Is a collective. Raises ValueError if the state
-        belongs to another model."""
+        """Reads a state written by any number of ranks. This is a collective operation. Raises ValueError if
+        the state belongs to another model."""
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -341,7 +343,7 @@ def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def on_cpu(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies `weights` (`checkpoint_weights`) to rank 0's host memory. Is a collective. Raises
+    """Copies `weights` (`checkpoint_weights`) to rank 0's host memory. This is a collective operation. Raises
     FloatingPointError when any of them is not finite."""
     return {
         name: weight.to("cpu", copy=True).contiguous() for name, weight in finite(weights) if engine.rank == 0

@@ -144,7 +144,7 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int, host_bytes:
 
 
 def shards_of(config: Optimised, role: str = "model") -> Shards | None:
-    """Returns the object that shards a model over the ranks as it is loaded, or None to load it whole.
+    """Returns the object that shards a model over the ranks as it is loaded, or None to load it unsharded.
     `role`: as in `Optimised.offloaded`."""
     return backend_of(config).shards(config, role)
 
@@ -169,8 +169,8 @@ def policy_to_train(request: StageRequest, config: SFT | DPO | KTO, path: str) -
 def open_frozen(
     path: str, config: DPO | KTO, trust_remote_code: bool, device: torch.device
 ) -> Policy | FrozenModel:
-    """Loads a policy that is not trained: sharded if trained models are, otherwise whole on each rank. Is a
-    collective if the policy is sharded."""
+    """Loads a policy that is not trained: sharded if trained models are, otherwise whole on each rank. This
+    is a collective operation if the policy is sharded."""
     cut = config.sharding is not None and config.sharding.weights
     shards = backend_of(config).frozen_shards(config.dtype) if cut else None
     policy = load_policy(path, config.dtype, trust_remote_code, shards=shards)
@@ -290,8 +290,8 @@ def finish_training(
 def export_average(
     engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool
 ) -> None:
-    """Writes the model's moving average to `folder` on rank 0, in the same form as `export`. Is a
-    collective."""
+    """Writes the model's moving average to `folder` on rank 0, in the same form as `export`. This is a
+    collective operation."""
     if engine.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     with engine.averaged():
@@ -301,7 +301,7 @@ def export_average(
 def export(
     engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool
 ) -> float | None:
-    """Writes the model to `folder` on rank 0. Is a collective.
+    """Writes the model to `folder` on rank 0. This is a collective operation.
 
     Adapters are merged, and also written separately to the subfolder `adapter`; if `lora.export` says so,
     only the adapter is written. `source`: the model that training started from. Returns the share of the

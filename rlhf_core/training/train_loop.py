@@ -350,8 +350,8 @@ class Saving:
         self._commit: resume_state.StateCommit | None = None
 
     def begin(self, step: int, loop: dict[str, Any]) -> None:
-        """Starts saving a state. Is a collective. Returns once this rank has copied its part. Raises the
-        error that stopped the previous save, such as OSError."""
+        """Starts saving a state. This is a collective operation. Returns once this rank has copied its part.
+        Raises the error that stopped the previous save, such as OSError."""
         self.finish()
         engine = self._engine
         run = self._run

@@ -1,4 +1,4 @@
-"""Writes the page of a stage's recorded answers, `rollouts/STAGE-DIGEST.html` beside the report. It shows
+"""Writes the page of a stage's recorded answers, `rollouts/STAGE-DIGEST.html` next to the report. It shows
 answers by prompt, with the iterations of a prompt side by side.
 
 The page has no script and loads nothing; its content security policy forbids both. It shows answers up to a

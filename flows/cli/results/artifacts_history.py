@@ -149,8 +149,8 @@ def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[SurveyedItem]
 
 
 def remove(item: SurveyedItem, keeping: Keeping = kept) -> bool:
-    """Removes a folder, unless a process works in it or a run now keeps it, or removes the page of a run that
-    is not kept. Returns whether it was removed."""
+    """Removes a folder unless a process works in it or a run now keeps it; for a page, removes it unless its
+    run is kept. Returns whether the item was removed."""
     if item.path.suffix == PAGE:
         return _remove_page(item.path, keeping)
     folder = item.path.parent if item.path.name == STATE else item.path

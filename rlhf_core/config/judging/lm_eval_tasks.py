@@ -85,7 +85,7 @@ def located(data_files: Any, folder: Path) -> Any:
 
 
 def _merged(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """Returns a YAML's content merged with its includes, and the paths of all these files, the YAML itself
+    """Returns a YAML's contents merged with its includes, and the paths of all these files, the YAML itself
     first."""
     if path in seen:
         raise ValueError(f"the task file {path} includes itself: remove the include")

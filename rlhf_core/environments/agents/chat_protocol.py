@@ -1,4 +1,4 @@
-"""Reads OpenAI chat completions requests, and writes their answers, whole or as a stream.
+"""Reads OpenAI chat completions requests, and writes their answers, complete or as a stream.
 
 Source: https://platform.openai.com/docs/api-reference/chat. The stage decides how to sample, so
 `temperature`, `top_p`, `seed` and the penalties in a request are ignored. Options that would change which

@@ -90,8 +90,8 @@ def text_of(observation: Mapping[str, Any], fields: Collection[str], longest: in
 def shown_to(
     images: bool, observation: Mapping[str, Any], fields: Collection[str], longest: int
 ) -> str | dict[str, Any]:
-    """Returns what the model sees of an observation: `text_of` it or, if the model reads `images` and fields
-    hold some (`data:image/...`), a message with these before the text of the other fields."""
+    """Returns what the model sees of an observation: its text (`text_of`) or, if the model reads `images` and
+    fields hold some (`data:image/...`), a message with these images before the text of the other fields."""
     seen = {name: value for name, value in observation.items() if name in fields or not fields}
     urls = [name for name, value in seen.items() if _is_image(value)]
     if not images or not urls:

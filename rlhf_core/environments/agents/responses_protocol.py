@@ -1,4 +1,4 @@
-"""Reads OpenAI responses API requests, and writes their answers, whole or as a stream.
+"""Reads OpenAI responses API requests, and writes their answers, complete or as a stream.
 
 Source: https://platform.openai.com/docs/api-reference/responses. A request is converted to a list of chat
 completions messages: `instructions` become a system message, and calls and their outputs become assistant and

@@ -36,15 +36,15 @@ CUT = "a limit of tokens cut the last answer"
 
 
 class OpenEnvEpisodes:
-    """Plays on the server at `url`.
+    """Plays episodes on the server at `url`.
 
     `field`: the action field that receives the answer's text; by default the only one that the server's
-    schema requires. If it requires several, the answer must contain a JSON object. `action`: constant fields.
-    `observe`: fields of the observation that the model sees; empty: all. `reward`: whether rewards of the
-    steps are summed or only the last one counts. `reset`: arguments of the reset, to which those in a row's
-    column `reset` are added. `seconds`: time limit of one answer from the server. `longest`: maximum number
-    of characters in an observation. `token_env`: the variable that holds a bearer token. Raises ValueError
-    with a user-facing message when the server cannot be used.
+    schema requires. If it requires several, the answer must contain a JSON object. `action`: constant fields
+    of every action. `observe`: fields of the observation that the model sees; empty: all. `reward`: whether
+    the steps' rewards are summed or only the last one counts. `reset`: arguments of the reset; the arguments
+    in a row's column `reset` are added to them. `seconds`: time limit of one answer from the server.
+    `longest`: maximum number of characters in an observation. `token_env`: the variable that holds a bearer
+    token. Raises ValueError with a user-facing message when the server cannot be used.
     """
 
     users_function = None  # errors have no line to point to

@@ -46,11 +46,10 @@ def checkpoint_weights(
     survival: Survival | None = None,
     encoder: TrainedEncoder | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields all gathered weights of a model, and those of its trained image encoder, under the names used in
-    a transformers checkpoint. Is a collective on every rank.
-
-    `gathered(parameters)` is a context that gathers sharded parameters. A weight is valid only until the next
-    one is requested. `survival` measures how much of the adapters survives rounding.
+    """Yields all weights of a model and of its trained image encoder, gathered, under the names used in a
+    transformers checkpoint. This is a collective operation on every rank. `gathered(parameters)` is a context
+    that gathers sharded parameters. A weight is valid only until the next one is requested. `survival`
+    measures how much of the adapters survives rounding.
     """
     for group in _groups(_units(model, survival)):
         with gathered([parameter for unit in group for parameter in unit.parameters]):
@@ -64,8 +63,8 @@ def checkpoint_weights(
 
 
 def planned_weights(model: PreTrainedModel, encoder: TrainedEncoder | None = None) -> dict[str, Tensor]:
-    """Returns the weights that `checkpoint_weights` will yield, as tensors without memory (`meta`). Is not a
-    collective."""
+    """Returns the weights that `checkpoint_weights` will yield, as tensors without memory (`meta`). This is
+    not a collective operation."""
     state = {}
     for unit in _units(model):
         if unit.parameters:
@@ -87,8 +86,8 @@ def planned_weights(model: PreTrainedModel, encoder: TrainedEncoder | None = Non
 
 
 def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights trained by LoRA, under the names used in peft's adapter files. Is a collective on
-    every rank."""
+    """Yields the weights trained by LoRA, under the names used in peft's adapter files. This is a collective
+    operation on every rank."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     with gathered([parameter for _, parameter in trained]):
         for name, parameter in trained:
@@ -97,7 +96,7 @@ def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tupl
 
 def scaled_adapters(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
     """Yields the adapters of linear layers, in the dtype of the model's weights and under the names of
-    `trained_weights`, with B multiplied by `alpha / rank`. Is a collective on every rank."""
+    `trained_weights`, with B multiplied by `alpha / rank`. This is a collective operation on every rank."""
     scales = {
         f"base_model.model.{name}": layer.scaling[ADAPTER] for name, layer in lora_layers(model).items()
     }

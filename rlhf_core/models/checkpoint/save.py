@@ -102,8 +102,8 @@ def _added(planned: dict[str, Tensor], whole: Path) -> dict[str, Tensor]:
 
 
 def describe_scorer(file: Path, model: PreTrainedModel) -> None:
-    """Changes the config.json of a multimodal model to that of a reward model, which transformers loads
-    whole; some families need alignflow's class for it (`score_classes.py`)."""
+    """Changes the config.json of a multimodal model to that of a reward model, which transformers loads as a
+    whole; some families need alignflow's class for this (`score_classes.py`)."""
     config = read_json(file)
     names = config.get("architectures") or [type(model).__name__]
     config["architectures"] = [OF_HEAD.sub("ForSequenceClassification", names[0])]

@@ -40,7 +40,7 @@ class SequenceRanks(NamedTuple):
         return self.filled(rows).chunk(self.size)[self.rank]
 
     def own_pairs(self, pairs: Tensor, count: int) -> Tensor:
-        """Returns those of the `pairs` (2, n) whose source is on this rank, out of a pass of `count` tokens
+        """Returns the `pairs` (2, n) whose source is on this rank, out of a pass of `count` tokens
         (`next_token_pairs`). Sources are then counted from the start of the rank's part; a target may lie in
         another part. Pairs are in host memory, for numpy."""
         if self.size == 1:
@@ -106,8 +106,8 @@ ALONE = SequenceRanks()
 
 
 def sequence_ranks(size: int) -> SequenceRanks:
-    """Groups neighbouring ranks by `size`. Is a collective of all ranks, and needs the default process
-    group."""
+    """Groups neighbouring ranks by `size`. This is a collective operation of all ranks and needs the default
+    process group."""
     group, _ = dist.new_subgroups(size, timeout=PATIENCE)
     return SequenceRanks(size, dist.get_rank() % size, group)
 

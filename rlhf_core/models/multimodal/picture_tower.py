@@ -1,4 +1,4 @@
-"""Runs the image encoder of a multimodal checkpoint beside its language model.
+"""Runs the image encoder of a multimodal checkpoint alongside its language model.
 
 The encoder is not part of the trained module. Each rank holds all of it, except weights that are trained
 (`trained_encoder.py`), so passes with and without images run the same collectives. Features replace the
@@ -116,16 +116,16 @@ def _blocks(places: Tensor) -> Tensor:
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """Returns the features of all images, (image tokens, H), from those of each, or from all together as
-    transformers 5.17 returns some."""
+    """Returns the features of all images, (image tokens, H). `features` holds them per image or, as
+    transformers 5.17 returns some, already joined."""
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([part.flatten(0, -2) for part in features])
 
 
 def _each_alone(pixels: Tensor, sizes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields each image, (1, 3, height, width), and its size, (1, 2). `pixels`: those of all images, in one
-    dimension. `sizes`: (images, 2)."""
+    """Yields each image, (1, 3, height, width), and its size, (1, 2). `pixels`: the pixels of all images, in
+    one dimension. `sizes`: (images, 2)."""
     shapes = sizes.tolist()
     parts = pixels.split([3 * height * width for height, width in shapes])
     for part, (height, width), size in zip(parts, shapes, sizes, strict=True):
@@ -155,7 +155,7 @@ class PictureTower:
 
     @property
     def parts(self) -> list[PreTrainedModel]:
-        """The encoder without its projector, if that is no part of it."""
+        """The encoder, without its projector if that is a separate module."""
         return [part for part in self._whole.children() if isinstance(part, PreTrainedModel)]
 
     def train(self, projector_only: bool) -> TrainedEncoder:
@@ -240,8 +240,8 @@ class PictureTower:
         return torch.stack([_joined(part) for part in (found.pooler_output, *deep)])
 
     def _alone(self, pixels: Tensor, size: Tensor) -> Tensor:
-        """Returns the features of one image, (image tokens, H). One with a single token is encoded twice,
-        since transformers 5.19 drops a dimension of 1."""
+        """Returns the features of one image, (image tokens, H). An image with a single token is encoded
+        twice, since transformers 5.19 drops a dimension of 1."""
         config: Any = self._whole.config
         side = config.vision_config.patch_size * config.spatial_merge_size
         times = 2 if int(size.max()) <= side else 1

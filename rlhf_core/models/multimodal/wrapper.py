@@ -57,7 +57,7 @@ def language_model(path: str, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def stored_names(folder: Path) -> set[str]:
-    """Returns the names of all weights in a folder. Raises as `stored_tensors`."""
+    """Returns the names of all weights in a folder. Raises the same errors as `stored_tensors`."""
     return {name for tensors in stored_tensors(folder).values() for name in tensors}
 
 
@@ -84,8 +84,8 @@ def link_language_model(path: str, folder: Path, trust_remote_code: bool) -> boo
     """Fills `folder` with links to the files of the multimodal checkpoint at `path`, and with the config of
     its language model.
 
-    Returns False for a checkpoint whose language model vLLM cannot load alone: it runs the whole, or reports
-    what is wrong with it.
+    Returns False for a checkpoint whose language model vLLM cannot load alone; vLLM then runs the whole
+    model, or reports what is wrong with it.
     """
     try:
         whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

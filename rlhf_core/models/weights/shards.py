@@ -45,7 +45,7 @@ class Shards(Protocol):
     def gathered(
         self, weights: Sequence[nn.Parameter], changed: bool = False
     ) -> AbstractContextManager[object]:
-        """Makes weights whole while the context is open. `changed`: whether to keep rank 0's changes to
+        """Gathers whole weights while the context is open. `changed`: whether to keep rank 0's changes to
         them."""
 
 

@@ -20,9 +20,9 @@ Encode = Callable[[Inputs], Tensor]
 
 
 class TrainedEncoder(nn.Module):
-    """Holds the trained weights of an encoder. `stored`: these by their names in the checkpoint.
-    `embeddings`: those that are embeddings, such as of positions. `encode`: computes features from the inputs
-    of the encoder, with these weights."""
+    """Holds the trained weights of an encoder. `stored`: these weights by their names in the checkpoint.
+    `embeddings`: the ones that are embeddings, such as position embeddings. `encode`: computes features from
+    the inputs of the encoder, with these weights."""
 
     def __init__(self, stored: Mapping[str, nn.Parameter], embeddings: list[nn.Parameter], encode: Encode):
         super().__init__()
@@ -34,8 +34,9 @@ class TrainedEncoder(nn.Module):
             self.register_parameter(name.replace(".", "/"), weight)
 
     def forward(self, inputs: Inputs | None) -> Tensor:
-        """Returns the features of a pass, as `encode` does; for one without images (None) an empty tensor,
-        which must be added to the pass all the same. One tensor: for each, DeepSpeed would gather again."""
+        """Returns the features of a pass, as `encode` does; for a pass without images (None), an empty
+        tensor, which must still be added to the pass. Returns a single tensor, because DeepSpeed would gather
+        again for each one."""
         if torch.is_grad_enabled():
             found: Tensor = _Encoded.apply(self._encode, inputs, *self.parameters())
             return found

@@ -46,7 +46,7 @@ class RoundInProgress(Frozen):
 
 
 class Record(Frozen):
-    """The content of `loop.json`."""
+    """The contents of `loop.json`."""
 
     loop: str
     rounds: tuple[Round, ...] = ()

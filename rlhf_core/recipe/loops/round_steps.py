@@ -48,9 +48,9 @@ def refuse(recipe: Recipe, state: LoopState, why: str) -> LoopState:
 
 
 def follow(recipe: Recipe, state: LoopState, champion: str, earlier: Mapping[str, str]) -> LoopState:
-    """Makes the loop continue from the champion: records in `loop.json` that later rounds which were
-    champions are left out, together with rounds trained from them, and that the champion's round is used
-    again. A round in progress is left out if any of its stages is done; otherwise it begins anew.
+    """Makes the loop continue from the champion. Records in `loop.json` that the champion's round is used
+    again, and that later rounds that were champions are left out, together with the rounds trained from them.
+    A round in progress is left out if any of its stages is done; otherwise it begins anew.
 
     `champion`: the stage that made the champion's model. `earlier`: the stages of previous champions, each
     with the reason for its rollback or ''. Returns the loop's state.

@@ -2,8 +2,8 @@
 run.
 
 `opinions.py` decides what the judge is asked. Every verdict is cached as soon as it arrives, by the request,
-the judge's name and the prompt's version, so that a resumed stage pays for none twice. A reply without a
-verdict is followed by one reminder. A request that still has no verdict is not cached; an answer without a
+the judge's name and the prompt's version, so that a resumed stage pays for no verdict twice. A reply without
+a verdict is followed by one reminder. A request that still has no verdict is not cached; an answer without a
 verdict has a failed reward, which is never 0. Requests and retries are in `rlhf_core/judging/chat_client.py`,
 requests to engines in `rlhf_core/rollout/engine_chat.py`.
 """

@@ -1,7 +1,7 @@
 """Builds vLLM's form of prompts with images from the tokens and the tensors of our own processor.
 
-vLLM's processor sees no request: it would resize with torchvision and expand placeholders that are expanded
-already. vLLM loads it only to know the largest image.
+vLLM's processor sees no request: it would resize with torchvision and expand placeholders that are already
+expanded. vLLM loads it only to determine the size of the largest image.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SeenPicture(NamedTuple):
 
 def picture_options() -> dict[str, Any]:
     """Returns vLLM's options for a model that reads images: no cache of what its own processor returns, and
-    pixels that are normalised already, which vLLM 0.32 otherwise does in the encoder."""
+    pixels that are already normalised, because vLLM 0.32 would otherwise normalise them in the encoder."""
     from vllm import EngineArgs
 
     options = {"limit_mm_per_prompt": {"image": MOST, "video": 0, "audio": 0}, "mm_processor_cache_gb": 0}

@@ -69,7 +69,7 @@ class RemoteFiles:
         self._try("nothing can be written", call)
 
     def read(self, place: str) -> bytes | None:
-        """Returns the content of a small file; None when it does not exist."""
+        """Returns the contents of a small file; None when it does not exist."""
         return self._try(f"{place} cannot be read", lambda: self._system.cat_file(self._at(place)), None)
 
     def write(self, content: bytes, place: str) -> None:
@@ -86,7 +86,7 @@ class RemoteFiles:
         self._try(f"{place} cannot be fetched", lambda: self._system.get_file(self._at(place), str(file)))
 
     def remove(self, place: str) -> None:
-        """Removes a file, or a folder with its content, if it exists."""
+        """Removes a file, or a folder with its contents, if it exists."""
         self._try(
             f"{place} cannot be removed", lambda: self._system.rm(self._at(place), recursive=True), None
         )

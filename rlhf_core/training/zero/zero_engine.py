@@ -162,8 +162,8 @@ class ZeroEngine:
         return norm
 
     def _tainted(self) -> bool:
-        """Returns whether the loss of the step's last pass is not finite on any rank (see `accumulate`). Is a
-        collective."""
+        """Returns whether the loss of the step's last pass is not finite on any rank (see `accumulate`). This
+        is a collective operation."""
         return bool(self.all_reduce((~self._last_loss.isfinite()).float()))
 
     def all_reduce(self, values: Tensor) -> Tensor:
@@ -228,9 +228,10 @@ class ZeroEngine:
 def set_leaves(deepspeed: Any, module: nn.Module) -> None:
     """Marks the modules whose weights are fetched as a unit.
 
-    Layers are marked because DeepSpeed's Python work per inner module takes longer than the collectives.
-    Blocks whose experts are modules and blocks that compute their tokens in parts are marked because the
-    experts that run and the number of parts differ between ranks, and fetching is a collective.
+    Layers are marked because DeepSpeed's Python work per inner module takes longer than the collectives. Two
+    kinds of blocks are also marked, because fetching is a collective operation: blocks whose experts are
+    modules, since ranks run different experts, and blocks that compute their tokens in parts, since the
+    number of parts differs between ranks.
     """
     whole = {
         type(part) for part in module.modules() if isinstance(getattr(part, "experts", None), nn.ModuleList)

@@ -60,7 +60,7 @@ def steps_of(optimizer: Any) -> float:
 
 
 def to_weights(optimizer: Any, stage: int) -> None:
-    """Rounds the optimiser's fp32 weights into the module's weights. Is a collective."""
+    """Rounds the optimiser's fp32 weights into the module's weights. This is a collective operation."""
     if stage < 3:
         optimizer.update_lp_params()
         return
