@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlhf_core.config import PPO, StageConfig
+from rlhf_core.config import DPO, KTO, PPO, StageConfig
 from rlhf_core.data.image_fields import may_hold_images
-from rlhf_core.data.prompt_rows import picture_refusal
+from rlhf_core.data.prompt_rows import environment_sends, picture_refusal
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import Size
 
@@ -14,12 +14,17 @@ LOOKED_AT = 64 << 20  # bytes of each data file
 
 
 def encodes_images(config: StageConfig) -> bool:
-    """Returns whether a stage may read rows with images. Data on the Hub or made by another stage may have
-    some."""
-    if picture_refusal(config):
-        return False
+    """Returns whether a stage may read images, judged by the first LOOKED_AT bytes of its files."""
+    return not picture_refusal(config) and may_have_images(config, LOOKED_AT)
+
+
+def may_have_images(config: StageConfig, limit: int | None = None) -> bool:
+    """Returns whether a stage's data may have images, or its environment may send some. Data on the Hub, or
+    that another stage makes, may have some. `limit`: as in `may_hold_images`."""
+    if environment_sends(config) or (isinstance(config, DPO | KTO) and config.data is None):
+        return True
     sources = [source for text in config.texts for source in text.data.sources if not source.is_generated]
-    return any(is_remote(source.path) or may_hold_images(source.path, LOOKED_AT) for source in sources)
+    return any(is_remote(source.path) or may_hold_images(source.path, limit) for source in sources)
 
 
 def seen_size(config: StageConfig, size: Size) -> Size:

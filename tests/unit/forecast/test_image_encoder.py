@@ -20,7 +20,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from flows.cli.app import main
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import PPO, SFT, Data, EngineConfig, Ranks
+from rlhf_core.config import DPO, KTO, PPO, SFT, Data, EngineConfig, Ranks
 from rlhf_core.data.image_fields import may_hold_images
 from rlhf_core.forecast.by_phase import training_by_phase
 from rlhf_core.forecast.image_data import encodes_images, seen_size, seen_sizes
@@ -215,6 +215,27 @@ def test_stages_that_refuse_images_have_no_encoder(tmp_path: Path) -> None:
     grpo = {"advantage_estimator": "grpo", "n_samples_per_prompt": 2, "actor_ranks": pair}
     split = stage(engine=EngineConfig(kind="transformers"), sequence_parallel_size=2, **grpo)
     assert set(seen_sizes(split, sizes).values()) == {SMALL_MODEL}
+
+
+def test_images_that_no_file_of_the_stage_has(tmp_path: Path) -> None:
+    """Those of an environment, and of the pairs and answers that another stage makes."""
+    rows = Data(sources=str(write_rows(tmp_path / "rows.jsonl", [asked("no image")])))
+
+    def talks(images: bool) -> PPO:
+        grpo = {"advantage_estimator": "grpo", "n_samples_per_prompt": 2}
+        environment = {"path": "guess", "images": images}
+        return PPO(
+            actor="base", prompts=rows, environment=environment, engine={"kind": "transformers"}, **grpo
+        )
+
+    assert encodes_images(talks(True)) and not encodes_images(talks(False))
+    assert seen_sizes(talks(True), {"actor": SEES}) == {"actor": SEES}
+    assert encodes_images(DPO(policy="base", pairs="asked")) and encodes_images(
+        KTO(policy="base", answers="asked")
+    )
+    # rows of answers alone keep no images
+    assert not encodes_images(SFT(model="base", answers="asked"))
+    assert not encodes_images(DPO(policy="base", data=rows))
 
 
 def test_the_command_names_the_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
