@@ -14,6 +14,7 @@ from rlhf_core.data.survey import BuiltItems
 from rlhf_core.system.torchvision_check import lacks_torchvision
 
 SENDS = "the environment may send images (images: true)"
+UNUSED_ENCODER = "image_encoder: {} trains what reads images, and the data has none: leave it out"
 
 if TYPE_CHECKING:  # chat imports transformers
     from rlhf_core.data.chat import Renderer

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.training.optimiser_fields import ImageEncoder
 from rlhf_core.data.chat.picture_rendering import PictureRenderer
+from rlhf_core.data.prompt_rows import UNUSED_ENCODER
 from rlhf_core.data.survey import DataReport
 from rlhf_core.models.load_model import keep_whole, without_dropout
 from rlhf_core.models.multimodal.picture_tower import load_tower
@@ -41,9 +42,7 @@ def reads_pictures(
 def require_images(image_encoder: ImageEncoder, has_images: bool) -> None:
     """Raises ValueError if an image encoder is to be trained on data without images."""
     if image_encoder != "frozen" and not has_images:
-        raise ValueError(
-            f"image_encoder: {image_encoder} trains what reads images, and the data has none: leave it out"
-        )
+        raise ValueError(UNUSED_ENCODER.format(image_encoder))
 
 
 def have_images(*reports: DataReport | None) -> bool:

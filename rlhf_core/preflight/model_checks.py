@@ -11,7 +11,8 @@ from typing import Any
 
 from rlhf_core.config import KINDS, PPO, AlignmentTax, Evaluation, Rewarded, StageConfig
 from rlhf_core.config.kinds import named
-from rlhf_core.data.prompt_rows import SENDS, environment_sends, picture_refusal
+from rlhf_core.data.prompt_rows import SENDS, UNUSED_ENCODER, environment_sends, picture_refusal
+from rlhf_core.forecast.image_data import may_have_images
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import (
     FIXED_EXPERTS,
@@ -259,9 +260,12 @@ def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list
 
 
 def image_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Returns why the stage cannot read the images that its environment may send. `start_of`: as in
-    `vocabulary_problems`."""
+    """Returns why the stage cannot read the images that its environment may send, or has none for the image
+    encoder that it trains. `start_of`: as in `vocabulary_problems`."""
     config = node.config
+    trained = getattr(config, "image_encoder", "frozen")
+    if trained != "frozen" and not may_have_images(config):
+        return [f"stages.{node.name}.{UNUSED_ENCODER.format(trained)}"]
     if not isinstance(config, PPO) or not environment_sends(config):
         return []
     told = picture_refusal(config, SENDS)

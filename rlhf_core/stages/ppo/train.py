@@ -29,6 +29,7 @@ from rlhf_core.environments.row_environments import ENVIRONMENT, require_environ
 from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.environments.verifiers.verifier_checks import require_verifiable
 from rlhf_core.hub.vocabulary import require_same_vocabulary
+from rlhf_core.models.picture_reading import require_images
 from rlhf_core.rewards.judge.label_agreement import JUDGE_CACHE, agreement_metrics
 from rlhf_core.rewards.own_tokens import OwnTokens, writers
 from rlhf_core.rewards.reward_trial import try_rewards
@@ -78,6 +79,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     # Before any model is loaded: functions and environment may be faulty.
     held_out_prompts = held_out.prompts if held_out else ()
     pictures = has_pictures(config, [*data.items, *held_out_prompts], own_tokens)
+    require_images(config.image_encoder, pictures)
     if environment_sends(config):
         _ = renderer.pictures  # raises ValueError for a model that reads none
     require_environments(config.environments, data.items, held_out_prompts)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config import PPO, Data
+from rlhf_core.config import DPO, PPO, SFT, Data
 from rlhf_core.hub.model_config import ONLY_TRAINED, PICTURE_FAMILIES
 from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.preflight.model_checks import image_problems
@@ -65,6 +65,31 @@ def test_a_policy_that_reads_no_images_is_told_before_the_run(material: Path, tm
     assert "reads none: name a model of the families" in told
     (told,) = problems(reads, kind="vllm")
     assert "engines of vllm do not read" in told
+
+
+def test_a_trained_encoder_needs_images_in_the_whole_data(tmp_path: Path) -> None:
+    """A stage would find it only once its data is read, and ppo once its engines and models are loaded."""
+    texts = str(write_rows(tmp_path / "texts.jsonl", [asked("no image")]))
+    seen = str(write_rows(tmp_path / "seen.jsonl", [asked([{"type": "image", "image": "a.png"}])]))
+
+    def problems(config: Any) -> list[str]:
+        node: Any = SimpleNamespace(name="own", config=config)
+        return image_problems(node, lambda name: None)
+
+    def ppo(images: bool) -> PPO:
+        fields = {"environment": {"path": "guess", "images": images}, "engine": {"kind": "transformers"}}
+        fields |= {"prompts": {"sources": texts}, "advantage_estimator": "reinforce_pp"}
+        return PPO.model_validate(fields | {"image_encoder": "projector"})
+
+    told = "image_encoder: {} trains what reads images, and the data has none: leave it out"
+    assert problems(SFT(data=Data(sources=texts), image_encoder="trained")) == [
+        f"stages.own.{told.format('trained')}"
+    ]
+    assert problems(ppo(images=False)) == [f"stages.own.{told.format('projector')}"]
+    assert problems(ppo(images=True)) == []
+    assert problems(SFT(data=Data(sources=texts))) == []
+    assert problems(SFT(data=Data(sources=seen), image_encoder="trained")) == []
+    assert problems(DPO(pairs="asked", image_encoder="trained")) == []
 
 
 @pytest.mark.parametrize("family", STAGED)
