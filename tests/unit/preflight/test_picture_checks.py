@@ -47,7 +47,9 @@ def test_a_text_model_is_refused_with_the_row(material: Path, tmp_path: Path) ->
     assert "rows.jsonl, row 1: there are images" in rendered.refused
 
 
-def test_a_policy_that_reads_no_images_is_told_before_the_run(material: Path, tmp_path: Path) -> None:
+def test_a_policy_that_reads_no_images_is_told_before_the_run(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def problems(start: Path, images: bool = True, kind: str = "transformers") -> list[str]:
         fields = {
             "prompts": {"sources": "a.jsonl"},
@@ -63,8 +65,9 @@ def test_a_policy_that_reads_no_images_is_told_before_the_run(material: Path, tm
     (told,) = problems(material / "base")
     assert told.startswith("stages.ppo.actor: the environment may send images (images: true), but ")
     assert "reads none: name a model of the families" in told
+    monkeypatch.setattr("rlhf_core.data.prompt_rows.lacks_torchvision", lambda: "it lacks torchvision")
     (told,) = problems(reads, kind="vllm")
-    assert "engines of vllm do not read" in told
+    assert told.endswith("which these engines do not read: it lacks torchvision")
 
 
 def test_a_trained_encoder_needs_images_in_the_whole_data(tmp_path: Path) -> None:
