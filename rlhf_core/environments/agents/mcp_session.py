@@ -17,6 +17,9 @@ import mcp
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
+from rlhf_core.data.pictures.message_parts import source_of
+from rlhf_core.data.pictures.picture_decoding import decoded
+from rlhf_core.data.pictures.picture_source import PictureFault
 from rlhf_core.environments.joined_calls import check_depth
 
 ADDRESSES = ("http://", "https://")
@@ -144,7 +147,12 @@ def text_of(part: Any) -> str:
 
 
 def part_of(part: Any) -> dict[str, Any]:
-    """Returns part of a result as part of a message."""
-    if part.type == "image":
-        return {"type": "image", "base64": part.data}
-    return {"type": "text", "text": text_of(part)}
+    """Returns part of a result as part of a message. An image that cannot be decoded is a text that says why:
+    the model chose the call, and may go on."""
+    if part.type != "image":
+        return {"type": "text", "text": text_of(part)}
+    try:
+        decoded(source_of(f"data:,{part.data}", "the result", None))
+    except PictureFault as fault:
+        return {"type": "text", "text": f"error: {fault}"}
+    return {"type": "image", "base64": part.data}

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from mcp.types import ImageContent
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.pictures import environment_content
 from rlhf_core.data.pictures.message_parts import content_text
+from rlhf_core.environments.agents.mcp_session import part_of
 from rlhf_core.environments.conversation import Conversation
 from rlhf_core.environments.joined_calls import JoinedCalls
 from rlhf_core.environments.trajectories.joined_trajectories import JoinedTrajectories
@@ -182,6 +184,24 @@ def test_the_image_of_an_mcp_tool_is_seen(qwen: Path, screens: Path) -> None:
             assert content_text(result["content"]) == shown
         assert [picture.source.encoded() for picture in pictures] == [square("red", 40)] * images
     assert result["content"] == "taken\n[16 more characters]", "three lines, the second says [image]"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"<svg/>", "error: an image is not JPEG, PNG, WebP, GIF or BMP: convert it"),
+        (square("red")[:50], "error: an image is damaged"),
+        (b"", "error: an image has neither a path nor bytes: give one of them"),
+        (square("red"), ""),
+    ],
+)
+def test_an_image_of_a_tool_that_cannot_be_read_is_told_to_the_model(content: bytes, told: str) -> None:
+    data = base64.b64encode(content).decode()
+    part = part_of(ImageContent(type="image", data=data, mime_type="image/png"))
+    if told:
+        assert part["type"] == "text" and part["text"].startswith(told)
+    else:
+        assert part == {"type": "image", "base64": data}
 
 
 def test_the_images_of_a_request_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
