@@ -15,6 +15,7 @@ from rlhf_core.forecast.memory import (
     CONTEXT,
     gpu_phases,
     group_bytes,
+    image_bytes,
     largest_layer,
     roles,
     sharing,
@@ -157,9 +158,12 @@ def _exported(phases: dict[str, PhaseBytes], size: Size) -> dict[str, PhaseBytes
 
 
 def _hosts(config: PPO, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, _Host]:
-    # the weights of an engine that are never synced again
-    asleep = 2 * sizes["actor"].parameters / config.engine.processes
-    engine = _Host(PROCESS + (asleep if config.engine.sleep and config.engine.adapters == "alone" else 0.0))
+    actor = sizes["actor"]
+    # whether a sleeping engine keeps its weights: those that are never synced again, and all beside an
+    # encoder (`VllmEngine.sleep`)
+    keeps = config.engine.sleep and (config.engine.adapters == "alone" or actor.encoder is not None)
+    asleep = (2 * actor.parameters + image_bytes(actor, 0).weights) / config.engine.processes
+    engine = _Host(PROCESS + (asleep if keeps else 0.0))
     hosts = {name: _host(config, name, sizes, gpu) for name in config.groups} | {"sampler": engine}
     for judge in config.own_judges:
         weights = 0.0

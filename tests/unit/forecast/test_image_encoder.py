@@ -22,7 +22,7 @@ from flows.cli.app import main
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import DPO, KTO, PPO, SFT, Data, EngineConfig, Ranks
 from rlhf_core.data.image_fields import may_hold_images
-from rlhf_core.forecast.by_phase import training_by_phase
+from rlhf_core.forecast.by_phase import by_phase, training_by_phase
 from rlhf_core.forecast.image_data import encodes_images, seen_size, seen_sizes
 from rlhf_core.forecast.memory import engine_needs, image_bytes, training_phases
 from rlhf_core.forecast.rates import TYPICAL
@@ -143,6 +143,29 @@ def test_an_encoder_larger_than_the_language_model_decides_the_peak() -> None:
     assert after["save"] - before["save"] == pytest.approx(2 * ENCODER.parameters)
     assert image_bytes(large, 0).passing == 0 and image_bytes(SMALL_MODEL, 4096) == (0, 0, 0)
     assert engine_needs(SEES, 2) - engine_needs(SMALL_MODEL, 2) == pytest.approx(ENCODER.parameters)
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_engines_that_sleep_keep_what_no_sync_sends(sleeps: bool) -> None:
+    grpo = PPO(
+        actor="base",
+        reward={"function": "reward.py:right"},
+        prompts=Data(sources="asks.jsonl"),
+        advantage_estimator="grpo",
+        n_samples_per_prompt=4,
+        init_kl_coef=0,
+        zero_stage=0,
+        colocate_all=True,
+        actor_ranks=Ranks(gpus=1),
+        engine=EngineConfig(gpus=1.0, sleep=sleeps),
+    )
+    layout = arrange(grpo.placed, grpo.together)
+
+    def held(size: Any) -> float:
+        return by_phase(grpo, layout, {"actor": size}, H200)["train"].host
+
+    whole = 2 * (SMALL_MODEL.parameters + ENCODER.parameters)
+    assert held(SEES) - held(SMALL_MODEL) == pytest.approx(whole if sleeps else 0)
 
 
 def test_seconds_are_those_of_its_operations() -> None:
