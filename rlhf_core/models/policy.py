@@ -183,8 +183,8 @@ class Policy(nn.Module):
 
 
 def masked_rows(mask: Tensor, places: Tensor) -> Tensor:
-    """Returns how many tokens in `mask` (B, T) are before each of the flat `places` (N,) in it, (N,). Both
-    are in host memory; for a place before the first such token it is 0."""
+    """Returns (N,): for each of the flat `places` (N,), the index of the last token in `mask` (B, T) at or
+    before it, counted among the tokens in `mask`; 0 for a place before the first. Both are in host memory."""
     before = np.cumsum(mask.numpy().ravel()) - 1
     return torch.from_numpy(before[places.numpy()].clip(0))
 
