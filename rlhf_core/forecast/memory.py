@@ -9,7 +9,8 @@ config/training/sharding.py say how much of this a rank holds. Frozen weights ta
 keeps one moment (trained_weights.py).
 
 Each model that reads images also has an unsharded image encoder in bf16. The encoder runs before the language
-model, whose activations do not exist yet, on at most as many image tokens as a pass has tokens.
+model, whose activations do not exist yet, on at most as many image tokens as a pass has tokens. Its trained part
+has gradients and optimiser state like the language model's weights, and keeps activations meanwhile.
 """
 
 from __future__ import annotations
@@ -72,6 +73,25 @@ def image_bytes(size: Size, tokens: int) -> ImageBytes:
     return ImageBytes(2 * encoder.parameters, tokens * encoder.passing, tokens * encoder.features)
 
 
+class TunedEncoder(NamedTuple):
+    """What is trained of an image encoder: its number of weights, and the bytes that its pass keeps until its
+    backward pass."""
+
+    weights: float = 0.0
+    kept: float = 0.0
+
+
+def tuned_encoder(size: Size, how: Training) -> TunedEncoder:
+    """Returns the trained part of the image encoder for a pass of which all tokens are of images."""
+    encoder = size.encoder
+    if encoder is None or how.image_encoder == "frozen":
+        return TunedEncoder()
+    if how.image_encoder == "projector":
+        return TunedEncoder(encoder.projector, how.tokens * encoder.features)
+    kept = how.recomputed * (encoder.inputs + encoder.passing) + (1 - how.recomputed) * encoder.kept
+    return TunedEncoder(encoder.parameters, how.tokens * kept)
+
+
 def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> ProcessBytes:
     """Returns the bytes of a model with its optimiser. `head`: whether its output is the vocabulary (a
     policy) rather than one number (a critic)."""
@@ -89,12 +109,15 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Proce
             2 * count if 2 * count <= KEPT * how.gpu_bytes and not how.adapters and not how.on_host else 0
         )
     learnt = trained_weights(size, how, head)
+    tuned = tuned_encoder(size, how)
     state = gradients = step = 0.0
     if not how.adapters:
-        state, gradients, step = how.sharding.on_gpu(how, learnt.number, size.vocabulary * size.hidden)
+        state, gradients, step = how.sharding.on_gpu(
+            how, learnt.number + tuned.weights, size.vocabulary * size.hidden
+        )
         state -= MOMENT * learnt.by_muon
     if how.averages and not (how.adapters or how.offload):
-        state += 4 * learnt.number / how.ranks
+        state += 4 * (learnt.number + tuned.weights) / how.ranks
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
     chunked = how.recomputed or how.fp32_head  # otherwise logits are kept
     positions = CHUNK if chunked else how.tokens
@@ -107,7 +130,8 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Proce
         gradients += 2 * (count - (size.head if head else 0)) / size.layers
     scoring = read(size, scoring_tokens, head).scoring
     images = image_bytes(size, how.tokens)
-    training = max(gradients + how.tokens * kept + logits + images.features, gradients + images.passing, step)
+    language = how.tokens * kept + logits + images.features
+    training = max(gradients + tuned.kept + max(language, images.passing), step)
     whole = how.weight * count
     # Adam's state is created after sharding
     starting = min(FETCHED, whole) if how.cut else max(0.0, whole - weights - state)
@@ -261,6 +285,7 @@ def _training(
         averages=config.ema is not None and role != "critic",
         freeze=config.freeze,
         muon=config.optimizer == "muon",
+        image_encoder=config.image_encoder if role in ("actor", "model") else "frozen",
         fp32_head=role != "critic" and getattr(config, "fp32_head", False),
     )
 

@@ -5,8 +5,9 @@ Operations: 2N per token for a forward pass of N parameters without embeddings, 
 2020, section 2.1), and 2 x layers x hidden x length for the products of causal attention in a forward pass
 (for a token at the mean distance). Bytes: weights, keys and values read while decoding; weights and gradients
 sent by ZeRO (Rajbhandari et al. 2020, section 7). The rates are in rates.py. With an image encoder, prompts
-are assumed to be images of full length. Each model's frozen encoder runs forward once for each document, and
-an engine's encoder once for each prompt. The products of the encoder's attention are left out.
+are assumed to be images of full length. Each model's encoder runs forward once for each document, a trained
+one also backward, and an engine's encoder once for each prompt. The products of the encoder's attention are
+left out.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ SPARE = 2 * GIB
 # 1.26 to 1.40, and 1.08 to 1.13.
 FP8_SCORING = 1.33
 FP8_TRAINING = 1.12
+BOTH_WAYS = 3  # operations of a forward and a backward pass, in those of a forward pass
 SLEEP = 20e9  # bytes per second of weights that an engine drops or restores when it sleeps or wakes
 
 
@@ -105,6 +107,8 @@ def phases(
             of_pass = seconds_of_pass(size, a_pass, sharding.stage, head, gpu, config.longest, rates, again)
             # of the documents of a rank's share of a step
             images = encoding(config, size, config.train_batch_size / ranks) / (rates.scoring * gpu.flops)
+            if name == "actor" and config.image_encoder == "trained":
+                images *= BOTH_WAYS
             computed = passes * of_pass / in_training + images
             training[name] = (
                 steps

@@ -1,8 +1,6 @@
 """The size of a model's image encoder, from its config.json. Torch-free.
 
-It is counted as it runs alongside the language model (`models/multimodal/picture_tower.py`): frozen,
-unsharded on every rank, and without gradients. A trained encoder's gradients and optimiser state are not in
-these numbers.
+It is counted as it runs alongside the language model (`models/multimodal/picture_tower.py`).
 """
 
 from __future__ import annotations
@@ -18,17 +16,25 @@ UNROTATED = ("siglip_vision_model",)
 # The others rotate queries and keys in fp32, which takes the most memory of a layer: this many times the
 # width in bf16, from the measured peak of Qwen3-VL's encoder.
 ROTATION = 28
+# Values of a patch, in widths, that a layer keeps for its backward pass in addition to those of its
+# feed-forward part: measured for Qwen3-VL's encoder.
+KEPT = 11
 
 
 class ImageEncoder(NamedTuple):
     """Per token of an image: `operations` of the forward pass (2 for each weight that a patch meets), the
     bytes that the pass holds at once (`passing`), and the bytes of the features that the language model reads
-    (`features`). `parameters`: number of parameters of the encoder and of its projector."""
+    (`features`). If it is trained, also the bytes that all layers keep for the backward pass (`kept`), and
+    those that they keep if they are recomputed (`inputs`). `parameters`: number of parameters of the encoder
+    and its projector together; `projector`: of the projector alone."""
 
     parameters: float
     operations: float
     passing: float
     features: float
+    projector: float = 0.0
+    kept: float = 0.0
+    inputs: float = 0.0
 
 
 def encoder_of_config(config: Mapping[str, Any], hidden: int) -> ImageEncoder | None:
@@ -61,6 +67,9 @@ def encoder_of_config(config: Mapping[str, Any], hidden: int) -> ImageEncoder | 
         operations=2 * (patches * per_patch + (1 + deep) * merger),
         passing=patches * (BF16 * (6 * width + max(3 * inner, rotation)) + 4 * values),
         features=BF16 * hidden * (1 + deep),
+        projector=(1 + deep) * merger,
+        kept=patches * layers * BF16 * (KEPT * width + (3 if kind in GATED else 2) * inner),
+        inputs=patches * layers * BF16 * width,
     )
 
 

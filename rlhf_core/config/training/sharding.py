@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from rlhf_core.config.training.optimiser_fields import Freeze
+from rlhf_core.config.training.optimiser_fields import Freeze, ImageEncoder
 
 
 class OptimiserBytes(NamedTuple):
@@ -63,6 +63,7 @@ class Training(NamedTuple):
     freeze: Freeze | None = None  # the weights that have no gradient and no optimiser state
     fp32_head: bool = False  # logits in fp32 are recomputed in chunks
     muon: bool = False  # the matrices of layers have one moment instead of two
+    image_encoder: ImageEncoder = "frozen"  # what of the encoder is trained
 
     @property
     def cut(self) -> bool:

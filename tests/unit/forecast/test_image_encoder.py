@@ -273,3 +273,61 @@ def test_the_command_names_the_encoder(tmp_path: Path, capsys: pytest.CaptureFix
     assert printed.count("with the image encoder of 0.00 billion weights, frozen") == 1
     below = printed.split("images: ")[1].split("\n")[1]
     assert "with the image encoder" in below
+
+
+def bytes_kept(depth: int, width: int = 256) -> float:
+    """The bytes that an encoder of Qwen3-VL keeps per patch for its backward pass, without its weights."""
+    config = Qwen3VLConfig(
+        vision_config={
+            **{"depth": depth, "hidden_size": width, "intermediate_size": 4 * width, "num_heads": 4},
+            **{"out_hidden_size": 128, "num_position_embeddings": 256, "deepstack_visual_indexes": []},
+        }
+    ).vision_config
+    config._attn_implementation = "sdpa"
+    model = Qwen3VLVisionModel(config).to(torch.bfloat16)
+    weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            held[storage._cdata] = storage
+        return tensor
+
+    side = 16
+    values = 3 * config.temporal_patch_size * config.patch_size**2
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(torch.ones(side**2, values, dtype=torch.bfloat16), grid_thw=torch.tensor([[1, side, side]]))
+    return sum(storage.nbytes() for storage in held.values()) / side**2
+
+
+def test_a_trained_encoder_keeps_what_qwen3_vl_keeps() -> None:
+    vision = {"model_type": "qwen3_vl", "depth": 2, "hidden_size": 256, "intermediate_size": 1024}
+    vision |= {"patch_size": 16, "spatial_merge_size": 2, "out_hidden_size": 128}
+    encoder = encoder_of_config({"vision_config": vision}, 128)
+    assert encoder is not None
+    assert encoder.kept / 4 == pytest.approx(bytes_kept(3) - bytes_kept(1), rel=0.05)  # 4 patches a token
+    assert encoder.inputs / 4 == 2 * 2 * 256
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_a_trained_encoder_takes_gradients_state_and_activations(zero_stage: int) -> None:
+    ranks = Ranks(num_ranks_per_node=4, gpus=1) if zero_stage else Ranks(gpus=1)
+
+    def step(**fields: Any) -> float:
+        config = SFT(
+            data=Data(sources="x.jsonl"),
+            ranks=ranks,
+            zero_stage=zero_stage,
+            micro_train_tokens=8192,
+            **fields,
+        )
+        found = training_phases(config, SEES._replace(encoder=trainable), zero_stage, H200.memory)
+        return found["step"]
+
+    trainable = ENCODER._replace(projector=2e7, kept=4e5, inputs=2e4)
+    frozen, projector, trained = (step(image_encoder=part) for part in ("frozen", "projector", "trained"))
+    assert projector - frozen >= 12 * 2e7 / ranks.world_size
+    assert trained - frozen >= 12 * 4e8 / ranks.world_size
+    assert trained > projector > frozen
+    assert step(image_encoder="trained", gradient_checkpointing=True) < trained
