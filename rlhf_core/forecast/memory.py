@@ -9,8 +9,8 @@ config/training/sharding.py say how much of this a rank holds. Frozen weights ta
 keeps one moment (trained_weights.py).
 
 Each model that reads images also has an unsharded image encoder in bf16. The encoder runs before the language
-model, whose activations do not exist yet, on at most as many image tokens as a pass has tokens. Its trained part
-has gradients and optimiser state like the language model's weights, and keeps activations meanwhile.
+model, whose activations do not exist yet, on at most as many image tokens as a pass has tokens. Its trained
+part has gradients and optimiser state like the language model's weights, and keeps activations meanwhile.
 """
 
 from __future__ import annotations
