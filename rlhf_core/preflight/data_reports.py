@@ -21,10 +21,10 @@ from rlhf_core.recipe.plan import Node, Plan
 
 
 def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey], list[str]]]:
-    """Yields each stage that reads data files, with the surveys of its data sets and a sentence for each data
-    set that it would refuse. Rounds of a loop that read the same data are yielded once.
+    """Yields, for each stage that reads data files, its name, the surveys of its data sets, and one sentence
+    for each data set that it would refuse. Yields rounds of a loop that read the same data only once.
 
-    Evaluations, and data made by other stages (pairs, answers), are left out.
+    Skips evaluations and data that other stages generate (pairs, answers).
     """
     seen: set[str] = set()
     for node in plan.nodes:

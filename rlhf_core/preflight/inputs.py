@@ -1,9 +1,9 @@
-"""Checks before any work whether a recipe can run here: its inputs and, with `machine_checks.py`, this
-machine. Reports one sentence per problem, with its place and what to do.
+"""Checks, before any stage starts, whether a recipe can run here. Checks the recipe's inputs and, with
+`machine_checks.py`, this machine. Reports one sentence per problem, which says where it is and what to do.
 
-Checks only stages that are not done. Reads data and tokenizers with the stages' code, tokenizers in a second
-process if possible (`template_length.py`). Without transformers (on a machine that only orchestrates), the
-stages check their tokenizers.
+Checks only stages that are not done. Reads data and tokenizers with the same code as the stages, tokenizers
+in a second process if possible (`template_length.py`). Without transformers (on a machine that only
+orchestrates), leaves the check of tokenizers to the stages.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from rlhf_core.system.machine import MachineLacks
 
 
 def require_here(plan: Plan, nodes: Sequence[Node]) -> None:
-    """Raises ValueError for problems of recipe, files or reward functions, else MachineLacks for what this
-    machine lacks. Calls the reward functions once, so it is for runs alone."""
+    """Raises ValueError for problems in the recipe, files or reward functions; otherwise raises MachineLacks
+    for what this machine lacks. Calls each reward function once, so only a run may call this."""
     problems = check_inputs(plan, nodes) or trial_problems(nodes)
     if problems:
         raise ValueError("\n".join(problems))
@@ -66,8 +66,8 @@ def require_here(plan: Plan, nodes: Sequence[Node]) -> None:
 
 
 def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
-    """Returns the problems of the inputs: missing files, unsuitable data, incomplete models, limits below the
-    template's own length."""
+    """Returns the problems of the inputs: missing files, unsuitable data, incomplete models, and limits below
+    the length of the chat template alone."""
     todo = [node for node in nodes if not node.done]
     broken = broken_models(plan, todo)
     unfit: dict[tuple[str, str], str] = {}
@@ -90,7 +90,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     def unlike(own: str, other: str) -> str | None:
         return None if {own, other} & unread else unlike_vocabulary(own, other, plan.recipe.trust_remote_code)
 
-    read: dict[tuple[str, Kind], list[str]] = {}  # once for all rounds of a loop
+    read: dict[tuple[str, Kind], list[str]] = {}  # shared by all rounds of a loop
 
     def unfit_rows(data: Data, kind: Kind) -> list[str]:
         key = data.model_dump_json(), kind
@@ -131,7 +131,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
 
 
 def broken_models(plan: Plan, nodes: Sequence[Node]) -> dict[str, str]:
-    """Returns a sentence for each model that is missing or incomplete, by its place."""
+    """Returns a sentence for each missing or incomplete model, keyed by its folder or Hub id."""
     broken: dict[str, str] = {}
     for node in nodes:
         for name, place in node.models.items():
@@ -148,8 +148,8 @@ def text_problems(
     frame: MeasuredTemplate | str | None,
     unfit_rows: Callable[[Data, Kind], list[str]],
 ) -> list[str]:
-    """Returns the problems of a stage's data: its rows, its template, and its token limit. `frame`: the
-    measured template, or why it could not be measured."""
+    """Returns the problems of a stage's data: its rows, template and token limit. `frame` is the measured
+    template, or the reason why it could not be measured."""
     where = f"stages.{node.name}.{text.field}"
     problems = [f"{where}{problem}" for problem in unfit_rows(text.data, text.rows)] if text.rows else []
     if isinstance(frame, str):
@@ -164,14 +164,14 @@ def text_problems(
 
 
 def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
-    """Returns warnings about odd rows among those that `check_inputs` renders, and about data with few
-    batches. Refuses no stage."""
+    """Returns warnings about odd rows among those that `check_inputs` renders, and about data sets that make
+    few batches. A warning never blocks a stage."""
     if importlib.util.find_spec("transformers") is None:
         return []
     todo = [node for node in nodes if not node.done]
     frames = frames_of(plan, todo, partial(tokenizer_of, plan), ())
     warned = []
-    made: dict[str, int] = {}  # most rows that each stage makes
+    made: dict[str, int] = {}  # the most rows that each stage generates
     for node in todo:
         for text in node.config.texts:
             frame = frames.get(pair_of(tokenizer_of(plan, node) or "", text.data))
@@ -189,8 +189,8 @@ def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
 
 
 def load_here(place: str, overrides: Sequence[str]) -> Recipe:
-    """Loads a recipe whose inputs are here. Raises ValueError with the faults of a wrong recipe and of the
-    inputs of its sound part, one sentence a line."""
+    """Loads a recipe whose inputs must be on this machine. Raises ValueError with the recipe's faults and the
+    problems of the inputs of its valid part, one sentence per line."""
     try:
         return load_recipe(place, overrides)
     except WrongRecipe as error:
@@ -198,7 +198,7 @@ def load_here(place: str, overrides: Sequence[str]) -> Recipe:
 
 
 def further_problems(error: WrongRecipe) -> list[str]:
-    """Like `check_inputs`, but for the correct part of a wrong recipe, without stages that lack a value."""
+    """Works like `check_inputs` on the valid part of an invalid recipe, without stages that lack a value."""
     if error.rest is None or error.rest.base_model == ANYTHING:
         return []
     try:
@@ -213,14 +213,14 @@ def further_problems(error: WrongRecipe) -> list[str]:
 
 
 def tokenizer_of(plan: Plan, node: Node) -> str | None:
-    """Returns the folder or Hub id that a stage's chain of models starts from, whose tokenizer the stage
-    uses. None: the stage has no such model, as when all are remote."""
+    """Returns the folder or Hub id of the model that the stage's model ultimately starts from; the stage uses
+    its tokenizer. Returns None if the stage has no such model, for example when all its models are remote."""
     name = node.config.tokenizer_model(KINDS[node.kind].start)
     return None if name is None else _start_of(plan, node, name)
 
 
 def _start_of(plan: Plan, node: Node, name: str) -> str | None:
-    """Like `tokenizer_of`, but for a name in the stage's config."""
+    """Works like `tokenizer_of`, but for a model name in the stage's config."""
     return tokenizer_of(plan, plan[node.stages[name]]) if name in node.stages else node.models[name]
 
 

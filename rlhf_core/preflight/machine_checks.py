@@ -1,5 +1,5 @@
-"""Checks what a recipe needs of this machine: CPUs, GPUs, packages, keys, the store and the artifacts folder.
-Memory is not checked."""
+"""Checks whether this machine has what a recipe needs: CPUs, GPUs, packages, keys, the store and the
+artifacts folder. Does not check memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rlhf_core.system.machine import num_cpus, num_gpus
 
 
 class Needs(NamedTuple):
-    """The largest number of CPUs, GPUs and nodes that a stage uses at once."""
+    """Holds the largest number of CPUs, GPUs and nodes that a stage uses at once."""
 
     cpus: float
     gpus: float
@@ -39,7 +39,8 @@ class Needs(NamedTuple):
 
 
 def needs(config: StageConfig) -> Needs:
-    """Returns what a stage uses at once: all roles and engines for PPO, ranks or engines for other stages."""
+    """Returns what a stage uses at once: for PPO all roles and engines, for other stages the ranks or
+    engines."""
     layouts = [arrange(groups, config.together) for groups in config.turns]
     sums = [
         {resource: sum(b.get(resource, 0.0) for b in layout.bundles) for resource in ("CPU", "GPU")}
@@ -116,7 +117,7 @@ def _wandb_problem(plan: Plan) -> list[str]:
     if plan.recipe.wandb is None:
         return []
     package = importlib.util.find_spec("wandb")
-    # without an origin: a folder `wandb` made by the client, not the package
+    # A folder `wandb` that the client created has no origin; the installed package has one.
     if package is None or package.origin is None:
         return [
             "wandb: the package wandb is not installed; install alignflow's extra `wandb`, or leave wandb out"
@@ -141,7 +142,8 @@ def _webhook_problem(plan: Plan) -> list[str]:
 
 
 def _quantisation_problem(node: Node, gpus: float) -> list[str]:
-    """Returns a sentence if QLoRA's 4-bit weights lack a GPU or the package bitsandbytes."""
+    """Returns a sentence for each of QLoRA's requirements, a GPU and the package bitsandbytes, that this
+    machine lacks."""
     lora = getattr(node.config, "lora", None)
     if lora is None or lora.quantize == "none":
         return []
@@ -157,7 +159,7 @@ def _quantisation_problem(node: Node, gpus: float) -> list[str]:
 
 
 def _sandbox_problem(node: Node) -> list[str]:
-    """Returns a sentence for each environment `tools` whose programs cannot be sandboxed."""
+    """Returns a sentence for each `tools` environment whose programs cannot be sandboxed."""
     return [
         f"stages.{node.name}.{place} runs programs in bubblewrap (bwrap), which does not work on this"
         " machine; install it (Debian, Ubuntu: apt-get install bubblewrap), leave python out of"
@@ -168,7 +170,7 @@ def _sandbox_problem(node: Node) -> list[str]:
 
 
 def _needs_sandbox(environment: Environment) -> bool:
-    """Returns whether an environment is `tools` with programs that run in the sandbox."""
+    """Returns whether this is a `tools` environment whose programs run in the sandbox."""
     if environment.own or environment.sandbox == "none" or environment.path != "tools":
         return False
     return "python" in (environment.options.get("tools") or ("python",))

@@ -1,5 +1,5 @@
-"""Checks model folders: whether they can be loaded, fit their stage, share a vocabulary, and can be sampled
-from by vLLM."""
+"""Checks model folders: whether the models can be loaded, suit their stage, share a vocabulary, and can be
+sampled from with vLLM."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 def model_problem(where: str, place: str) -> dict[str, str]:
-    """Returns {folder: why it cannot be loaded}; {} when it can, or is on the Hub. `where` is its place in
-    the recipe."""
+    """Returns {folder: why the model cannot be loaded}, or {} if it can be loaded or is on the Hub. `where`
+    is the model's place in the recipe."""
     folder = Path(place)
     if is_remote(place):
-        return {}  # fetching its tokenizer reports a missing repository
+        return {}  # if the repository is missing, fetching its tokenizer reports it
     if not folder.is_dir():
         what = f"{place} is a file" if folder.is_file() else f"there is no model folder {place}"
         return {place: f"{where}: {what}; correct the path, or make the model first"}
@@ -56,7 +56,7 @@ def model_problem(where: str, place: str) -> dict[str, str]:
 
 
 def unfit_models(node: Node) -> dict[tuple[str, str], str]:
-    """Returns why models that a stage names do not fit it, by place and fault."""
+    """Returns the reasons why models that a stage names do not suit it, keyed by folder and kind of fault."""
     problems = {}
     for reference in references(node.config):
         place = node.models.get(reference.name)
@@ -82,8 +82,8 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
 
 
 def _lacks_head(folder: Path) -> bool:
-    """Returns whether neither the folder's weights nor, for an adapter, its base's are a reward model's.
-    False if they cannot be read here."""
+    """Returns whether the model lacks the head of a reward model, in the folder's weights and, for an
+    adapter, in those of its base. Returns False if the weights cannot be read here."""
     try:
         if has_trained_head(folder) or not any(folder.glob("*.safetensors")):
             return False
@@ -95,7 +95,7 @@ def _lacks_head(folder: Path) -> bool:
 
 
 def _several_labels(folder: Path) -> bool:
-    """Returns whether the folder's model is a classifier with several labels. False if its files cannot be
+    """Returns whether the folder holds a classifier with several labels. Returns False if its files cannot be
     read here."""
     try:
         return has_several_labels(folder)
@@ -104,14 +104,15 @@ def _several_labels(folder: Path) -> bool:
 
 
 def _loads(config: StageConfig, reference: ConfigReference) -> bool:
-    """Returns whether the stage loads the model in PyTorch. If not, only vLLM answers with it, or its files
-    are published."""
+    """Returns whether the stage loads the model in PyTorch. Otherwise the model only answers in vLLM, or its
+    files are only published."""
     return reference.kinds == REWARD or config.loads(reference.place)
 
 
 def _has_language_model(config: dict[str, Any], node: Node, used_as: str) -> bool:
-    """Returns whether there is a class for the language model inside a multimodal model that the stage can
-    use. `used_as`: the kind of stage, or of one that trains such a model. True without transformers."""
+    """Returns whether transformers has a class for the language model inside a multimodal model, and the
+    stage can use it. `used_as` is the kind of the stage, or of a stage that trains such a model. Returns True
+    without transformers."""
     if importlib.util.find_spec("transformers") is None:
         return True
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # takes seconds
@@ -120,13 +121,13 @@ def _has_language_model(config: dict[str, Any], node: Node, used_as: str) -> boo
     if inner in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return True
     engine = getattr(node.config, "engine", None)
-    # vLLM runs the whole
+    # vLLM runs the whole model
     is_sampled = engine is not None and not (engine.kind == "vllm" and lacks_torchvision())
     return inner in ONLY_TRAINED and (is_sampled or used_as in ONLY_TRAINED[inner])
 
 
 def _config(place: str) -> dict[str, Any]:
-    """Returns a folder's config.json; {} if there is none that can be read, which other checks report."""
+    """Returns a folder's config.json, or {} if it cannot be read; other checks report that."""
     try:
         config = json.loads((Path(place) / "config.json").read_text())
     except (OSError, ValueError):
@@ -137,15 +138,15 @@ def _config(place: str) -> dict[str, Any]:
 def vocabulary_problems(
     node: Node, start_of: Callable[[str], str | None], unlike: Callable[[str, str], str | None]
 ) -> list[str]:
-    """Returns a sentence for each model that would read the policy's token ids as other tokens, and for each
-    reward model with another tokenizer whose chat template cannot be used.
+    """Returns a sentence for each model whose vocabulary gives the policy's token ids another meaning. Also
+    returns one for each reward model with its own tokenizer whose chat template cannot be used.
 
-    `start_of`: the folder or Hub id that a name's chain of models starts from, which has its tokenizer;
-    `unlike`: returns why the second of two places cannot be given the first one's token ids.
+    `start_of` returns the folder or Hub id of the model that a named model ultimately starts from, which has
+    its tokenizer. `unlike` returns why the second of two models cannot read the first one's token ids.
     """
     kind = KINDS[node.kind]
     config = node.config
-    own = {place for place, _, _ in config.nested_names}  # judges get texts
+    own = {place for place, _, _ in config.nested_names}  # judges receive text
     named = [
         (reference.place, reference.name) for reference in references(config) if reference.place not in own
     ]
@@ -169,8 +170,8 @@ def vocabulary_problems(
 
 
 def judge_problems(node: Node, start_of: Callable[[str], str | None], trust_remote_code: bool) -> list[str]:
-    """Returns a sentence for each judge on engines of the stage whose chat template cannot write its
-    requests. `start_of`: as in `vocabulary_problems`."""
+    """Returns a sentence for each judge that runs on the stage's engines and whose chat template cannot
+    render its requests. `start_of`: as in `vocabulary_problems`."""
     if not isinstance(node.config, Rewarded) or not node.config.own_judges:
         return []
     if importlib.util.find_spec("transformers") is None:
@@ -189,8 +190,7 @@ def judge_problems(node: Node, start_of: Callable[[str], str | None], trust_remo
 
 
 def not_writable(place: str) -> str | None:
-    """Returns why answers cannot be written in the chat template of the model at `place`; None if they
-    can."""
+    """Returns why the chat template of the model at `place` cannot render answers, or None if it can."""
     from rlhf_core.data.chat import Renderer, load_tokenizer
 
     try:
@@ -203,8 +203,8 @@ def not_writable(place: str) -> str | None:
 def argument_problems(
     node: Node, start_of: Callable[[str], str | None], trust_remote_code: bool
 ) -> list[str]:
-    """Returns the arguments that an evaluation or alignment_tax gives to chat templates which never read
-    them, in a sentence for each such tokenizer."""
+    """Returns a sentence for each tokenizer whose chat template never reads an argument that the evaluation
+    or alignment_tax stage passes to it."""
     config = node.config
     if (
         not isinstance(config, Evaluation | AlignmentTax)
@@ -235,7 +235,7 @@ def argument_problems(
 
 
 def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Returns why vLLM cannot sample from the model while PPO trains it. `start_of`: as in
+    """Returns the reasons why vLLM cannot sample from the model while PPO trains it. `start_of`: as in
     `vocabulary_problems`."""
     if not isinstance(node.config, PPO) or node.config.engine.kind != "vllm":
         return []
@@ -260,8 +260,8 @@ def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list
 
 
 def image_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Returns why the stage cannot read the images that its environment may send, or has none for the image
-    encoder that it trains. `start_of`: as in `vocabulary_problems`."""
+    """Returns the reasons why the stage cannot read images that its environment may send, or why it has no
+    images for the encoder that it trains. `start_of`: as in `vocabulary_problems`."""
     config = node.config
     trained = getattr(config, "image_encoder", "frozen")
     if trained != "frozen" and not may_have_images(config):
@@ -282,8 +282,8 @@ def image_problems(node: Node, start_of: Callable[[str], str | None]) -> list[st
 
 
 def unlike_vocabulary(own: str, other: str, trust_remote_code: bool = False) -> str | None:
-    """Returns why the model `other` cannot be given token ids of the model `own`, as the stages report it.
-    None if it can; also without transformers, when only the stages check."""
+    """Returns why the model `other` cannot read token ids of the model `own`, in the words that the stages
+    use. Returns None if it can, and also without transformers, when only the stages check this."""
     try:
         return compared(own, other, trust_remote_code)
     except ValueError as error:

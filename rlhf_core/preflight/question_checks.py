@@ -1,5 +1,5 @@
-"""Checks whether stages can use their questions, labels, labelled pairs and anchors. Torch-free. Only the
-first rows of Hub data sets are read."""
+"""Checks whether stages can use their questions, labels, labelled pairs and anchors. Reads only the first
+rows of Hub data sets. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rlhf_core.recipe.plan import Node, Plan
 
 
 def question_problems(node: Node, seed: int) -> list[str]:
-    """Returns sentences about labels that are missing, and about questions that lack a prompt, repeat an id,
-    or have no known answer for a rule judge, as the stage would report them."""
+    """Returns sentences, worded as in the stage, about missing labels and about faulty questions. A question
+    is faulty if it lacks a prompt, repeats an id, or has no known answer for a rule judge."""
     config = node.config
     if isinstance(config, Calibration):
         return _refused_labels(config, f"stages.{node.name}.labels")
@@ -54,7 +54,7 @@ def question_problems(node: Node, seed: int) -> list[str]:
 
 
 def _undecodable(questions: Sequence[Question]) -> str:
-    """Returns a sentence about the first image that cannot be decoded, or ""."""
+    """Returns a sentence about the first image that cannot be decoded, or "" if all can."""
     for question in questions:
         for source in question.pictures:
             try:
@@ -65,7 +65,8 @@ def _undecodable(questions: Sequence[Question]) -> str:
 
 
 def _pair_problems(stage: str, config: Rewarded) -> list[str]:
-    """Returns sentences about labelled pairs of judges that reward, if their file or columns are missing."""
+    """Returns sentences about missing files or columns of labelled pairs, for judges that serve as
+    rewards."""
     problems = []
     judges = (source for source in config.reward if isinstance(source, JudgeReward))
     for labels in (judge.agreement for judge in judges if judge.agreement is not None):
@@ -85,8 +86,8 @@ def _refused_labels(config: Calibration, where: str) -> list[str]:
 
 
 def shared_questions(plan: Plan) -> list[str]:
-    """Returns sentences about PPO's `eval_prompts` that are questions of an evaluation: the best iteration
-    would be chosen by the questions that judge it. Hub data sets are not read."""
+    """Returns sentences about PPO `eval_prompts` that are also questions of an evaluation. The best iteration
+    would then be chosen with the questions that later judge it. Does not read Hub data sets."""
     judged = {
         node.name: _questions(node.config.asks, plan.recipe.seed) for node in plan.nodes if node.config.asks
     }
@@ -112,8 +113,9 @@ def shared_questions(plan: Plan) -> list[str]:
 
 
 def selecting_questions(plan: Plan) -> list[str]:
-    """Returns sentences about evaluations that ask a selected model the questions it was selected by: its win
-    rate would be that of the luckiest model. Hub data sets are not read."""
+    """Returns sentences about evaluations that put to a selected model the questions used to select it. Its
+    win rate would be biased upwards, because it is the largest of several noisy ones. Does not read Hub data
+    sets."""
     judged = {node.name: node.config.asks for node in plan.nodes if node.config.asks}
     problems = []
     for node in plan.nodes:
@@ -132,7 +134,7 @@ def selecting_questions(plan: Plan) -> list[str]:
 
 
 def _anchor_problems(name: str, config: Drift, seed: int) -> list[str]:
-    """Returns a sentence if anchors lack a prompt, an answer or a verdict, or have no known answer for a rule
+    """Returns a sentence if anchors lack a prompt, an answer, a verdict, or a known answer for a rule
     judge."""
     if config.anchors is None or is_remote(config.anchors.pairs.path):
         return []
@@ -147,8 +149,8 @@ def _anchor_problems(name: str, config: Drift, seed: int) -> list[str]:
 
 
 def _questions(asked: Asked, seed: int) -> set[str]:
-    """Returns the questions without differences of letter case and whitespace; none if they cannot be read
-    here."""
+    """Returns the questions, normalised in letter case and whitespace. Returns an empty set if they cannot be
+    read here."""
     try:
         if is_remote(asked.source.path):
             return set()
@@ -158,15 +160,15 @@ def _questions(asked: Asked, seed: int) -> set[str]:
 
 
 def _plain(messages: Sequence[Message]) -> str:
-    """Returns the messages as a text without differences of letter case and whitespace, and the content of
-    their images. Raises PictureFault if one cannot be read."""
+    """Returns the messages as text, normalised in letter case and whitespace, with the content of their
+    images. Raises PictureFault if an image cannot be read."""
     text = as_text([{**message, "content": marked_text(message["content"])} for message in messages])
     images = [source.content_digest for source in sources_in(messages)]
     return " ".join([*text.lower().split(), *images])
 
 
 def _without_answer(questions: Sequence[Question], key: str) -> str:
-    """Returns what the first question without a known answer lacks; "" when all have one."""
+    """Returns what the first question without a known answer lacks, or "" if all have one."""
     try:
         for question in questions:
             question.known_answer(key)

@@ -1,8 +1,8 @@
 """Checks the files of reward functions and environments, and calls each reward function once with made-up
 answers. Torch-free.
 
-The call finds in a second what the stage would find only after its engines have started. Warnings are left to
-the stage, whose prompts are rendered by the model's own template.
+The call finds within a second an error that the stage would find only after starting its engines. Only the
+stage gives warnings, because it renders prompts with the model's own template.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.rewards.reward_trial import call_once, made_up_answers
 
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-SECONDS = 10.0  # for a function's imports and its call
-# keyed by source and mtime of its file, because a run checks twice: before its flow and in it
+SECONDS = 10.0  # time limit for importing and calling a function
+# Keyed by the file's source and mtime: a run checks twice, before its flow and in it.
 _known: dict[tuple[FunctionReward, int], str] = {}
 
 
 def code_problems(node: Node) -> list[str]:
-    """Returns what is wrong with the files of a stage's reward functions and environment, each with its place
-    in the recipe. Parses the files and runs nothing."""
+    """Returns the faults in the files of a stage's reward functions and environment, each with its place in
+    the recipe. Parses the files without running them."""
     where = f"stages.{node.name}"
     problems = [
         _file_problem(f"{where}.reward", "function", source.file, source.function_name)
@@ -49,8 +49,8 @@ def code_problems(node: Node) -> list[str]:
 
 
 def trial_problems(nodes: Sequence[Node]) -> list[str]:
-    """Calls the reward functions of the stages that are not done, and returns a sentence for each whose code
-    is wrong for every answer. Only a run does this: `validate` runs nobody's code."""
+    """Calls the reward functions of stages that are not done, and returns a sentence for each that fails on
+    every answer. Only a run calls this, because `validate` must not execute user code."""
     found = []
     for node in nodes:
         if not node.done and isinstance(node.config, Rewarded):
@@ -65,7 +65,8 @@ def _functions(node: Node) -> list[FunctionReward]:
 
 
 def _file_problem(where: str, kind: str, file: Path, name: str) -> str:
-    """Returns why a file has no such function or class; "" if it has. The file is parsed, not run."""
+    """Returns why a file lacks the named function or class, or "" if it has it. Parses the file without
+    running it."""
     try:
         code = ast.parse(file.read_text())
     except OSError as error:
@@ -86,8 +87,8 @@ def _file_problem(where: str, kind: str, file: Path, name: str) -> str:
 
 
 def _trial_problems(prompts: Data, functions: list[FunctionReward]) -> list[str]:
-    """Returns a sentence for each function whose code is wrong for every answer. Skipped if torch is not
-    installed: such a machine only orchestrates, and may lack what the functions import."""
+    """Returns a sentence for each function that fails on every answer. Skips the trial if torch is not
+    installed: such a machine only orchestrates, and may lack packages that the functions import."""
     if not functions or importlib.util.find_spec("torch") is None:
         return []
     try:

@@ -1,6 +1,9 @@
-"""Finds lengths that the models of a stage have no positions for, and models that the ranks of a stage with
-`sequence_parallel_size` cannot share. Torch-free. The stage itself checks Hub ids and properties that are not
-in config.json, and refuses such models before its first step (`models/kernels/attention.py`)."""
+"""Finds sequence lengths that exceed the positions of a stage's models, and models that the ranks of a stage
+with `sequence_parallel_size` cannot share. Torch-free.
+
+The stage itself checks Hub ids and properties that are not in config.json, and refuses such models before its
+first step (`models/kernels/attention.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ from rlhf_core.recipe.plan import Node
 
 
 def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Returns a sentence for each model that would get more tokens than it has positions, when it trains,
-    answers, scores for a calibration, or is served by vLLM.
+    """Returns a sentence for each model that would receive more tokens than it has positions when it trains,
+    answers, scores for a calibration, or runs in vLLM.
 
-    `start_of`: the folder or Hub id that a name's chain of models starts from; training does not change
-    positions.
+    `start_of` returns the folder or Hub id of the model that a named model ultimately starts from. Training
+    does not change the number of positions.
     """
     asked = node.config.lengths(getattr(node.config, KINDS[node.kind].start, ""))
     stage = node.name.partition(".")[0]
-    problems = []  # named by the recipe's stage, so once for all rounds of a loop
+    problems = []  # names the recipe's stage, so it is reported once for all rounds of a loop
     for (field, name), (tokens, what) in asked.items():
         if not name:
-            continue  # a kind of another package without a start model
+            continue  # a kind from another package, which has no start model
         place = start_of(name) or ""
         try:
             require_positions(place, stored_config(place), tokens, what)
@@ -34,8 +37,9 @@ def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[s
 
 
 def sequence_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Returns a sentence for each model with layers, or a number of attention heads, that the ranks cannot
-    share. `start_of`: the folder or Hub id that a name's chain of models starts from."""
+    """Returns a sentence for each model whose layers or number of attention heads prevent the ranks from
+    sharing it. `start_of` returns the folder or Hub id of the model that a named model ultimately starts
+    from."""
     config = node.config
     problems = dict[str, None]()
     if not isinstance(config, Optimised) or config.sequence_parallel_size == 1:
@@ -61,7 +65,7 @@ def sequence_problems(node: Node, start_of: Callable[[str], str | None]) -> list
 
 
 def _shared(config: Optimised, start: str) -> list[str]:
-    """Returns the names of the models whose passes several ranks compute together."""
+    """Returns the names of the models whose passes are computed by several ranks together."""
     names = [getattr(config, start), getattr(config, "critic", None)]
     if isinstance(config, PPO):
         names += [

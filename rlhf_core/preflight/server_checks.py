@@ -1,4 +1,4 @@
-"""Checks the servers that stages send requests to: judges, models behind endpoints, reward servers."""
+"""Checks the servers that stages send requests to: judges, models behind endpoints, and reward servers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SET_KEY = (
 
 
 class SilentServers(NamedTuple):
-    """Sentences about servers that cannot be reached: of stages that a run would start first (`needed`), and
-    of those that wait for other stages, whose servers may be started meanwhile (`later`)."""
+    """Holds sentences about servers that cannot be reached. `needed` is for stages that a run would start
+    first. `later` is for stages that wait for others, so their servers may still be started in time."""
 
     needed: list[str]
     later: list[str]
 
 
 def missing_keys(node: Node) -> list[str]:
-    """Returns a sentence for each chat endpoint of a stage that is known to refuse requests without a key,
-    and gets none."""
+    """Returns a sentence for each chat endpoint of a stage that is known to refuse requests without a key and
+    for which no key is set."""
     return [
         f"stages.{node.name}: {server.reader} sends no key to {server.address}, which answers none without"
         f" one: {SET_KEY}"
@@ -36,7 +36,8 @@ def missing_keys(node: Node) -> list[str]:
 
 
 def key_warnings(nodes: Sequence[Node]) -> list[str]:
-    """Returns a sentence for each chat endpoint that gets no key and may refuse requests without one."""
+    """Returns a sentence for each chat endpoint for which no key is set and that may refuse requests without
+    one."""
     found = []
     for node in nodes:
         if node.done or missing_keys(node):
@@ -51,7 +52,7 @@ def key_warnings(nodes: Sequence[Node]) -> list[str]:
 
 
 def silent_servers(plan: Plan) -> SilentServers:
-    """Tries to reach the servers of all stages that are not done, all at once, 5 seconds at most."""
+    """Tries to reach the servers of all stages that are not done, all at once, for at most 5 seconds."""
     todo = [node for node in plan.nodes if not node.done]
     addresses = list({server.address for node in todo for server in node.config.servers})
     with ThreadPoolExecutor(max(1, len(addresses))) as pool:

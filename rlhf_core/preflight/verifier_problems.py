@@ -1,5 +1,5 @@
-"""Checks the rows and the machine of stages whose rewards are verifiers, and the environments that rows name.
-Torch-free."""
+"""Checks stages whose rewards are verifiers: their rows, the environments that the rows name, and whether
+this machine has what they need. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rlhf_core.recipe.plan import Node
 from rlhf_core.rewards.row_teachers import teacher_problem
 
 FIRST = (
-    2000  # rows of each data set that verifiers read; the stage checks them all before it starts an engine
+    2000  # rows of each data set that verifiers read; the stage checks all rows before it starts an engine
 )
 
 PlacedRow = tuple[str, Mapping[str, Any]]
 
 
 def verified_rows_problems(node: Node, seed: int = 0) -> list[str]:
-    """Returns a sentence for each data set with a row that a verifier cannot read, or that names none of the
-    stage's environments, or a teacher that the stage lacks, or whose pass rate for a curriculum is none.
-    `seed`: the recipe's, which decides the rows of a mixture."""
+    """Returns a sentence for each data set with an invalid row. A row is invalid if a verifier cannot read
+    it, if it names an environment or a teacher that the stage does not have, or if its pass rate for a
+    curriculum is not valid. `seed` is the recipe's seed, which determines the rows of a mixture."""
     config = node.config
     if not isinstance(config, Rewarded):
         return []
@@ -68,8 +68,8 @@ def _with_places(rows: Iterable[Located]) -> Iterator[PlacedRow]:
 
 
 def _form_problem(config: Rewarded, data: Data) -> str:
-    """Returns a sentence when generated questions ask for another form of the answer than is scored. A source
-    without instruction and system message asks for none."""
+    """Returns a sentence if generated questions ask for the answer in a different form from the one that is
+    scored. A source without an instruction and a system message asks for no form."""
     generated = [source.reasoning_gym for source in data.sources if source.reasoning_gym is not None]
     for reward in config.reward:
         if not isinstance(reward, ReasoningGymReward):
@@ -84,9 +84,9 @@ def _form_problem(config: Rewarded, data: Data) -> str:
 
 
 def verifier_needs(node: Node) -> list[str]:
-    """Returns a sentence for each verifier whose package or sandbox this machine lacks, and for each
-    environment of the package verifiers that its interpreter lacks, and each server of OpenEnv that this
-    machine cannot reach."""
+    """Returns a sentence for each verifier whose package or sandbox this machine lacks. Also reports each
+    environment of the package verifiers that its interpreter lacks, and each OpenEnv server that this machine
+    cannot reach."""
     config = node.config
     if not isinstance(config, Rewarded):
         return []

@@ -1,4 +1,4 @@
-"""Finds model folders whose weights, config.json and vocabulary do not fit each other. Reads only headers.
+"""Finds model folders whose weights, config.json and vocabulary do not match each other. Reads only headers.
 Torch-free."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rlhf_core.hub.vocabulary import stored_vocabulary, tokenizer_place
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FLOATS = ("F64", "F32", "F16", "BF16")
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-# Ends of tensor names, and the keys of config.json that give their shapes. Shapes that differ by family
-# (heads, experts) are left out.
+# Maps the ends of tensor names to the config.json keys that give their shapes. Shapes that depend on the
+# family (heads, experts) are left out.
 VOCABULARY = ("vocab_size",)
 HIDDEN = ("word_embed_proj_dim", "hidden_size", "n_embd")
 INNER = ("intermediate_size",)
@@ -27,9 +27,9 @@ SHAPES = dict.fromkeys(EMBEDDINGS, (VOCABULARY, HIDDEN)) | {"mlp.down_proj.weigh
 
 
 def weight_problem(where: str, place: str, trust_remote_code: bool) -> dict[str, str]:
-    """Returns {folder: why it cannot be loaded} for weights that are damaged, pickled, or unlike config.json
-    or the tokenizer; else {}. `where` is its place in the recipe. An adapter is checked without its base, a
-    Hub id only when it is fetched."""
+    """Returns {folder: why it cannot be loaded} if the weights are damaged, pickled, or do not match
+    config.json or the tokenizer; otherwise {}. `where` is the model's place in the recipe. Checks an adapter
+    without its base; a Hub id is checked only when it is fetched."""
     folder = Path(place)
     if is_remote(place):
         return {}
@@ -40,8 +40,8 @@ def weight_problem(where: str, place: str, trust_remote_code: bool) -> dict[str,
 
 
 def _code(config: dict[str, Any]) -> str | None:
-    """Returns the fault if a model's family is unknown to transformers and so needs the code in its
-    folder."""
+    """Returns the fault if transformers does not know a model's family, so that loading it needs the code in
+    its folder."""
     kind = config.get("model_type")
     package = importlib.util.find_spec("transformers")
     if not config.get("auto_map") or package is None or package.origin is None:
@@ -61,8 +61,8 @@ def _code(config: dict[str, Any]) -> str | None:
 
 
 def _stored(folder: Path, config: dict[str, Any]) -> str | None:
-    """Returns the fault if weight files are missing, pickled, damaged, or differ in shape from what
-    config.json gives."""
+    """Returns the fault if weight files are missing, pickled or damaged, or if their shapes do not match
+    config.json."""
     try:
         files = stored_tensors(folder)
     except (OSError, ValueError) as error:
@@ -85,8 +85,8 @@ def _stored(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _unlike(config: dict[str, Any], tensors: dict[str, dict[str, Any]]) -> str | None:
-    """Returns how the weights contradict config.json: a shape that no tensor of a kind has, or layers without
-    weights."""
+    """Returns how the weights contradict config.json: an expected shape that no tensor of its kind has, or
+    layers without weights."""
     for end, keys in SHAPES.items():
         said = [
             next(((key, config[key]) for key in names if isinstance(config.get(key), int)), None)
@@ -108,8 +108,8 @@ def _unlike(config: dict[str, Any], tensors: dict[str, dict[str, Any]]) -> str |
 
 
 def _vocabulary(place: str, config: dict[str, Any]) -> str | None:
-    """Returns the fault if a tokenizer turns text into ids past the last row of the embeddings. Special
-    tokens may be past it, because no text becomes one."""
+    """Returns the fault if a tokenizer turns text into ids beyond the last row of the embeddings. Special
+    tokens may lie beyond it, because text is never encoded as one."""
     rows = config.get("vocab_size")
     tokens = stored_vocabulary(place)
     if not isinstance(rows, int) or not tokens or max(tokens.values()) < rows:

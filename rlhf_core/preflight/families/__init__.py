@@ -1,1 +1,2 @@
-"""Checks of model families: a small copy of each model is loaded, trained and sampled before any work."""
+"""Checks model families: loads, trains and samples from a small copy of each model before any stage
+starts."""

@@ -1,5 +1,5 @@
-"""Tries the class of a model from an untested family in a separate process, to report in one sentence what
-would fail after hours."""
+"""Tries the model class of an untested family in a separate process. Reports in one sentence an error that
+would otherwise appear only after hours."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ ENVIRONMENT = {
 }
 SAMPLING = "sampling"
 OPTIONS = "options of the engine"
-DEEPSPEED = "options of DeepSpeed"  # asked about in place of a model
+DEEPSPEED = "options of DeepSpeed"  # a use for which `place` holds options instead of a model
 MARK = "TRIAL "
 
 
-StartOf = Callable[[Node, str], str | None]  # the folder or Hub id that a name's chain of models starts from
+StartOf = Callable[[Node, str], str | None]  # the folder or Hub id that a named model starts from
 
 
 def family_problems(nodes: Sequence[Node], start_of: StartOf, trust_remote_code: bool = False) -> list[str]:
-    """Returns why models of untested families in local folders cannot be used as the stages use them."""
+    """Returns a sentence for each local model of an untested family that a stage cannot use as it needs
+    to."""
     asked: dict[tuple[str, str], str] = {}
     for node in nodes:
         for field, name, use in _uses(node):
@@ -52,7 +53,7 @@ def family_problems(nodes: Sequence[Node], start_of: StartOf, trust_remote_code:
 
 
 def option_problems(nodes: Sequence[Node]) -> list[str]:
-    """Returns a sentence for each engine or DeepSpeed option that the installed release does not have."""
+    """Returns a sentence for each engine or DeepSpeed option that the installed version does not support."""
     asked: dict[tuple[str, str], str] = {}
     for node in nodes:
         for name, wanted in (
@@ -82,7 +83,7 @@ def _problems(asked: Mapping[tuple[str, str], str], trust_remote_code: bool) -> 
 
 
 def _uses(node: Node) -> Iterator[tuple[str, str, str]]:
-    """Yields (field, name of a model, use) for each model that the stage trains or samples from."""
+    """Yields (field, model name, use) for each model that the stage trains or samples from."""
     config = node.config
     start = KINDS[node.kind].start
     if isinstance(config, Optimised):
@@ -116,8 +117,8 @@ def _changed(place: str) -> int:
 
 @cache
 def _ask(asked: tuple[tuple[str, str, int], ...], trust_remote_code: bool) -> tuple[str, ...]:
-    """Returns the answers of the `main` process, "" for no problem. If it ended early, the rest have no
-    answer."""
+    """Runs `main` in a separate process and returns one answer per request, "" for no problem. If the process
+    ends early, the remaining requests have no answer."""
     module = "rlhf_core.preflight.families.family"
     command = [sys.executable, "-P", "-m", module, *["trust"] * trust_remote_code]
     environment = child_environment() | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
@@ -144,7 +145,7 @@ def _problem(place: str, use: str, trust_remote_code: bool) -> str:
 
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
-    except Exception as error:  # an unknown family, or values that its class does not accept
+    except Exception as error:  # an unknown family, or values that its class rejects
         return f"{place}: {' '.join(str(error).split())[:200]}"
     if use == SAMPLING:
         from rlhf_core.rollout.vllm.environment import no_class_for
@@ -156,8 +157,8 @@ def _problem(place: str, use: str, trust_remote_code: bool) -> str:
 
 
 def main() -> None:
-    """Reads a JSON list of [place, use, ...] from standard input and writes a line for each: the problem, or
-    ""."""
+    """Reads a JSON list of [place, use, ...] from standard input. Writes one line per item: its problem, or
+    "" if there is none."""
     os.environ.update(ENVIRONMENT)
     for place, use, _ in json.load(sys.stdin):
         print(MARK + json.dumps(_problem(place, use, sys.argv[1:] == ["trust"])), flush=True)

@@ -1,4 +1,4 @@
-"""Tries a model's class before training: runs the steps of training on a small random copy, on a CPU, in
+"""Tries a model's class before training: runs the training steps on a small random copy, on the CPU, in
 seconds."""
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from rlhf_core.system.processes import raised_by_us
 
 Use = Literal["policy", "reward model", "adapters"]
 USES: tuple[Use, ...] = get_args(Use)
-MOST_PARAMETERS = 100_000_000  # of a copy; a larger one is not small
-LENGTHS = (9, 5)  # tokens of two documents
+MOST_PARAMETERS = 100_000_000  # limit for a copy; a larger model is not tried
+LENGTHS = (9, 5)  # tokens in each of the two documents
 CPU = torch.device("cpu")
 
 
 class Trial(NamedTuple):
-    """The result of a trial: `problem` is a sentence, or "" if there is none. `tried` is False if no small
-    copy could be built, which proves nothing about the model."""
+    """Holds the result of a trial. `problem` is a sentence, or "" if there is no problem. `tried` is False if
+    no small copy could be built; the trial then says nothing about the model."""
 
     tried: bool
     problem: str = ""
 
 
 def try_family(config: PretrainedConfig, name: str, use: Use, trust_remote_code: bool = False) -> Trial:
-    """Tries the class of `config`, or of its language model if multimodal, for one use. Sentences call the
-    model `name`."""
+    """Tries the class of `config` (of its language model, if multimodal) for one use. Error sentences refer
+    to the model as `name`."""
     config = config.get_text_config()
     if not has_causal_class(config) and not hasattr(config, "auto_map"):
         return Trial(True, f"{name}: transformers has no causal language model for {type(config).__name__}")
@@ -69,7 +69,7 @@ def try_family(config: PretrainedConfig, name: str, use: Use, trust_remote_code:
 
 
 def _small_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel | None:
-    """Returns a small random model that transformers itself can run; None for a class that does not accept
+    """Returns a small random model that transformers itself can run, or None if the class does not accept
     narrow layers."""
     with suppress(Exception):
         for small in small_copies(config):
@@ -85,7 +85,7 @@ def _small_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTraine
 
 
 def _steps(folder: Path, use: Use, trust_remote_code: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yields the steps of training in order, each with words for a sentence."""
+    """Yields the training steps in order, each with a phrase for the error sentence."""
     module: list[Policy | Scorer] = []
 
     def load() -> None:
@@ -105,7 +105,7 @@ def _steps(folder: Path, use: Use, trust_remote_code: bool) -> Iterator[tuple[st
 
 
 def _batch(changed: bool = False) -> Batch:
-    """Returns a batch of two documents; `changed`: with other last tokens."""
+    """Returns a batch of two documents. With `changed`, the last token of each document differs."""
     generator = torch.Generator().manual_seed(0)
     documents = []
     for length in LENGTHS:

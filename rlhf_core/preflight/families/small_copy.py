@@ -1,5 +1,5 @@
-"""Builds a small copy of a model's config: the same class and kinds of layers, but few and narrow layers. For
-trials on a CPU."""
+"""Builds a small copy of a model's config for trials on the CPU. The copy has the same class and kinds of
+layers, but fewer and narrower layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORDS = 256
 WIDE = 64
 HEADS_LEFT = 4
 HEAD_SIZE = 16
-# Sizes that replace larger ones, by what the name of a value ends with or contains.
+# Sizes that replace larger ones, keyed by the end of the field's name or by a part of it.
 ENDS = {
     **{
         "head_dim": HEAD_SIZE,
@@ -77,7 +77,7 @@ ENDS = {
         "dense_replace": 1,
     },
 }
-# values in place of null
+# values that replace null
 UNSAID = {
     "head_dim": HEAD_SIZE,
     "num_key_value_heads": HEADS_LEFT,
@@ -88,9 +88,9 @@ CONTAINS = {"intermediate": 128, "vocab_size": WORDS, "ffn_hidden": 128}
 
 
 def small_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Yields configs of the same class: first with one layer of each kind, at least two; then with the first
-    eight layers, for families that define the kinds by a period. Raises ValueError if the config has no
-    number of layers, and any error of the class for sizes that it does not accept."""
+    """Yields small configs of the same class. The first has one layer of each kind, and at least two layers.
+    The second keeps the first eight layers, for families that define the kinds by a period. Raises ValueError
+    if the config gives no number of layers. Also raises any error of the class for sizes that it rejects."""
     values = config.to_dict()
     listed = next((len(values[name]) for name in KINDS if isinstance(values.get(name), list)), None)
     layers = next((values[name] for name in LAYERS if isinstance(values.get(name), int)), listed)
@@ -107,8 +107,8 @@ def small_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def _kept(values: dict[str, Any], layers: int) -> list[int]:
-    """Returns the indexes of the layers to keep: the first of each kind, according to all lists with an entry
-    per layer."""
+    """Returns the indexes of the layers to keep: the first of each kind. A layer's kind is its entry in all
+    lists that have one entry per layer."""
     lists = [value for value in values.values() if isinstance(value, list) and len(value) == layers]
     kinds = list(zip(*([str(part) for part in value] for value in lists), strict=True))
     first = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())
@@ -116,8 +116,8 @@ def _kept(values: dict[str, Any], layers: int) -> list[int]:
 
 
 def _related(small: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Adjusts values that must fit others: rotary embeddings, dimensions of latent attention, heads of Mamba
-    layers."""
+    """Adjusts values that depend on each other: rotary embeddings, dimensions of latent attention, and Mamba
+    heads."""
     for key in ("rope_scaling", "rope_parameters"):
         if key in small:
             small[key] = _plain_rope(small[key])
@@ -141,7 +141,7 @@ def _related(small: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 def _small(key: str, value: Any, layers: int, kept: list[int], values: dict[str, Any]) -> Any:
     if value is None:
         return UNSAID.get(key)
-    if isinstance(value, dict) and value and all(str(name).isdigit() for name in value):  # by layer
+    if isinstance(value, dict) and value and all(str(name).isdigit() for name in value):  # keyed by layer
         return {kept.index(int(name)): part for name, part in value.items() if int(name) in kept}
     if isinstance(value, list):
         if len(value) == layers and not key.endswith("token_id"):
@@ -166,8 +166,8 @@ def _small(key: str, value: Any, layers: int, kept: list[int], values: dict[str,
 
 
 def _plain_rope(value: Any) -> Any:
-    """Returns rotary embeddings without lists of factors, whose length is a head's; for each kind of layer if
-    given per kind."""
+    """Returns rotary embedding settings without lists of factors, because the length of such a list depends
+    on the head size. Handles settings given per kind of layer."""
     if not isinstance(value, dict):
         return value
     if any(isinstance(part, dict) for part in value.values()):

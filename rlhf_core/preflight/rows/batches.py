@@ -1,4 +1,5 @@
-"""Compares the rows of a data set with the batches of its stage. Torch-free. Hub data sets are not read."""
+"""Compares the number of rows in a data set with the batch size of its stage. Does not read Hub data sets.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from rlhf_core.hub.ids import is_remote
 from rlhf_core.preflight.rows.sample import noun_of
 from rlhf_core.recipe.plan import Node
 
-LONG_PROMPT = 2**12  # bytes: files with more than this per prompt of an iteration hold enough prompts
-MOST_GENERATED = 1000  # prompts that are generated only to count them
+LONG_PROMPT = 2**12  # bytes per prompt of an iteration; larger files are assumed to hold enough prompts
+MOST_GENERATED = 1000  # most prompts to generate just to count them
 
 
 def batch_warning(config: StageConfig, field: str, count: int) -> str:
-    """Returns a warning if the `count` rows of the data set in a field make too few or incomplete batches;
-    else ""."""
+    """Returns a warning if the `count` rows of the data set in `field` make too few or incomplete batches;
+    otherwise ""."""
     if isinstance(config, Trainable) and field == "data":
         return _few_steps(config, count)
     if isinstance(config, PPO) and field == "prompts":
@@ -34,7 +35,7 @@ def batch_warning(config: StageConfig, field: str, count: int) -> str:
 
 
 def made_rows_warning(config: StageConfig, count: int) -> str:
-    """Like `batch_warning`, but for a stage that trains on at most `count` rows from a preferences stage."""
+    """Works like `batch_warning` for a stage that trains on at most `count` rows from a preferences stage."""
     if not isinstance(config, Trainable):
         return ""
     told = _few_steps(config, count)
@@ -69,8 +70,8 @@ def _left_prompts(config: PPO, count: int) -> str:
 
 
 def prompt_problem(node: Node, seed: int) -> str:
-    """Returns a sentence if there are too few prompts for one iteration of PPO or for the round of a loop;
-    else "". For PPO, large files are not counted, and generated prompts only if they are few."""
+    """Returns a sentence if there are too few prompts for one PPO iteration or one round of a loop; otherwise
+    "". For PPO, does not count large files, and counts generated prompts only if they are few."""
     config = node.config
     if not isinstance(config, Rewarded):
         return ""

@@ -1,5 +1,5 @@
-"""Measures the tokens that the chat templates of a plan's stages take by themselves, and renders the stages'
-rows with them: in a process without torch if possible (`template_length.py`), else in this one."""
+"""Measures how many tokens the chat templates of a plan's stages add, and renders the stages' rows with them.
+Does so in a process without torch if possible (`template_length.py`), otherwise in this process."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rlhf_core.preflight.rows.template_length import (
 from rlhf_core.preflight.rows.template_rows import Rendered
 from rlhf_core.recipe.plan import Node, Plan
 
-Frames = dict[Pair, MeasuredTemplate | str]  # a string: why the tokenizer or template cannot be used
+Frames = dict[Pair, MeasuredTemplate | str]  # a string says why the tokenizer or template cannot be used
 
 
 def frames_of(
     plan: Plan, nodes: Sequence[Node], start_of: Callable[[Node], str | None], broken: Collection[str]
 ) -> Frames:
-    """Maps each (tokenizer, template) of the stages to the template's own length in tokens and the results of
-    rendering the stages' rows.
+    """Maps each (tokenizer, template) of the stages to the number of tokens that the template adds and the
+    results of rendering the stages' rows.
 
-    `start_of`: the folder or Hub id of a stage's tokenizer; tokenizers in `broken` are left out.
+    `start_of` returns the folder or Hub id of a stage's tokenizer. Tokenizers in `broken` are left out.
     """
     starts = {
         node.name: start for node in nodes if (start := start_of(node)) is not None and start not in broken
@@ -49,13 +49,14 @@ def frames_of(
 
 
 def rendered(frame: MeasuredTemplate, text: Text) -> Rendered:
-    """Returns the results of rendering the rows of a stage's data set with the template of a frame."""
+    """Returns the results of rendering the rows of a stage's data set with the template that `frame`
+    measured."""
     return frame.rendered[_rows_of(text)] if text.rows else Rendered()
 
 
 def _rows_of(text: Text) -> RowsToRender:
     assert text.rows is not None, "the stage checks it"
-    # Other limits hold only for a part of the row, such as the prompt of an evaluation's pairs.
+    # Other limits apply only to part of a row, such as the prompt of an evaluation's pairs.
     is_whole_row = text.limit_field == "max_len" or text.rows == "prompt"
     return RowsToRender(
         text.data.model_dump_json(), text.rows, text.limit_field, text.limit if is_whole_row else 0
@@ -63,8 +64,8 @@ def _rows_of(text: Text) -> RowsToRender:
 
 
 def _frames_apart(pairs: Mapping[Pair, Iterable[RowsToRender]], trust_remote_code: bool) -> Frames:
-    """Like `frames_of`, but only for pairs that a process without torch can read. Fetches tokenizers from the
-    Hub."""
+    """Works like `frames_of`, but only for pairs that a process without torch can read. Fetches tokenizers
+    from the Hub."""
     found: Frames = {}
     folders: dict[Pair, Pair] = {}
     for pair in pairs:

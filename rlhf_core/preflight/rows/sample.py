@@ -1,4 +1,4 @@
-"""Counts how many of the first rows of a data set a stage would leave out or cut because of its token limit.
+"""Counts how many of a data set's first rows a stage would drop or cut because of its token limit.
 Torch-free."""
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from rlhf_core.data.sources import SAME_CUT
 from rlhf_core.data.survey import ANSWER_CUT, LIMITS, BuiltItems
 
 SAMPLED_ROWS = 200
-SAMPLE_SECONDS = 5.0  # of CPU time, for rows of many tokens
+SAMPLE_SECONDS = 5.0  # seconds of CPU time, for rows with many tokens
 NOUNS = {"preference": "pairs", "labelled": "answers", "prompt": "prompts"}
 
 
 def noun_of(kind: str | None) -> str:
-    """Returns the noun for what a stage counts in rows of a kind."""
+    """Returns the noun for the items that a stage counts in rows of this kind."""
     return NOUNS.get(kind or "", "rows")
 
 
 @dataclass
 class RowSample:
-    """Counts of the first rows. `limit_field`, `limit`: the stage's limit in tokens, for sentences; `noun`:
-    what the stage counts."""
+    """Counts the first rows of a data set. `limit_field` and `limit` are the stage's token limit, for
+    sentences. `noun` names what the stage counts."""
 
     limit_field: str
     limit: int
@@ -39,11 +39,11 @@ class RowSample:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more rows should be counted."""
+        """Returns whether the sample is complete."""
         return self.rows >= SAMPLED_ROWS or time.process_time() - self._begun > SAMPLE_SECONDS
 
     def see(self, where: str, made: BuiltItems) -> None:
-        """Counts the result of the row at `where`."""
+        """Adds the result for the row at `where` to the counts."""
         self.rows += 1
         self.items += made.rows
         self.kept += len(made.items)
@@ -53,15 +53,15 @@ class RowSample:
             self.example = self.example or where
 
     def refusal(self, is_whole: bool) -> str:
-        """Returns a sentence if the stage would leave out all rows and these are all rows of the data set
-        (`is_whole`); else ""."""
+        """Returns a sentence if the stage would drop all rows of the sample and the sample is the whole data
+        set (`is_whole`); otherwise ""."""
         if not is_whole or self.kept or not self.items:
             return ""
         return f"all {self.items} {self.noun} would be left out ({self._reasons()}): {self._advice()}"
 
     def warnings(self, is_whole: bool) -> list[str]:
-        """Returns a sentence if a larger share than LIMITS allows would be left out, and one if a larger
-        share would be cut."""
+        """Returns a sentence for each share, of rows dropped and of rows cut, that is larger than LIMITS
+        allows."""
         among = f"{self.items} {self.noun}" if is_whole else f"the first {self.items} {self.noun}"
         lost = self.items - self.kept
         found = []

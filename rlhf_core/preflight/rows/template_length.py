@@ -1,9 +1,10 @@
-"""Measures how many tokens a chat template takes by itself, and renders rows with it, in a process that
-cannot import torch unless it runs models' code.
+"""Measures how many tokens a chat template adds, and renders rows with it. Does so in a process that cannot
+import torch unless it runs models' code.
 
-transformers imports torch if it can, which takes seconds, but reads most tokenizers without it. The caller
-reads the others again, with torch, as the stages do. Only an error there refuses the recipe, or a template
-that loops, whose process the kernel ends, or takes too much memory.
+transformers imports torch if it can, which takes seconds, but it reads most tokenizers without torch. The
+caller reads the remaining tokenizers again with torch, as the stages do. Only an error of that second attempt
+refuses the recipe, with two exceptions: a template that loops, whose process the kernel ends, and a template
+that takes too much memory.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from rlhf_core.system.processes import child_environment
 if TYPE_CHECKING:  # chat imports transformers
     from rlhf_core.data.chat import Renderer
 
-# a model folder, a template, and the template's arguments as JSON, if it has any
+# A model folder, a template, and the template's arguments as JSON, if any.
 Pair = tuple[str, str] | tuple[str, str, str]
 SECONDS = 60.0
-CPU_SECONDS = 2.0  # for one template, which takes milliseconds
+CPU_SECONDS = 2.0  # for one template, which normally takes milliseconds
 ROW_CPU_SECONDS = 20.0  # for one row, which may be long
-MEMORY = 4 << 30  # bytes, beyond those of the process
+MEMORY = 4 << 30  # bytes beyond what the process already uses
 ENDLESS = (
     f"the chat template did not end within {CPU_SECONDS:.0f} s; correct it, or set the template of the data"
     " to a plain one"
@@ -48,8 +49,8 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENI
 
 
 class RowsToRender(NamedTuple):
-    """A data set for a template to render: a `Data` as JSON, its kind, and the field and tokens of its limit
-    (0: none)."""
+    """Holds a data set to render: a `Data` as JSON, its kind, and the field and the tokens of its limit (0:
+    no limit)."""
 
     data: str
     kind: Kind
@@ -58,15 +59,15 @@ class RowsToRender(NamedTuple):
 
 
 class MeasuredTemplate(NamedTuple):
-    """`Renderer.frame_len` in tokens, and the findings from the rows of each data set."""
+    """Holds `Renderer.frame_len` in tokens, and the findings from the rows of each data set."""
 
     length: int
     rendered: dict[RowsToRender, Rendered]
 
 
 Key = tuple[Pair, int, tuple[RowsToRender, ...], tuple[int, ...]]
-# Keyed by folder, template, newest mtime in the folder, data sets and mtimes of their files, because a run
-# checks twice: before its flow and in it.
+# Keyed by folder, template, newest mtime in the folder, data sets, and mtimes of their files: a run checks
+# twice, before its flow and in it.
 _known: dict[Key, MeasuredTemplate] = {}
 
 
@@ -74,8 +75,8 @@ def measured(
     pairs: Mapping[Pair, Sequence[RowsToRender]], trust_remote_code: bool = False
 ) -> dict[Pair, MeasuredTemplate | str]:
     """Returns, for each pair that can be read without torch and the Hub, its `Renderer.frame_len` and the
-    findings from the rows of its data sets; ENDLESS for a template that loops, and TOO_LARGE for one that
-    takes too much memory. Other pairs are left out."""
+    findings from the rows of its data sets. Returns ENDLESS for a template that loops, and TOO_LARGE for one
+    that takes too much memory. Leaves out all other pairs."""
     keys = {pair: _key(pair, tuple(rows)) for pair, rows in pairs.items()}
     left = [pair for pair, key in keys.items() if key not in _known]
     refused: dict[Pair, MeasuredTemplate | str] = {}
@@ -93,8 +94,8 @@ def measured(
 
 
 def measure(pair: Pair, rows: Sequence[RowsToRender], trust_remote_code: bool) -> MeasuredTemplate:
-    """Like `measured`, but in this process and without time limits. Raises ValueError for a tokenizer or
-    template that cannot be used."""
+    """Works like `measured`, but in this process and without time limits. Raises ValueError for a tokenizer
+    or template that cannot be used."""
     from rlhf_core.data.chat import Renderer, load_tokenizer
 
     renderer = Renderer(load_tokenizer(pair[0], trust_remote_code), pair[1], template_args=_arguments(pair))
@@ -102,7 +103,7 @@ def measure(pair: Pair, rows: Sequence[RowsToRender], trust_remote_code: bool) -
 
 
 def pair_of(place: str, data: Data) -> Pair:
-    """Returns the key of a tokenizer's place with the template of a data set."""
+    """Returns the key for a tokenizer's folder or Hub id and the template of a data set."""
     if not data.template_args:
         return place, data.template
     return place, data.template, json.dumps(data.template_args, sort_keys=True)
@@ -124,7 +125,8 @@ def _render(
 def _ask(
     asked: list[tuple[Pair, Sequence[RowsToRender]]], trust_remote_code: bool
 ) -> tuple[list[MeasuredTemplate | str | None], int]:
-    """Returns the answers of the `main` process for the first pairs, and its exit code."""
+    """Runs `main` in a separate process. Returns its answers, which may cover only the first pairs, and its
+    exit code."""
     command = [
         sys.executable,
         "-P",
@@ -171,7 +173,7 @@ def _changed(folder: Path) -> int:
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
     """Ends this process if the block takes more than `seconds` of CPU time, even inside a library's loop.
-    MemoryError is raised if it takes more than MEMORY."""
+    Raises MemoryError if it takes more than MEMORY bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, most))
@@ -184,8 +186,8 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def main() -> None:
-    """Reads pairs and their data sets from standard input as JSON, and writes a line for each pair: its
-    length and the findings from each data set, TOO_LARGE, or null for one that cannot be read."""
+    """Reads pairs and their data sets from standard input as JSON. Writes one line per pair: its length and
+    the findings from each data set, TOO_LARGE, or null if the pair cannot be read."""
     trust = sys.argv[1:] == ["trust"]
     if not trust:  # a model's code may need it
         sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
@@ -207,7 +209,7 @@ def _answer(pair: Pair, rows: Sequence[RowsToRender], trust_remote_code: bool) -
     tokenizer = load_tokenizer(pair[0], trust_remote_code)
     with _limited(CPU_SECONDS):
         renderer = Renderer(tokenizer, pair[1], template_args=_arguments(pair))
-        with contextlib.suppress(ValueError):  # a template that refuses it is reported with the data
+        with contextlib.suppress(ValueError):  # the data checks report a template that rejects this message
             renderer.conversation(SPOKEN)  # some templates loop only on text
     of_row = partial(_limited, ROW_CPU_SECONDS)
     rendered = [_render(renderer, each, of_row) for each in rows]

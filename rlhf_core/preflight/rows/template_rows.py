@@ -1,9 +1,10 @@
-"""Renders rows of a data set as its stage will, before any work: the first ones, to count how many the token
-limit leaves, and one of each later shape, since a template refuses shapes, not texts.
+"""Renders rows of a data set as its stage will, before any stage starts. Renders the first rows, to count how
+many fit into the token limit. Of the later rows, renders one of each shape, because templates reject shapes,
+not texts.
 
-A shape is the roles of a row's messages, which of them are empty or call tools, and whether tools are
-described. All rows that are read (`checked_rows`) are searched for control tokens of the template typed in a
-text. Torch-free; Hub data sets are left out.
+The shape of a row is the roles of its messages, which messages are empty or call tools, and whether tools are
+described. All rows that are read (`checked_rows`) are searched for the template's control tokens typed as
+text. Skips Hub data sets. Torch-free.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ NO_LIMIT = 1 << 40  # tokens
 
 
 class Rendered(NamedTuple):
-    """The findings from the rows of a data set: why the stage would refuse one or all of them ("" if it would
-    not), and what is odd in them.
+    """Holds the findings from the rows of a data set: why the stage would refuse some or all of them ("" if
+    it would not), and what is odd about them.
 
-    `items`: the most items that the stage would train on or sample from; None if not all rows were read.
-    `images`: whether a row has images.
+    `items` is the largest number of items that the stage would train on or sample from, or None if some rows
+    were not read. `images` says whether any row has images.
     """
 
     refused: str = ""
@@ -61,11 +62,11 @@ def render_rows(
     limit: int = 0,
     limited: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Rendered:
-    """Renders the first rows and a row of each later shape within `limited()`, as the stage does within
-    `limit` tokens (0: no limit).
+    """Renders the first rows, and one row of each later shape, within `limited()`. Applies the stage's
+    `limit` in tokens (0: no limit).
 
-    `check_columns` reports rows that cannot be read, and `check_limit` a limit below the template's own
-    length.
+    Rows that cannot be read are reported by `check_columns`; a limit below the template's own length is
+    reported by `check_limit`.
     """
     if not all(is_file(source) for source in data.sources):
         return Rendered()
@@ -75,7 +76,7 @@ def render_rows(
     shapes = set[Any]()
     control_token = ""
     images = False
-    read = later = 0  # rows read, and items in rows after the sample
+    read = later = 0  # number of rows read, and of items in rows after the sample
     try:
         for located in checked_rows(data, kind):
             read += 1
@@ -124,7 +125,7 @@ def _told(*sentences: str) -> tuple[str, ...]:
 
 
 def _texts(kind: Kind, located: Located) -> tuple[list[Message], list[str | Message]]:
-    """Returns the messages of a row, and the answers that are not among them."""
+    """Returns the messages of a row, and those answers that are not part of the messages."""
     if kind == "sft":
         return conversation_of(located), []
     if kind == "prompt":
