@@ -1,4 +1,4 @@
-"""Trains with direct preference optimisation and its variants. Reference log-probs are computed once, before
+"""Trains with direct preference optimisation and its variants. Computes reference log-probs once, before
 training.
 
 SimPO and ORPO load no reference model.
@@ -43,8 +43,8 @@ from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
 
 
 class PairWithReference(NamedTuple):
-    """A pair with the reference's log-probs of its two responses: sums, or means for IPO; 0 if a loss has no
-    reference."""
+    """Holds a pair with the reference's log-probs of its two responses: sums, or means for IPO. They are 0 if
+    the loss uses no reference."""
 
     pair: Pair
     ref_chosen: float
@@ -52,8 +52,8 @@ class PairWithReference(NamedTuple):
 
 
 class PairLogprobs(NamedTuple):
-    """Log-probs of responses, (2, N): chosen, rejected; the inputs of the NLL term, (B, T); the experts'
-    balance over all documents."""
+    """Holds log-probs of the responses, (2, N), chosen then rejected; the inputs of the NLL term, (B, T); and
+    the experts' balance over all documents."""
 
     responses: torch.Tensor
     tokens: torch.Tensor
@@ -62,15 +62,15 @@ class PairLogprobs(NamedTuple):
 
 
 class Denominator(NamedTuple):
-    """Counts over a whole optimiser step: pairs for the preference loss, chosen response tokens for the NLL
-    term."""
+    """Counts over a whole optimiser step: pairs for the preference loss, and chosen response tokens for the
+    NLL term."""
 
     pairs: float
     chosen_tokens: float
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains `config.policy` on pairs; the output is `checkpoint`."""
+    """Trains `config.policy` on pairs and writes the output `checkpoint`."""
     return on_ranks(train, request, run)
 
 
@@ -119,7 +119,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
             reads_pictures(module_of(model), reference, own, config.dtype)
         return model
 
-    # Another reference model's attention may not support shared prompts.
+    # The attention of another reference model may not support shared prompts.
     length = len if config.reference and not passes.apart else passes.row_tokens
     parts = passes.in_order(data.items, length)
     held_out_parts = passes.in_order(held_out_pairs, length)
@@ -151,7 +151,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
 
 class PairLosses:
-    """Computes losses of pairs. `passes`: how a micro-batch is laid out."""
+    """Computes losses of pairs. `passes` defines the layout of a micro-batch."""
 
     def __init__(self, config: DPO, passes: Passes, pad_token_id: int):
         self._config = config
@@ -192,8 +192,8 @@ def count(items: Sequence[PairWithReference]) -> Denominator:
 def load_pairs(
     request: StageRequest, config: DPO, tokenizer: PreTrainedTokenizerBase, data: Data | None, folder: Path
 ) -> Loaded[Pair]:
-    """Loads the pairs of a file mixture. Without one (no `data`), loads the pairs of a preferences stage,
-    which are always chat messages."""
+    """Loads the pairs of a file mixture. Without a mixture (no `data`), loads the pairs of a preferences
+    stage, which are always chat messages."""
     own = data or Data(
         sources=(Source(path=request.inputs[config.pairs or ""], margin_key=None),),
         template=config.template,
@@ -204,14 +204,14 @@ def load_pairs(
 
 
 def both(pairs: Sequence[Pair]) -> list[Document]:
-    """Returns each chosen document followed by its rejected one: a micro-batch is one forward pass over
-    all."""
+    """Returns each chosen document followed by its rejected one, so that a micro-batch is one forward pass
+    over all of them."""
     return [document for pair in pairs for document in (pair.chosen, pair.rejected)]
 
 
 def with_reference(pairs: Sequence[Pair], refs: Sequence[float], start: int) -> Sequence[PairWithReference]:
     """Returns pairs with their reference log-probs, which begin at index `start` of `refs` and are in the
-    order of `both`; 0 if `refs` is empty."""
+    order of `both`. The log-probs are 0 if `refs` is empty."""
 
     def get(index: int) -> PairWithReference:
         chosen = start + 2 * index
@@ -227,8 +227,8 @@ def with_reference(pairs: Sequence[Pair], refs: Sequence[float], start: int) -> 
 def pair_logprobs(
     policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean: bool, passes: Passes
 ) -> PairLogprobs:
-    """Returns log-probs of both responses of each pair, in one forward pass; summed over tokens, or
-    averaged."""
+    """Returns the log-probs of both responses of each pair from one forward pass, summed or averaged over
+    tokens."""
     documents = both(pairs)
     reader = module_of(policy).reader
     batch = collate(passes.rows_of(documents), pad_token_id, reader=reader).to(policy.device)

@@ -1,10 +1,10 @@
 """Trains with Kahneman-Tversky optimisation on unpaired answers (Ethayarajh et al. 2024).
 
-The loss compares each answer's implicit reward with a KL that is one number for the whole optimiser step: the
-mean of log pi - log ref over mismatched pairs, which combine each prompt of the step with the previous item's
-answer. A pass without gradient computes it over the whole step and all ranks, before the first micro-batch,
-so the split into micro-batches and ranks does not change it. Reference log-probs, including those of all
-mismatched pairs of all epochs, are computed once.
+The loss compares each answer's implicit reward with a KL that is one number for the whole optimiser step.
+This KL is the mean of log pi - log ref over mismatched pairs, each of which combines a prompt of the step
+with the previous item's answer. A pass without gradient computes it over the whole step and all ranks, before
+the first micro-batch. It therefore does not depend on the split into micro-batches and ranks. Reference
+log-probs, including those of all mismatched pairs of all epochs, are computed once.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from rlhf_core.training.ranks import (
 )
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, items_of_step, replicas
 
-Mismatch = tuple[int, int]  # indices of the items that give the prompt and the answer
+Mismatch = tuple[int, int]  # indices of the items that provide the prompt and the answer
 
 
 class KtoAnswer(NamedTuple):
-    """An answer, its place in the data (held-out answers follow the training data), and the reference's
-    log-prob of it."""
+    """Holds an answer, its place in the data (held-out answers follow the training data), and its log-prob
+    under the reference."""
 
     place: int
     answer: Labelled
@@ -64,13 +64,13 @@ class KtoAnswer(NamedTuple):
 
 
 def length(item: KtoAnswer) -> int:
-    """Returns the number of tokens."""
+    """Returns the item's number of tokens."""
     return len(item.answer.document)
 
 
 class Step(NamedTuple):
-    """The values of a whole optimiser step that a loss needs: its counts, and the KL to the reference (0 or
-    more)."""
+    """Holds the values of a whole optimiser step that a loss needs: its counts, and the KL to the reference,
+    clamped to 0 or more."""
 
     answers: float
     desirable: float
@@ -79,7 +79,7 @@ class Step(NamedTuple):
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains `config.policy` on labelled answers; the output is `checkpoint`."""
+    """Trains `config.policy` on labelled answers and writes the output `checkpoint`."""
     return on_ranks(train, request, run)
 
 
@@ -148,7 +148,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 def load_answers(
     request: StageRequest, config: KTO, tokenizer: PreTrainedTokenizerBase, data: Data | None, folder: Path
 ) -> Loaded[Labelled]:
-    """Loads the answers of a file mixture. Without one (no `data`), loads those of a preferences stage."""
+    """Loads the answers of a file mixture. Without a mixture (no `data`), loads the answers of a preferences
+    stage."""
     own = data or Data(
         sources=(Source(path=request.inputs[config.answers or ""]),),
         template=config.template,
@@ -159,7 +160,7 @@ def load_answers(
 
 
 class KtoAnswers:
-    """The answers to train on, followed by the held-out ones, and the mismatched pairs of both."""
+    """Holds the answers to train on, followed by the held-out ones, and the mismatched pairs of both."""
 
     def __init__(self, config: KTO, training: Sequence[Labelled], held_out: Sequence[Labelled], seed: int):
         self._all = joined(training, held_out) if held_out else training
@@ -175,7 +176,7 @@ class KtoAnswers:
         return mismatch(self._documents[pair[0]], self._documents[pair[1]], self._max_len)
 
     def micro_batches(self, passes: Passes) -> Sequence[Sequence[Document]]:
-        """Returns the documents of all answers, then those of all mismatched pairs, by forward pass."""
+        """Returns the documents of all answers, then of all mismatched pairs, grouped by forward pass."""
         return joined(
             passes.in_order(self._documents, len),
             passes.in_order(mapped(self._mismatches, self.mismatched), len),
@@ -186,19 +187,19 @@ class KtoAnswers:
         return len(self._all) + self._mismatches.index(pair)
 
     def training(self, refs: Sequence[float]) -> Sequence[KtoAnswer]:
-        """Returns the answers to train on. `refs`: log-probs in the order of `micro_batches`."""
+        """Returns the answers to train on. `refs` holds log-probs in the order of `micro_batches`."""
         return Lazy(self._count, lambda index: KtoAnswer(index, self._all[index], refs[index]))
 
     def held_out(self, refs: Sequence[float]) -> list[KtoAnswer]:
-        """Returns the held-out answers. `refs`: log-probs in the order of `micro_batches`."""
+        """Returns the held-out answers. `refs` holds log-probs in the order of `micro_batches`."""
         return [
             KtoAnswer(index, self._all[index], refs[index]) for index in range(self._count, len(self._all))
         ]
 
 
 class KtoLosses:
-    """Computes losses of micro-batches, and before them what a whole step needs. `refs`: the reference's
-    log-probs in the order of `answers.micro_batches`."""
+    """Computes losses of micro-batches, and first the values that a whole step needs. `refs` holds the
+    reference's log-probs in the order of `answers.micro_batches`."""
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class KtoLosses:
         self._pad = pad_token_id
 
     def step_of(self, items: Sequence[KtoAnswer]) -> Step:
-        """Returns the values of an optimiser step. Computes log-probs of its mismatched pairs on all
+        """Returns the values of an optimiser step. Computes the log-probs of its mismatched pairs on all
         ranks."""
         pairs = mismatches_of([item.place for item in items])
         logprobs = dealt_logprobs(
@@ -266,7 +267,7 @@ class KtoLosses:
         return Loss(result.loss, result.metrics | shown)
 
     def evaluate(self, items: Sequence[KtoAnswer]) -> dict[str, float]:
-        """Returns the metrics of held-out answers, which count as one step."""
+        """Returns the metrics of held-out answers, which are treated as one step."""
         step = self.step_of(items)
         return held_out_metrics(
             self._engine,
@@ -276,30 +277,30 @@ class KtoLosses:
 
 
 def mismatches_of(indices: Sequence[int]) -> list[Mismatch]:
-    """Pairs each item's prompt with the previous item's answer, and the first with the last. Returns none
-    when there is only one item."""
+    """Pairs each item's prompt with the previous item's answer, and the first prompt with the last answer.
+    Returns no pairs if there is only one item."""
     return [(index, indices[i - 1]) for i, index in enumerate(indices)] if len(indices) > 1 else []
 
 
 class Mismatches(Lazy[Mismatch]):
-    """Mismatched pairs, each once, in order of first appearance; about 24 bytes per pair."""
+    """Holds the mismatched pairs, each once, in order of first appearance. Takes about 24 bytes per pair."""
 
     def __init__(self, steps: Iterable[Sequence[int]], count: int):
         codes = array("q", (a * count + b for step in steps for a, b in mismatches_of(step)))
         self._sorted, first = np.unique(np.frombuffer(codes, dtype=np.int64), return_index=True)
-        self._place = np.argsort(np.argsort(first))  # place of each sorted pair in the order of the pairs
+        self._place = np.argsort(np.argsort(first))  # each sorted pair's place in the order of the pairs
         order = self._sorted[np.argsort(first)]
         self._items = count
         super().__init__(len(order), lambda index: divmod(int(order[index]), count))
 
     def index(self, pair: Mismatch, *_: int) -> int:
-        """Returns the place of a pair, which must be one of them."""
+        """Returns the place of a pair, which must exist."""
         return int(self._place[np.searchsorted(self._sorted, pair[0] * self._items + pair[1])])
 
 
 def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int) -> Mismatches:
-    """Returns the mismatched pairs of every optimiser step, which the seed determines, and of the held-out
-    items; each once."""
+    """Returns the mismatched pairs of every optimiser step, which depend on the seed, and of the held-out
+    items, each pair once."""
     steps_per_epoch = -(-count // batch)
     steps = (
         items_of_step(range(count), step, steps_per_epoch, batch, seed)
@@ -309,7 +310,7 @@ def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int
 
 
 def mismatch(prompt_of: Document, answer_of: Document, max_len: int) -> Document:
-    """Joins the prompt of one document, with its images, and the answer of another, at most `max_len`
+    """Joins the prompt of one document, including its images, and the answer of another, up to `max_len`
     tokens."""
     prompt = list(prompt_of.tokens[: prompt_of.answer_start])
     answer = list(answer_of.tokens[answer_of.answer_start :])

@@ -1,9 +1,9 @@
-"""Computes log-probs of answers under a frozen reference once before training, so that training holds only
-one model in memory.
+"""Computes the log-probs of answers under a frozen reference once before training, so that training holds
+only one model in memory.
 
 They are stored in `state/` of the run directory until the stage is done, so that a resumed run neither
-recomputes them nor loads the reference. The file's name contains a digest of the reference, of every token
-mask and image, and of the batches, so an outdated file is not read.
+recomputes them nor loads the reference. The file's name contains a digest of the reference, of all tokens,
+masks and images, and of the batches, so an outdated file is never read.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def reference_logprobs(
     """Returns the log-prob of each document's answer, summed over its tokens or averaged, in order.
 
     `open_reference` returns the reference, which `source` names: the engine itself before its first step, or
-    another model. The micro-batches are dealt to the ranks; every rank gets all results.
+    another model. The micro-batches are distributed over the ranks, and every rank receives all results.
     """
     file = run / STATE / f"reference-{_key(source, micro_batches, mean)}.f64"
-    # All ranks decide alike: if only some of them saw the file, the others would wait forever.
+    # All ranks must decide alike: if only some found the file, the others would wait forever.
     seen = engine.all_reduce(torch.tensor(float(file.is_file()), device=engine.device))
     if int(seen) == engine.world_size:
         return array("d", file.read_bytes())
@@ -77,13 +77,13 @@ def dealt_logprobs(
     pad_token_id: int,
     mean: bool,
 ) -> torch.Tensor:
-    """Returns log-probs of all documents in order, (N,) fp64, without gradient: each rank computes its share,
-    every rank gets all.
+    """Returns the log-probs of all documents in order, (N,) fp64, without gradient. Each rank computes its
+    share, and every rank receives all log-probs.
 
-    `passes` defines how a micro-batch is laid out.
+    `passes` defines the layout of a micro-batch.
     """
     module = module_of(policy)
-    if policy is not engine:  # the engine was tested when it was created
+    if policy is not engine:  # the engine was already tested when it was created
         if engine.sharing > 1:
             split_attention(module.model, engine.sharing)
         detect_document_leak(policy, module, engine.device, passes.tokens is not None, engine.all_reduce)
@@ -113,8 +113,8 @@ def dealt_logprobs(
 def answer_logprobs(
     policy: Model, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device
 ) -> torch.Tensor:
-    """Returns log-probs of the answers, (N,), from one forward pass; summed over the tokens under the mask,
-    or averaged."""
+    """Returns the log-probs of the answers, (N,), from one forward pass, summed or averaged over the tokens
+    in the mask."""
     return answer_logprobs_and_balance(policy, documents, pad_token_id, mean, device, Passes(len(documents)))[
         0
     ]
@@ -128,7 +128,7 @@ def answer_logprobs_and_balance(
     device: torch.device,
     passes: Passes,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns `answer_logprobs`, and the balance of the experts if the policy computes it."""
+    """Returns `answer_logprobs`, and the experts' balance if the policy computes it."""
     batch = collate(passes.rows_of(documents), pad_token_id, reader=module_of(policy).reader).to(device)
     out = masked_logprobs(policy, batch)  # log-probs (B, T)
     reduce = document_mean if mean else document_sum
@@ -147,6 +147,6 @@ def _key(source: str, micro_batches: Sequence[Sequence[Document]], mean: bool) -
 
 
 def _identity(source: str) -> list[object]:
-    """Returns a Hub id, or a folder with properties that identify its weights without reading all of them."""
+    """Returns a Hub id, or a folder and properties that identify its weights without reading all of them."""
     files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
     return [source, *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]

@@ -1,5 +1,5 @@
-"""Trains a reward model: Bradley-Terry on pairs, score at the last token. Stores the mean and std of its
-scores in the checkpoint."""
+"""Trains a reward model: Bradley-Terry on pairs, with the score at the last token. Stores the mean and
+standard deviation of its scores in the checkpoint."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from rlhf_core.training.ranks import (
 )
 from rlhf_core.training.train_loop import Task, fit, passes_of_rank, replicas
 
-# number of training pairs for the statistics when there is no evaluation split
+# number of training pairs used for the statistics if there is no evaluation split
 STATISTICS_PAIRS = 512
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains a scalar head and its backbone on `config.data`; the output is `checkpoint`."""
+    """Trains a scalar head and its backbone on `config.data`, and writes the output `checkpoint`."""
     return on_ranks(train, request, run)
 
 
@@ -99,7 +99,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         margins = sent(torch.tensor([pair.margin for pair in pairs]), engine.device)
         return reward_loss(scores[0], scores[1], margins, config.centering, denominator)
 
-    # scores of the held-out pairs at the last evaluation, which is at the end of training
+    # scores of the held-out pairs at the last evaluation, which takes place at the end of training
     last: list[np.ndarray] = []
 
     def evaluate(engine: Engine) -> dict[str, float]:
@@ -138,8 +138,8 @@ def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes
 
 
 def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> np.ndarray:
-    """Returns the scores of many pairs without gradient: (2, N). Each rank computes its share, every rank
-    gets all."""
+    """Returns the scores of many pairs, (2, N), without gradient. Each rank computes its share, and every
+    rank receives all scores."""
     parts = passes.in_order(pairs, passes.row_tokens)
     scores = torch.zeros(2, len(pairs), device=engine.device)
     engine.module.eval()
@@ -155,8 +155,8 @@ def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: 
 
 
 def held_out_metrics(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
-    """Returns the held-out Bradley-Terry loss (no margin), accuracy, the mean probability of the predicted
-    winner (calibration in the large), and the number of pairs."""
+    """Returns the held-out Bradley-Terry loss (without margin), the accuracy, the mean probability of the
+    predicted winner (calibration in the large), and the number of pairs."""
     difference = (chosen - rejected).astype(np.float64)
     return {
         "eval/loss": float(np.logaddexp(0, -difference).mean()),

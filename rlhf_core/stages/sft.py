@@ -1,9 +1,9 @@
-"""Runs supervised fine-tuning: token-mean NLL over assistant tokens, documents packed into rows of `max_len`,
-or evenly into rows of `micro_train_tokens`.
+"""Runs supervised fine-tuning with the token-mean NLL over assistant tokens. Documents are packed into rows
+of `max_len`, or evenly into rows of `micro_train_tokens`.
 
-Packing happens inside an optimiser step: a step holds the same documents packed or padded, so the loss curve
-is the same. Conditional SFT is this stage with `condition: reward` (`data.condition`); rejection sampling is
-this stage on the best answers.
+Packing happens within an optimiser step. A step holds the same documents whether packed or padded, so the
+loss curve is the same. Conditional SFT is this stage with `condition: reward` (`data.condition`); rejection
+sampling is this stage on the best answers.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Row = list[Document]
 
 
 class LossCounts(NamedTuple):
-    """Counts over a whole optimiser step: tokens of the loss, documents."""
+    """Counts the loss tokens and the documents of a whole optimiser step."""
 
     tokens: float
     documents: float
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Trains `config.model` on `config.data`; the output is `checkpoint`."""
+    """Trains `config.model` on `config.data` and writes the output `checkpoint`."""
     return on_ranks(train, request, run)
 
 
@@ -133,9 +133,9 @@ def load_documents(
     folder: Path,
     suffix_of: SuffixOf | None = None,
 ) -> AnswerDocuments:
-    """Loads conversations of a file mixture, or answers with the mask only on them: those of a preferences
-    stage (no `data`), or scored ones. Held-out scored answers are conditioned like those trained on
-    (`suffix_of`)."""
+    """Loads conversations of a file mixture, or answers with the mask only on the answer. Answers come from a
+    preferences stage (no `data`) or are scored answers. Held-out scored answers are conditioned like the ones
+    trained on (`suffix_of`)."""
     own = data or Data(
         sources=(Source(path=request.inputs[config.answers or ""]),),
         template=config.template,
@@ -150,8 +150,8 @@ def load_documents(
 
 
 def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: int) -> list[list[Row]]:
-    """Returns micro-batches of `micro` rows, long rows first. Rows have at most `capacity` tokens (best fit);
-    with 0 each row has one document."""
+    """Returns micro-batches of `micro` rows, long rows first. Rows have at most `capacity` tokens (best fit).
+    With a capacity of 0, each row has one document."""
     if capacity:
         rows = [[documents[i] for i in row] for row in best_fit([len(d.tokens) for d in documents], capacity)]
     else:
@@ -161,7 +161,7 @@ def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: i
 
 
 def count(documents: Sequence[Document]) -> LossCounts:
-    """Counts tokens of the loss and documents. A document's first token has no log-prob, so it never
+    """Counts the loss tokens and the documents. A document's first token has no log-prob, so it never
     counts."""
     return LossCounts(
         float(max(1, sum(sum(document.mask[1:]) for document in documents))), float(len(documents))

@@ -1,8 +1,8 @@
-"""Passes experience to the ranks that train. Data that the nodes already have is passed by reference, so that
+"""Passes experience to the ranks that train. Passes data that the nodes already hold by reference, so that
 nothing is sent to a node twice.
 
-Documents and the sampler's log-probs are put on the nodes while models score. Results of models stay where
-their ranks stored them.
+Documents and the sampler's log-probs are put on the nodes while the models score. Results of models stay
+where their ranks stored them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ READ = {  # fields of Experience, by the role that trains on them
     "actor": ("document", "old_logprobs", "sampler_logprobs", "ref_logprobs", "teacher"),
     "critic": ("document", "values"),
 }
-MOST = 20_000  # references in the calls of all ranks; the driver passes about 20,000 per second
+MOST = 20_000  # most references in the calls of all ranks; the driver passes about 20,000 per second
 
 
 def read_by(role: str, columns: Sequence[StoredColumn]) -> tuple[list[StoredColumn], list[Any]]:
-    """Returns the columns that a role trains on, without their references, and the references: Ray fetches
-    those that are arguments themselves."""
+    """Returns the columns that a role trains on, without their references, and the references separately. Ray
+    fetches a reference only if it is itself an argument of a call."""
     read = [column for column in columns if column.field in READ[role]]
     return [column._replace(reference=None) for column in read], [column.reference for column in read]
 
@@ -34,9 +34,9 @@ def read_by(role: str, columns: Sequence[StoredColumn]) -> tuple[list[StoredColu
 def by_reference(
     experience: Sequence[Experience], stored: Sequence[StoredColumn], ranks: int
 ) -> tuple[list[Experience], list[StoredColumn]]:
-    """Returns experience without the fields that are `stored`, and the columns that hold them: those of
-    fields that are not None in the experience. Removes nothing if too many references would go to the
-    `ranks`, as with hundreds of ranks that score many parts."""
+    """Returns the experience without its `stored` fields, and the columns that hold them. Only fields that
+    are not None in the experience have a column. Removes nothing if too many references would go to the
+    `ranks`, for example with hundreds of ranks that score many parts."""
     held = [column for column in stored if getattr(experience[0], column.field) is not None]
     if not held or len(held) * ranks > MOST:
         return list(experience), []
@@ -47,7 +47,7 @@ def by_reference(
 def joined(
     experience: Sequence[Experience], places: Sequence[StoredColumn], stored: Sequence[Any]
 ) -> list[Experience]:
-    """Puts `stored`, the data of the references, back into experience. Arrays are not copied and are
+    """Puts `stored`, the data behind the references, back into the experience. Arrays are not copied and are
     read-only."""
     columns: dict[str, list[Any]] = {place.field: [None] * len(experience) for place in places}
     for place, found in zip(places, stored, strict=True):

@@ -1,8 +1,8 @@
-"""Calls the running models of PPO: each method calls the ranks of one or several roles, wherever they are
+"""Calls the running models of PPO. Each method calls the ranks of one or more roles, wherever they are
 placed. `sampling/rollout_group.py` calls the engines.
 
-Methods for several roles start all of them and wait once. Every wait has the recipe's `timeout` and names the
-ranks that make no progress.
+Methods for several roles start all of them and wait once. Every wait is limited by the recipe's `timeout`,
+and its error names the ranks that make no progress.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 class Fleet:
     """Holds the groups of the models, the engines, and the engines of `judges`.
 
-    `config`: with the ZeRO stage that was chosen for actor and critic. With `colocate_all` all models share
-    their GPUs and work one after the other. Then actor and critic each have the memory for larger training
-    passes, no collective waits on a GPU that computes for another model, and a scoring GPU does not switch
-    between processes.
+    `config` contains the ZeRO stage that was chosen for actor and critic. With `colocate_all`, all models
+    share their GPUs and run one after the other. Actor and critic then each have the memory for larger
+    training passes, and no collective waits for a GPU that computes for another model. A scoring GPU also
+    does not switch between processes.
     """
 
     config: PPO
@@ -77,19 +77,19 @@ class Fleet:
         return self.config.engine.sleep and self.config.has_engines
 
     def decode(self, tokens: Sequence[int], skip: bool) -> str:
-        """Returns the text of tokens, without special ones if `skip`."""
+        """Returns the text of tokens, without special tokens if `skip`."""
         return self.sources.decode([tokens], skip)[0]
 
     def close(self) -> None:
-        """Ends open requests for rewards, and the work of the engines."""
+        """Ends open reward requests and the engines' work."""
         self.sources.clients.close()
         self.engines.close()
 
     def start_score(
         self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int
     ) -> Callable[[], Scores]:
-        """Starts scoring the same documents with actor, reference and critic and, without `rewards`, with all
-        reward sources, then sends the data that training will read. Returns a function that waits for the
+        """Starts scoring the same documents with actor, reference and critic and, if `rewards` is None, with
+        all reward sources. Then sends the data that training will read. Returns a function that waits for the
         scores."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
         turns = Turns(self.config.colocate_all)
@@ -128,8 +128,8 @@ class Fleet:
         return wait
 
     def _start_models(self, rollouts: Sequence[Rollout], documents: Any, turns: Turns) -> dict[str, Any]:
-        """Starts to score documents with actor, reference and critic. Returns the pending results by field of
-        Experience, and `end_values` of the cut answers if the recipe asks for them."""
+        """Starts scoring documents with actor, reference and critic. Returns the pending results keyed by
+        field of Experience, and the `end_values` of the cut answers if the recipe requires them."""
         pending: dict[str, Any] = {}
         if self.config.scores_actor:
             pending["old_logprobs"] = turns.start(self.actor, "score", Actor.logprobs, documents)
@@ -147,8 +147,8 @@ class Fleet:
         return pending
 
     def _start_reference(self, group: WorkerGroup | None, documents: Any, turns: Turns) -> Pending[Any]:
-        """Starts to score documents with the reference or a teacher, or, without a group, with the actor
-        without its adapters."""
+        """Starts scoring documents with the reference or a teacher. Without a group, uses the actor without
+        its adapters."""
         if group is None:
             return turns.start(self.actor, "score", Actor.reference_logprobs, documents)
         if self.config.teacher_top_k:
@@ -158,7 +158,7 @@ class Fleet:
         return turns.start(group, "score", ReferenceModel.logprobs, documents)
 
     def _start_teachers(self, rollouts: Sequence[Rollout], turns: Turns) -> PendingShares:
-        """Starts to score each rollout with its own teacher, or the reference."""
+        """Starts scoring each rollout with its own teacher or the reference."""
 
         def start(group: WorkerGroup | None, share: Sequence[Rollout]) -> Pending[Any]:
             return self._start_reference(group, put_on_nodes([rollout.document for rollout in share]), turns)
@@ -176,19 +176,19 @@ class Fleet:
         return values
 
     def start_reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Callable[[], Rewards]:
-        """Starts all sources of rewards. Returns a function that waits for the rewards and raises
-        RewardsFailed when a source leaves more than `allowed_failures` answers without one."""
+        """Starts all reward sources. Returns a function that waits for the rewards, and raises RewardsFailed
+        if a source leaves more than `allowed_failures` answers without one."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
         return self.sources.start(rollouts, documents, allowed_failures, Turns(self.config.colocate_all))
 
     def reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
-        """Returns the rewards of `start_reward`. Threads take turns, so that each source keeps its limit of
-        requests at the same time."""
+        """Returns the rewards of `start_reward`. Threads take turns, so that each source keeps to its limit
+        of concurrent requests."""
         with self.rewarding:
             return self.start_reward(rollouts, allowed_failures)()
 
     def reward_while_asleep(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
-        """Returns the rewards of `reward`. Engines that share GPUs with the models sleep meanwhile, and keep
+        """Returns the rewards of `reward`. Meanwhile, engines that share GPUs with the models sleep and keep
         their weights."""
         if not self.sleeps:
             return self.reward(rollouts, allowed_failures)
@@ -204,9 +204,9 @@ class Fleet:
         beside: Callable[[], None] = lambda: None,
         stored: Sequence[StoredColumn] = (),
     ) -> Steps:
-        """Trains the roles named in `updates`, side by side or in turn, and calls `beside` while they work.
-        `stored`: as in `Scores`, data that the nodes have and that need not be sent again. Returns the
-        metrics of all roles and the log-probs of all ranks."""
+        """Trains the roles named in `updates`, concurrently or in turn, and calls `beside` while they work.
+        `stored` is data that the nodes already hold and that need not be sent again, as in `Scores`. Returns
+        the metrics of all roles and the log-probs of all ranks."""
         groups = [group for group in self.trained if group.name in updates]
         left, held = by_reference(experience, stored, sum(group.world_size for group in groups))
         shared = put_on_nodes(left)
@@ -240,22 +240,23 @@ class Fleet:
         return sum(self.machine.shapes[group.name].weight_bytes // width for group in self.trained)
 
     def wake_engines(self) -> None:
-        """Makes the models free unused memory, and the engines use their GPUs again."""
+        """Makes the models free unused memory, then wakes the engines so that they use their GPUs again."""
         self.release_memory()
         self.engines.wake()
 
     def release_memory(self) -> None:
-        """Frees memory that is held only by the allocators of the models' processes, for other processes on
-        their GPUs."""
+        """Frees memory that only the allocators of the models' processes hold, for other processes on their
+        GPUs."""
         wait_all([group.call("release memory", ModelRole.release) for group in self.models], self.timeout)
 
     def probe(self, documents: Sequence[Document], synced: bool = True) -> Probe:
-        """Compares the log-probs of engines and trainer on fixed documents. Raises WeightsDiffer beyond the
-        bound, or EngineDiffers if both still have the weights that they loaded (not `synced`).
+        """Compares the log-probs of engines and trainer on fixed documents. Raises WeightsDiffer if the
+        difference exceeds the bound, or EngineDiffers if both still have the weights that they loaded (not
+        `synced`).
 
-        Experts are chosen by products that engine and trainer round in bf16 in different orders: a few tokens
-        go to another expert, and their log-probs may differ by a nat. So a bf16 model with experts has to
-        meet the bound at only nine of ten tokens.
+        Experts are chosen by products that engine and trainer round in bf16 in different orders. A few tokens
+        therefore go to another expert, and their log-probs may differ by a nat. So a bf16 model with experts
+        must meet the bound only for nine of ten tokens.
         """
         trainer = self.actor.call("probe", Actor.probe, list(documents))
         found = self.engines.prompt_logprobs(documents)
@@ -282,7 +283,7 @@ class Fleet:
         ]
 
     def take_work(self) -> dict[str, GroupWork]:
-        """Returns each role's work since the last call, and forgets it."""
+        """Returns each role's work since the last call, and resets the record."""
         groups = (*self.models, *self.engines.engine_groups, *self.judges)
         return {group.name: group.take_work() for group in groups}
 
@@ -298,8 +299,9 @@ class Fleet:
         seconds: float,
         work: Mapping[str, GroupWork],
     ) -> dict[str, float]:
-        """Returns metrics of an iteration of `seconds`: floors of its phases; the metrics of the last sync;
-        memory, `work` and waits of each role; what judges used; tokens per step of engines that draft."""
+        """Returns the metrics of an iteration that took `seconds`. They are the minimum times of its phases,
+        the metrics of the last sync, each role's memory, `work` and waits, the judges' usage, and the tokens
+        per step of engines that draft."""
         metrics: dict[str, float] = {}
         if self.machine is not None:
             scorings = scorings_of(self.config, [rollout.prompt.row for rollout in rollouts])
@@ -311,7 +313,7 @@ class Fleet:
         return metrics | self.engines.draft_metrics()
 
     def save_state(self, folder: Path) -> None:
-        """Makes the roles write their parts (`state_files`) during the next iterations."""
+        """Tells the roles to write their parts (`state_files`) during the next iterations."""
         for group in self.trained:
             (folder / group.name).mkdir()
         wait_all(
@@ -340,7 +342,7 @@ class Fleet:
         self.actor.call("export", Actor.export, str(folder)).wait(self.timeout)
 
     def reset_reference(self, folder: Path) -> None:
-        """Gives the reference the weights of an export of the actor."""
+        """Gives the reference the weights of an exported actor."""
         assert self.reference is not None, "the recipe has one"
         self.reference.call("reset", ReferenceModel.take_weights, str(folder)).wait(self.timeout)
 

@@ -1,4 +1,4 @@
-"""Measures the running roles of PPO: sizes and GPUs at start, then memory and seconds of work of each
+"""Measures the running roles of PPO: sizes and GPUs at the start, then memory and working time in each
 iteration."""
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def survey(
     sampler: WorkerGroup,
     judges: Sequence[WorkerGroup] = (),
 ) -> RooflineInputs:
-    """Returns sizes and GPUs of all roles, and measures the actor's GPU. Call it when nothing else runs."""
+    """Returns the sizes and GPUs of all roles, and measures the actor's GPU. Call it while nothing else is
+    running."""
     shapes = {group.name: group.call("start", ModelRole.shape).wait(config.timeout)[0] for group in models}
     gpus = {group.name: group.call("start", ModelRole.gpu_uuid).wait(config.timeout) for group in models}
     engines = sampler.call("start", SamplerRole.gpu_uuids).wait(config.timeout)
@@ -39,7 +40,7 @@ def survey(
 
 
 def memory_metrics(models: Sequence[WorkerGroup], timeout: float) -> dict[str, float]:
-    """Returns for each model the peak GiB allocated and reserved, and the GiB still reserved."""
+    """Returns, for each model, the peak GiB allocated, the peak GiB reserved, and the GiB still reserved."""
     metrics: dict[str, float] = {}
     memory = wait_all([group.call("look", ModelRole.memory) for group in models], timeout)
     for group, by_rank in zip(models, memory, strict=True):
@@ -50,7 +51,7 @@ def memory_metrics(models: Sequence[WorkerGroup], timeout: float) -> dict[str, f
 
 
 def work_metrics(work: Mapping[str, GroupWork], seconds: float) -> dict[str, float]:
-    """Returns each role's seconds of work by phase, and the share of `seconds` that it waited."""
+    """Returns each role's working seconds by phase, and the fraction of `seconds` that it spent waiting."""
     metrics: dict[str, float] = {}
     for role, done in work.items():
         spent = done.seconds()

@@ -1,4 +1,4 @@
-"""Runs one PPO iteration: samples, scores, credits, optimises, sends the weights to vLLM.
+"""Runs one PPO iteration: samples, scores, assigns credit, optimises, and sends the weights to vLLM.
 `iteration_loop.py` contains the loop."""
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from rlhf_core.stages.ppo.token_records import TokenRecord, token_records
 
 
 class IterationSchedule(NamedTuple):
-    """The training schedule of one iteration: number of optimiser steps per pass over the rollout, number of
+    """Holds the training schedule of one iteration: optimiser steps per pass over the rollout, number of
     passes, and each role's learning rates.
 
-    Roles that do not train in this iteration, or do not exist, have no entry in `rates`.
+    Roles that do not exist, or do not train in this iteration, have no entry in `rates`.
     """
 
     steps_per_epoch: int
@@ -45,8 +45,8 @@ class IterationSchedule(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Holds the state that one iteration passes to the next: the position in the order of prompts, the
-    running statistics of rewards, and the next answers if they were sampled ahead."""
+    """Holds the state that one iteration passes to the next: the position in the prompt order, the running
+    statistics of rewards, and the next answers if they were sampled ahead."""
 
     position: int
     statistics: Mapping[str, Running]
@@ -54,8 +54,8 @@ class Carried(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """Holds the metrics of an iteration, the mean KL per token (nats) of its rollout, the state for the next
-    iteration, its rollouts with their rewards, its timeline, and records of some rollouts by index."""
+    """Holds the results of an iteration: metrics, mean KL per token of its rollout (nats), the state for the
+    next iteration, rollouts with their rewards, its timeline, and records of some rollouts by index."""
 
     metrics: dict[str, float]
     kl: float
@@ -75,10 +75,10 @@ def ppo_iteration(
     last: bool = False,
     collector: Collector | None = None,
 ) -> Iteration:
-    """Samples answers (or takes them from the collector), scores them with all models and reward sources,
-    credits each token, trains, and publishes the actor.
+    """Samples answers (or takes them from the collector), and scores them with all models and reward sources.
+    Then assigns credit to each token, trains, and sends the actor's weights to the engines.
 
-    `last`: no iteration follows, so no answers are sampled ahead.
+    `last` means that no iteration follows, so no answers are sampled ahead.
     """
     config = setup.config
     engines = fleet.engines
@@ -99,7 +99,7 @@ def ppo_iteration(
             statistics = with_answers(carried.statistics, scores.rewards.by_source, setup.terms)
         credited = credit(rollouts, scores, kl_coef, statistics, config, setup.terms, fleet.lengths)
         of_curriculum = measure_pass_rates(setup, sampled.measured, scores.rewards)
-    version = collector.updates if collector else None  # of the weights that train now
+    version = collector.updates if collector else None  # version of the weights that now train
     measured: list[Divergence] = []
 
     def measure() -> None:
@@ -112,7 +112,7 @@ def ppo_iteration(
         updates = updates_of(credited, schedule, kl_coef)
         if updates:
             steps, logprobs = fleet.train(credited.experience, updates, measure, scores.stored)
-        else:  # `rollouts_only`
+        else:  # `rollouts_only`: nothing is trained
             measure()
             steps, logprobs = Steps([], [])
     diverged = measured[0] if measured else divergence_of(rollouts, scores, logprobs, kl_coef, config)
@@ -154,8 +154,9 @@ def ppo_iteration(
 
 
 def measure_pass_rates(setup: Setup, measured: MeasuredGroups, trained: Rewards) -> dict[str, float]:
-    """Gives the curriculum, if one draws the prompts, the rewards of the groups that are `measured`.
-    `trained`: the rewards of the answers that the iteration trains on. Returns the curriculum's metrics."""
+    """Passes the rewards of the groups that are `measured` to the curriculum, if a curriculum draws the
+    prompts. `trained` holds the rewards of the answers that the iteration trains on. Returns the curriculum's
+    metrics."""
     curriculum = setup.order.curriculum
     if curriculum is None or not setup.config.has_engines:
         return {}
@@ -175,8 +176,8 @@ def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def actor_metrics(steps: Sequence[Mapping[str, float]], config: PPO) -> dict[str, float]:
     """Returns the ratios at the actor's first step that had a token to train on, or no ratios if no step had
-    one; with `sampler_is: mask` also the number of steps without such a token, and with `stop_kl` the number
-    of steps after the limit."""
+    one. Adds the number of steps without such a token with `sampler_is: mask`, and the number of steps after
+    the limit with `stop_kl`."""
     reached = [step for step in steps if "policy/learning_rate" in step]
     taken = [step for step in reached if "policy/ratio" in step]
     metrics = {
@@ -194,8 +195,8 @@ def actor_metrics(steps: Sequence[Mapping[str, float]], config: PPO) -> dict[str
 def training_passes(
     updates: Mapping[str, Sequence[Update]], steps: Sequence[Mapping[str, float]], max_epochs: int
 ) -> dict[str, float]:
-    """Returns how often each trained role passed over the rollout. The actor leaves out the steps after
-    `stop_kl`, and those without a token to train on."""
+    """Returns how many times each trained role passed over the rollout. For the actor, steps after `stop_kl`
+    and steps without a token to train on do not count."""
     passes = dict.fromkeys(updates, float(max_epochs))
     if "actor" in updates:
         passes["actor"] *= sum("policy/ratio" in step for step in steps) / max(1, len(updates["actor"]))
@@ -205,8 +206,8 @@ def training_passes(
 def divergence_of(
     rollouts: Sequence[Rollout], scores: Scores, logprobs: Scored, kl_coef: float, config: PPO
 ) -> Divergence:
-    """Returns the divergence of the rollouts that were trained on, from the log-probs of the training
-    pass."""
+    """Returns the divergence of the rollouts that were trained on, computed from the log-probs of the
+    training pass."""
     chosen = [i for i, _ in logprobs]
     references = [scores.ref_logprobs[i] for i in chosen] if scores.ref_logprobs else None
     known = [values for _, values in logprobs]
@@ -214,8 +215,8 @@ def divergence_of(
 
 
 def sampled_of(fleet: Fleet, setup: Setup, carried: Carried, collector: Collector | None) -> Sampled:
-    """Returns an iteration's answers: those of the collector, those sampled ahead, new ones, or with
-    `train_only` kept ones, whose position is the number of the iteration."""
+    """Returns an iteration's answers: from the collector, sampled ahead, or newly sampled. With `train_only`
+    returns kept answers, whose position is the iteration's number."""
     if isinstance(fleet.engines, KeptAnswers):
         return fleet.engines.take(carried.position, setup)
     if collector:
@@ -226,7 +227,7 @@ def sampled_of(fleet: Fleet, setup: Setup, carried: Carried, collector: Collecto
 
 
 def taken(engines: RolloutGroup, collector: Collector) -> Sampled:
-    """Takes an iteration's answers from the collector, and restarts engines that die meanwhile."""
+    """Takes an iteration's answers from the collector, and restarts engines that die in the meantime."""
     while (sampled := collector.take()) is None:
         engines.revive()
     return sampled
@@ -246,8 +247,8 @@ def updates_of(credited: Credited, schedule: IterationSchedule, kl_coef: float) 
 
 
 def minibatches(usable: Sequence[int], schedule: IterationSchedule) -> list[list[int]]:
-    """Shuffles the usable rollouts once per epoch, with a seed, and cuts each order into optimiser steps of
-    (nearly) equal size."""
+    """Shuffles the usable rollouts once per epoch, with a fixed seed, and splits each order into optimiser
+    steps of (nearly) equal size."""
     batches: list[list[int]] = []
     for epoch in range(schedule.max_epochs):
         order = list(usable)
@@ -259,7 +260,7 @@ def minibatches(usable: Sequence[int], schedule: IterationSchedule) -> list[list
 
 
 def metrics_by_name(rollouts: Sequence[Rollout], rewards: Rewards, config: PPO) -> dict[str, float]:
-    """Returns the metrics of each task and of each environment that rows name."""
+    """Returns the metrics of each task and each environment that data rows name."""
     rows = [rollout.prompt.row for rollout in rollouts]
     lengths = [int(np.count_nonzero(rollout.document.mask_array)) for rollout in rollouts]
     metrics = task_metrics(config.reward, rewards.by_source, rows, lengths)
@@ -270,8 +271,8 @@ def metrics_by_name(rollouts: Sequence[Rollout], rewards: Rewards, config: PPO) 
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Returns means over episodes of an environment: answers, conversations, attempts, the environment's own
-    seconds, and the shares that each limit ended; empty without an environment."""
+    """Returns means over the episodes of an environment: answers, conversations, attempts, the environment's
+    own seconds, and the fraction of episodes that each limit ended. Empty without an environment."""
     own = [rollout.own for rollout in rollouts if rollout.own is not None]
     if not own:
         return {}
@@ -286,7 +287,7 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def size_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Returns the share of truncated prompts, and the number of all tokens."""
+    """Returns the fraction of truncated prompts and the total number of tokens."""
     return {
         "prompt/truncated": sum(rollout.prompt.truncated for rollout in rollouts) / len(rollouts),
         "tokens": float(sum(len(rollout.document.tokens) for rollout in rollouts)),

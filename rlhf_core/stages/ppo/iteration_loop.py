@@ -1,5 +1,5 @@
-"""Runs PPO's iterations in a loop: validates, logs, exports, and saves resume states. `iteration.py` runs a
-single one."""
+"""Runs PPO's iterations in a loop: validates, logs, exports, and saves resume states. `iteration.py` runs one
+iteration."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from rlhf_core.stages.ppo.token_records import readable
 from rlhf_core.system.files import link_tree, sync_to_disk
 from rlhf_core.training.engine import at
 
-REFERENCE = "reference"  # in the state folder and in states: the export that the reference was reset to
+REFERENCE = "reference"  # in the state folder and in states: the export that gave the reference its weights
 SHOWN = (
     "reward/mean",
     "kl/mean",
@@ -65,10 +65,10 @@ SHOWN = (
 
 
 class IterationLoop:
-    """Runs the iterations of a stage, and holds what changes from one to the next: KL controller, carried
-    state, best iteration, and the resume state that is being written.
+    """Runs the iterations of a stage, and holds what changes between them: KL controller, carried state, best
+    iteration, and the resume state that is being written.
 
-    `held_out`: the prompts of validations; None if there are none. Call `begin`, then `run_iterations`.
+    `held_out` holds the validation prompts, or None if there are none. Call `begin`, then `run_iterations`.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class IterationLoop:
         self._first = 0
         self._kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
         self._carried = Carried(0, {})
-        self._named: tuple[int, ...] = ()  # best iterations of the last two states
+        self._named: tuple[int, ...] = ()  # best iterations named in the last two states
         self._commit: resume_state.StateCommit | None = None
         self._collector: Collector | None = None
-        self._reference: Path | None = None  # the export that the reference was reset to
+        self._reference: Path | None = None  # the export whose weights the reference was reset to
 
     def begin(self, resume: resume_state.Resume | None) -> None:
-        """Compares engines and trainer, loads the resume state, validates the starting model, and starts to
-        collect answers, where configured."""
+        """Compares engines and trainer, loads the resume state, validates the starting model, and starts
+        collecting answers, as configured."""
         fleet = self._fleet
         if self._config.has_engines:
             # before the first transfer; raises EngineDiffers
@@ -110,11 +110,11 @@ class IterationLoop:
         if resume:
             self._load(resume)
         elif self._config.engine.adapters == "alone":
-            fleet.engines.sync_weights()  # all answers come from engines with adapters; no effect yet
+            fleet.engines.sync_weights()  # so that all answers are from engines with adapters
         for folder in (KEPT_FOLDER, ROLLOUTS):
             remove_kept(self._run / folder, self._first)
         if self._held_out and not resume:
-            shutil.rmtree(self._run / BEST, ignore_errors=True)  # from an attempt without a resume state
+            shutil.rmtree(self._run / BEST, ignore_errors=True)  # left by an attempt without a resume state
             _, self.best = validated(fleet, self._held_out, self._run, 0, None)
         if self._config.continuous and self._config.has_engines:
             state = resume.folder if resume else None
@@ -154,7 +154,7 @@ class IterationLoop:
                 tracker.log(done, metrics, show=SHOWN)
                 write_timeline(self._run.path, done, iteration.timeline)
                 self._write_readable(done, iteration)
-            # before saving the state: a run that resumes after this iteration does not export again
+            # before saving the state, so that a run that resumes after this iteration does not export again
             if done in config.export_at:
                 export(self._fleet, self._run / EXPORTS / f"iteration{done}")
             if self._stops():
@@ -171,7 +171,7 @@ class IterationLoop:
         finish_saving(self._fleet, self._commit)
         tracker.close()
         if self._collector:
-            self._collector.stop()  # after `stop_when` there are answers that nothing will train on
+            self._collector.stop()  # after `stop_when`, collected answers are left that nothing will train on
         return done
 
     def _load(self, resume: resume_state.Resume) -> None:
@@ -197,13 +197,13 @@ class IterationLoop:
         print(f"resumed after iteration {self._first} of {self._iterations}", flush=True)
 
     def _write_readable(self, done: int, iteration: Iteration) -> None:
-        """Writes some answers of an iteration for readers."""
+        """Writes some answers of an iteration in readable form."""
         answers = (iteration.rollouts, iteration.rewards, iteration.records)
         rows = readable(*answers, self._fleet.decode, self._fleet.token_texts)
         write_rollouts(self._run / ROLLOUTS / f"iteration{done}.jsonl", rows)
 
     def _iterate(self, number: int) -> Iteration:
-        """Runs one iteration, the first being 1, and takes over what it carries to the next."""
+        """Runs iteration `number`, counted from 1, and stores the state that it passes to the next one."""
         step = number - 1
         last = number == self._iterations
         schedule = schedule_of(self._config, step, self._iterations, self._seed)
@@ -224,19 +224,19 @@ class IterationLoop:
         return due or done == self._until
 
     def _validate(self, held_out: Validation, done: int) -> dict[str, float]:
-        """Validates the actor, and keeps the exports of the best iteration and of the iterations that resume
+        """Validates the actor. Keeps the exports of the best iteration and of the iterations that resume
         states name."""
         metrics, self.best = validated(self._fleet, held_out, self._run, done, self.best)
         keep_best(self._run, {self.best.iteration, *self._named})
         return metrics
 
     def _resets_reference(self, done: int) -> bool:
-        """Returns whether the reference gets the actor's weights after this iteration."""
+        """Returns whether the reference receives the actor's weights after this iteration."""
         every = self._config.reset_reference_every
         return every is not None and done % every == 0 and done < self._iterations
 
     def _reset_reference(self, done: int) -> None:
-        """Gives the reference the actor's weights, through an export, which later states link to."""
+        """Gives the reference the actor's weights through an export, which later states link to."""
         self._reference = self._run / STATE / REFERENCE
         export(self._fleet, self._reference)
         self._fleet.reset_reference(self._reference)
@@ -248,7 +248,7 @@ class IterationLoop:
         return self.best is not None and limit is not None and self.best.since >= limit
 
     def _save(self, done: int, cadence: resume_state.Cadence) -> None:
-        """Writes a resume state, once the last one is complete."""
+        """Writes a resume state as soon as the previous one is complete."""
         fleet = self._fleet
         state = iteration_state(self._kl, self._carried) | {
             "layout": resume_state.layout_of(self._config) | {"zero_stage": fleet.zero_stage},
@@ -269,14 +269,14 @@ class IterationLoop:
 def validated(
     fleet: Fleet, held_out: Validation, run: RunDir, iteration: int, best: Best | None
 ) -> tuple[dict[str, float], Best]:
-    """Validates the actor after an iteration, and exports it if it is the best so far. Returns metrics and
-    the best iteration."""
+    """Validates the actor after an iteration, and exports it if it is the best so far. Returns the metrics
+    and the best iteration."""
     start = time.monotonic()
     metrics = validate(fleet.engines, fleet, held_out, run, iteration)
     best = Best(iteration, metrics) if best is None else best.after(iteration, metrics)
     if best.iteration == iteration:
         export(fleet, run / BEST / f"iteration{iteration}")
-        if fleet.engines.adapters_alone:  # engines that get only adapters cannot load it later
+        if fleet.engines.adapters_alone:  # engines that receive only adapters cannot load the export later
             best = best._replace(answered_again=answer_again(fleet.engines, fleet, held_out, run))
     interval = f" ({metrics[LOW]:.4g} to {metrics[HIGH]:.4g})" if LOW in metrics else ""
     print(f"iteration {iteration}: mean reward {metrics[REWARD]:.4g}{interval} on eval_prompts", flush=True)
@@ -285,9 +285,9 @@ def validated(
 
 
 def chosen(fleet: Fleet, held_out: Validation, run: RunDir, best: Best, last: int) -> dict[str, float]:
-    """Returns the metrics of the best iteration. The metrics of its answers with fresh seeds are named
-    `eval/...`; those by which it was chosen are named `selection/reward/...` and are biased upwards because
-    they are the largest of all validations. `last`: the iteration whose weights the engines have."""
+    """Returns the metrics of the best iteration. Metrics named `eval/...` are of its answers with fresh
+    seeds. Metrics named `selection/reward/...` are those it was chosen by, and are biased upwards because
+    they are the largest of all validations. `last` is the iteration whose weights the engines have."""
     if best.answered_again is not None:
         metrics = best.answered_again
     elif best.iteration == last:
@@ -311,8 +311,8 @@ def save_state(
     curriculum: CurriculumDraws | None,
     folder: Path,
 ) -> None:
-    """Writes the roles' part of a resume state, the answers that were sampled ahead, the curriculum's counts
-    and draws, and links to the export `reference`."""
+    """Writes the roles' part of a resume state, answers that were sampled ahead, the curriculum's counts and
+    draws, and links to the export `reference`."""
     fleet.save_state(folder)
     if reference is not None:
         link_tree(reference, folder / REFERENCE)
@@ -321,27 +321,27 @@ def save_state(
         collected = collector.state()
         write_collected(folder, collected)
         first = min((collected.next, *collected.open, *collected.ready, *collected.dropped))
-    if curriculum is not None:  # after the collector's state, so that no draw of that state is missing
+    if curriculum is not None:  # after the collector's state, so that no draw that it needs is missing
         curriculum.write(folder, first)
     if carried.ahead is not None:
         write_ahead(folder, carried.ahead)
 
 
 def finish_saving(fleet: Fleet, commit: resume_state.StateCommit | None) -> None:
-    """Waits until the last state is complete. Raises the error if saving failed."""
+    """Waits until the last state is complete. Raises an error if saving failed."""
     if commit:
         fleet.finish_saving()
         commit.wait()
 
 
 def updates_before(config: PPO, iteration: int) -> int:
-    """Returns how often the actor was updated before an iteration."""
+    """Returns how many times the actor was updated before an iteration."""
     return 0 if config.rollouts_only else max(0, iteration - config.freezing_actor_steps)
 
 
 def adapted(kl: KLController, config: PPO, iteration: int, mean_kl: float) -> KLController:
-    """Returns the KL controller after an iteration. Before the actor's first update it is unchanged, because
-    training has not caused the KL."""
+    """Returns the KL controller after an iteration. It stays unchanged before the actor's first update,
+    because training has not caused the KL."""
     if not updates_before(config, iteration):
         return kl
     return kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
@@ -355,8 +355,8 @@ def start_collector(
     state: Path | None,
     group_filter: GroupFilter | None = None,
 ) -> Collector:
-    """Starts to collect answers for the iterations from `first` on. `state`: the folder of a resume state.
-    `group_filter`: with dynamic filtering."""
+    """Starts collecting answers for iteration `first` and all later ones. `state` is the folder of a resume
+    state. `group_filter` is used with dynamic filtering."""
     assert engines.background is not None and engines.dispatch is not None
     known = read_collected(state, setup.order) if state else Collected()
     updates = updates_before(setup.config, first)
@@ -375,16 +375,16 @@ def start_collector(
 
 
 def export(fleet: Fleet, folder: Path) -> None:
-    """Writes the actor as a model and syncs it to disk, because a resume state relies on it. Replaces
-    leftovers of an interrupted attempt."""
+    """Writes the actor as a model and flushes it to disk, because a resume state relies on it. Replaces what
+    an interrupted attempt left."""
     shutil.rmtree(folder, ignore_errors=True)
     fleet.export_actor(folder)
     sync_to_disk(folder)
 
 
 def iteration_state(kl: KLController, carried: Carried) -> dict[str, Any]:
-    """Returns KL coefficient, prompt position and running reward statistics as a JSON object for the resume
-    state."""
+    """Returns the KL coefficient, prompt position and running reward statistics as a JSON object for the
+    resume state."""
     return {
         "kl_coef": kl.coef,
         "position": carried.position,
@@ -393,7 +393,7 @@ def iteration_state(kl: KLController, carried: Carried) -> dict[str, Any]:
 
 
 def restore(kl: KLController, loop: Mapping[str, Any]) -> tuple[KLController, Carried]:
-    """Returns KL controller, prompt position and running reward statistics from a stored
+    """Returns the KL controller, prompt position and running reward statistics from a stored
     `iteration_state`."""
     return replace(kl, coef=loop["kl_coef"]), Carried(
         loop["position"], {name: Running(*values) for name, values in loop["statistics"].items()}

@@ -1,5 +1,5 @@
-"""Derives from the recipe what PPO's iterations need: paths of the models, values that are fixed for all
-iterations, and each iteration's batches and learning rates."""
+"""Derives from the recipe what PPO's iterations need: model paths, values that are fixed for all iterations,
+and each iteration's batches and learning rates."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def setup_of(
     seed: int,
     sources: Sequence[int] = (),
 ) -> Setup:
-    """Returns the values that are fixed for all iterations. `sources`: the index of each prompt's source;
-    empty if there is one."""
+    """Returns the values that are fixed for all iterations. `sources` holds the index of each prompt's
+    source, and is empty if there is only one source."""
     n = config.n_samples_per_prompt
     normalize: Literal["none", "stored"] = "stored" if config.normalize_reward else "none"
     terms = [term_of(source, paths.get(f"reward:{source.title}"), normalize) for source in config.reward]
@@ -60,7 +60,8 @@ def setup_of(
 
 
 def probe_of(prompt: Prompt) -> Document:
-    """Returns the end of a prompt, or all of one with images, as a document whose log-probs are compared."""
+    """Returns the end of a prompt as a document whose log-probs are compared. A prompt with images is
+    returned whole."""
     tokens = prompt.tokens if prompt.pictures else prompt.tokens[-PROBE_TOKENS:]
     return Document(tokens, [True] * len(tokens), pictures=prompt.pictures)
 
@@ -68,8 +69,8 @@ def probe_of(prompt: Prompt) -> Document:
 def curriculum_of(
     config: PPO, prompts: Sequence[Prompt], seed: int, sources: Sequence[int]
 ) -> CurriculumDraws | None:
-    """Returns the draws of a curriculum before the run, None if the recipe has none. Raises ValueError for a
-    row whose pass rate is not a valid one."""
+    """Returns the draws of a curriculum at the start of the run, or None if the recipe has no curriculum.
+    Raises ValueError for a row with an invalid pass rate."""
     if config.curriculum is None:
         return None
     assert config.right_from is not None, "it is checked"
@@ -98,7 +99,7 @@ def _steps_per_epoch(config: PPO) -> int:
 
 
 def schedule_of(config: PPO, step: int, iterations: int, seed: int) -> IterationSchedule:
-    """Returns batches and learning rates of one iteration. The actor does not train in the first
+    """Returns the batches and learning rates of one iteration. The actor does not train in the first
     `freezing_actor_steps` iterations."""
     per_epoch = _steps_per_epoch(config)
     per_iteration = per_epoch * config.max_epochs

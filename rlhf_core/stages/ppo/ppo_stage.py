@@ -1,5 +1,5 @@
-"""Starts PPO: reserves the cluster and starts a process for each rank. The ranks import libraries while this
-process does the same."""
+"""Starts PPO: reserves the cluster and starts a process for each rank. The ranks import their libraries while
+this process imports its own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rlhf_core.system.gc_pause import uncollected
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Runs the PPO stage (`train.train`). Raises ValueError for lengths beyond the actor's positions, and
-    Unreachable before it starts a process if a judge or a reward server does not answer."""
+    """Runs the PPO stage (`train.train`). Raises ValueError for lengths beyond the actor's positions. Raises
+    Unreachable, before it starts a process, if a judge or a reward server does not answer."""
     begun = time.monotonic()
     config = cast(PPO, request.config)
     actor = request.inputs[config.actor]
@@ -38,14 +38,14 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def start_processes(config: PPO) -> dict[str, WorkerGroup]:
-    """Starts the processes of each role in their slots; they import their libraries."""
+    """Starts the processes of each role on their reserved slots; the processes import their libraries."""
     connect()
     reservation = reserve(arrange(config.placed, config.together), config.timeout)
     processes = sum(len(slots) for slots in reservation.slots.values())
     print(
         f"starting {processes} processes, which import their libraries and then load their models", flush=True
     )
-    # Sampling runs alone, unless it runs ahead; other roles work in pairs.
+    # Sampling runs alone, unless it runs ahead; the other roles run in pairs.
     alone = () if config.max_staleness else ("sampler",)
     engines = {name: wanted for name, wanted in config.placed.items() if isinstance(wanted, EngineConfig)}
     groups = {

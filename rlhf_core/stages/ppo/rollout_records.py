@@ -1,7 +1,8 @@
-"""Defines the records of the PPO process: Rollout (one sampled answer) -> Scores (from all models) ->
-Experience (to train on).
+"""Defines the records of PPO. A Rollout is one sampled answer, Scores are the results of all models, and
+Experience is what training reads.
 
-`stored` and `restored`, and their counterparts for rewards, are for resume states; `shown` is for readers.
+`stored` and `restored`, and their counterparts for rewards, serve resume states. `shown` is for human
+readers.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from rlhf_core.rewards.clients import Rewards, join
 
 
 class Own(NamedTuple):
-    """An environment's report on an episode.
+    """Holds an environment's report on an episode.
 
-    `reward`: for all answers, nan if every attempt failed (`failure`: how the last one did). `early` (T,):
-    the parts of the reward that belong to answers before the last, each at the answer's last token; None if
-    there are none. `ended`: whether the last answer is complete, even if a limit cut the episode after it.
-    `ended_by`: the limit that cut the episode: turns, tokens or time.
+    `reward` is for all answers, or nan if every attempt failed; `failure` then describes the last failure.
+    `early` (T,) holds the parts of the reward for answers before the last, each at the answer's last token,
+    or is None if there are none. `ended` says whether the last answer is complete, even if a limit cut the
+    episode after it. `ended_by` is the limit that cut the episode: turns, tokens or time.
     """
 
     reward: float
@@ -45,10 +46,10 @@ class Own(NamedTuple):
 class Rollout:
     """Holds one answer, or one episode of an environment.
 
-    `sampler_logprobs` (T,) is aligned with the document's tokens, 0 off the mask. `finished`: no limit of
-    tokens, turns or time cut it. `versions`: pairs (first token, version of the weights from there on), if
-    the weights may change during an answer. For an episode, `messages` is the whole conversation, and `own`
-    the environment's report.
+    `sampler_logprobs` (T,) is aligned with the document's tokens and is 0 outside the mask. `finished` means
+    that no limit of tokens, turns or time cut the answer. `versions` holds pairs (first token, version of the
+    weights from there on) if the weights may change during an answer. For an episode, `messages` is the whole
+    conversation, and `own` is the environment's report.
     """
 
     prompt: Prompt
@@ -65,7 +66,7 @@ class Rollout:
         return list(self.document.token_array[self.document.mask_array].tolist())
 
     def ages(self, version: int) -> np.ndarray:
-        """Returns, for each sampled token, how many updates its weights are behind `version`."""
+        """Returns, for each sampled token, how many updates behind `version` its weights are."""
         starts = [start for start, _ in self.versions]
         sampled = np.flatnonzero(self.document.mask)
         which = np.searchsorted(starts, sampled, side="right") - 1
@@ -73,7 +74,8 @@ class Rollout:
 
 
 def stored(rollout: Rollout) -> dict[str, Any]:
-    """Returns a rollout as JSON, without its experts; log-probs only for tokens under the mask."""
+    """Returns a rollout as JSON, without its expert choices and with log-probs only for tokens in the
+    mask."""
     mask = rollout.document.mask_array
     borders = np.flatnonzero(np.diff(mask, prepend=False, append=False))  # where answers begin and end
     row = {"tokens": list(rollout.document.tokens), "answers": borders.tolist(), "finished": rollout.finished}
@@ -95,7 +97,7 @@ def stored(rollout: Rollout) -> dict[str, Any]:
 
 
 def _stored_picture(picture: EncodedPicture) -> dict[str, Any]:
-    """Returns an image of an episode as JSON: its tokens, and its file or its content in base64."""
+    """Returns an image of an episode as JSON: its tokens, and either its file or its content in base64."""
     source = picture.source
     place = {"start": picture.start, "stop": picture.stop}
     if not len(source.data):
@@ -113,13 +115,13 @@ def _restored_picture(row: Mapping[str, Any]) -> EncodedPicture:
 
 
 def picture_names(prompt: Prompt) -> list[str]:
-    """Returns a name of each image: of its file, or a digest of its bytes."""
+    """Returns a name for each image: its file name, or a digest of its bytes."""
     sources = [picture.source for picture in prompt.pictures]
     return [source.identity if len(source.data) else source.name for source in sources]
 
 
 def restored(row: Mapping[str, Any], prompt: Prompt, experts: np.ndarray | None) -> Rollout:
-    """Returns the rollout that `stored` wrote, bit for bit. `prompt`: as in the data."""
+    """Returns the rollout that `stored` wrote, bit for bit. `prompt` is the prompt from the data."""
     mask = np.zeros(len(row["tokens"]), dtype=bool)
     for start, end in zip(row["answers"][::2], row["answers"][1::2], strict=True):
         mask[start:end] = True
@@ -169,7 +171,7 @@ def restored_rewards(row: Mapping[str, Any]) -> Rewards:
 def shown(
     rollouts: Sequence[Rollout], rewards: Rewards, decode: Callable[[Sequence[int], bool], str]
 ) -> Iterator[dict[str, Any]]:
-    """Yields rollouts for readers, as `shown_one`."""
+    """Yields rollouts in readable form, as `shown_one` returns them."""
     for i, found in enumerate(rollouts):
         given = {title: float(values[i]) for title, values in rewards.by_source.items()}
         yield shown_one(found, given, decode)
@@ -178,7 +180,7 @@ def shown(
 def shown_one(
     found: Rollout, rewards: Mapping[str, float], decode: Callable[[Sequence[int], bool], str]
 ) -> dict[str, Any]:
-    """Returns a rollout for readers: texts and rewards; a failed reward is None."""
+    """Returns a rollout in readable form: its texts and rewards; a failed reward is None."""
     row: dict[str, Any]
     if found.own is not None:
         row = {"messages": list(found.messages), "turns": found.own.turns}
@@ -191,9 +193,9 @@ def shown_one(
 
 
 class StoredColumn(NamedTuple):
-    """Holds a reference to data that the nodes have: a field of Experience for the rollouts from index
-    `start` on. The data are a list in the rollouts' order or, if `scored`, the result of a rank: pairs (index
-    after `start`, array), and the seconds of the work."""
+    """Holds a reference to data on the nodes: one field of Experience, for the rollouts from index `start`
+    on. The data is a list in the rollouts' order. If `scored`, it is a rank's result: pairs (index after
+    `start`, array), and the seconds of the work."""
 
     field: str
     start: int
@@ -202,9 +204,9 @@ class StoredColumn(NamedTuple):
 
 
 class TeacherTokens(NamedTuple):
-    """Holds what a teacher says of a document: log-probs of its tokens (T,), as in `Scores.ref_logprobs`, and
-    for each of the n tokens of the answer the ids of the k most probable ones, int32 (n, k), and their
-    log-probs with that of all other tokens together, fp32 (n, k + 1)."""
+    """Holds a teacher's results for a document. These are the log-probs of its tokens (T,), as in
+    `Scores.ref_logprobs`, and, for each of the answer's n tokens, the ids of the k most probable tokens,
+    int32 (n, k). Their log-probs, with that of all other tokens together, are fp32 (n, k + 1)."""
 
     own: np.ndarray
     ids: np.ndarray
@@ -213,13 +215,13 @@ class TeacherTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None
-    if there is no such model. `logprobs` of the old policy: the actor's, the sampler's with `sampler_is:
-    in_ratio`, None if the training pass computes them.
+    """Holds what models and reward sources computed for each rollout: one per-token array (T,) for each
+    document, or None if there is no such model. `logprobs` are the old policy's: from the actor, or from the
+    sampler with `sampler_is: in_ratio`, or None if the training pass computes them.
 
-    `stored`: references to the nodes' data for the rollouts. `end_values` (N,): the critic's value of each
-    whole document that a limit cut, 0 for the others; None unless the recipe asks for them
-    (`bootstrap_truncated`). `teacher`: with `teacher_top_k`.
+    `stored` holds references to the nodes' data for the rollouts. `end_values` (N,) is the critic's value of
+    each whole document that a limit cut, and 0 for the others. It is None unless the recipe requires it
+    (`bootstrap_truncated`). `teacher` is set with `teacher_top_k`.
     """
 
     logprobs: list[np.ndarray] | None
@@ -232,7 +234,7 @@ class Scores:
 
 
 def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
-    """Joins the scores of all parts, in order. Raises RewardsFailed when a source left more than
+    """Joins the scores of all parts, in order. Raises RewardsFailed if a source left more than
     `allowed_failures` answers without a reward."""
     rewards = join([part.rewards for part in parts])
     rewards.check(allowed_failures)
@@ -253,11 +255,11 @@ def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
 
 @dataclass(frozen=True)
 class Experience:
-    """Holds one rollout to train on; arrays (T,), aligned with the document's tokens.
+    """Holds one rollout to train on. Arrays (T,) are aligned with the document's tokens.
 
-    `advantages` may be one number for all response tokens. Without `old_logprobs` the training pass computes
-    them. `values` and `returns` are None without a critic, `ref_logprobs` without a KL in the loss, or
-    with a `teacher` in its place, and `sampler_logprobs` without importance weights.
+    `advantages` may be one number for all response tokens. Without `old_logprobs`, the training pass computes
+    them. `values` and `returns` are None without a critic. `ref_logprobs` is None if the loss contains no KL,
+    or if `teacher` takes its place. `sampler_logprobs` is None without importance weights.
     """
 
     document: Document

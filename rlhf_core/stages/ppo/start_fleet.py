@@ -112,7 +112,7 @@ def start_fleet(
         return fleet
     engines.open_channel()
     fleet = replace(fleet, machine=survey(decided, fleet.models, fleet.actor, engines.sampler, judging))
-    if fleet.sleeps:  # the engines are awake, and loading left memory that the models do not use
+    if fleet.sleeps:  # the awake engines need the memory that loading left reserved
         fleet.release_memory()
     return fleet
 
@@ -126,7 +126,7 @@ def spec_of(
     pictures: bool,
     role: str,
 ) -> ModelSpec:
-    """Returns what the processes of a role need to load its model. `pad_token_id`: the actor's."""
+    """Returns what the processes of a role need to load its model. `pad_token_id` is the actor's."""
     own = own_tokens.get(role.removeprefix("reward:")) if role.startswith("reward:") else None
     return ModelSpec(
         path=paths[role],
@@ -145,7 +145,7 @@ def spec_of(
 def start_sampler(
     group: WorkerGroup, config: PPO, model: str, seed: int, trust_remote_code: bool, pictures: bool
 ) -> Pending[RankReady]:
-    """Starts to load the actor's model into the engines. `pictures`: prompts have images."""
+    """Starts loading the actor's model into the engines. `pictures` says whether prompts have images."""
     lora = config.lora if config.engine.adapters == "alone" else None
     return group.build(
         SamplerRole,
@@ -166,7 +166,7 @@ def start_sampler(
 def start_read_only(
     groups: Mapping[str, WorkerGroup], config: PPO, paths: Mapping[str, str], spec: Callable[[str], ModelSpec]
 ) -> list[Pending[RankReady]]:
-    """Starts to load reward models, teachers and the reference."""
+    """Starts loading reward models, teachers and the reference."""
     where = {"offload": config.ref_reward_offload, "shard": config.ref_reward_shard}
     roles = [role for role in config.groups if role.startswith("reward:")]
     loading = [groups[role].build(Reward, model=spec(role), **where) for role in roles]
@@ -193,7 +193,7 @@ def start_read_only(
 def start_trained(
     groups: Mapping[str, WorkerGroup], config: PPO, spec: Callable[[str], ModelSpec], seed: int
 ) -> list[Pending[RankReady]]:
-    """Starts to load actor and critic. `config`: with their ZeRO stage."""
+    """Starts loading actor and critic. `config` contains their ZeRO stage."""
     loading = [groups["actor"].build(Actor, model=spec("actor"), config=config, seed=seed)]
     if "critic" in groups:
         loading.append(groups["critic"].build(Critic, model=spec("critic"), config=config, seed=seed))
@@ -203,11 +203,11 @@ def start_trained(
 def wait_until_loaded(
     loading: Sequence[Pending[RankReady]], paths: Mapping[str, str], timeout: float
 ) -> None:
-    """Waits for each role's ranks, and prints how long they took."""
+    """Waits for each role's ranks, and prints how long loading took."""
     for pending in loading:
         print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
         ranks = pending.wait(timeout)
-        imports = max(up.imports for up in ranks)  # 0 if they are part of the loading
+        imports = max(up.imports for up in ranks)  # 0 if imports are part of the loading time
         took = (
             f"imports {imports:.0f} s, " if imports else ""
         ) + f"loading {max(up.loading for up in ranks):.0f} s"
@@ -219,10 +219,10 @@ def wait_until_loaded(
 def zero_stage_of(
     config: PPO, paths: Mapping[str, str], groups: Mapping[str, WorkerGroup], resumed_zero_stage: int | None
 ) -> Chosen:
-    """Returns the ZeRO stage of actor and critic: the recipe's or a resume state's, otherwise one that fits
-    the smallest of their GPUs. Prints it, and any doubts about memory.
+    """Returns the ZeRO stage of actor and critic. Uses the recipe's or a resume state's, otherwise chooses
+    one that fits the smallest of their GPUs. Prints it, and any doubts about memory.
 
-    Raises MachineLacks when a GPU cannot hold all that is loaded onto it.
+    Raises MachineLacks if a GPU cannot hold everything that is loaded onto it.
     """
     sizes = None
     gpu_bytes = 0
@@ -234,7 +234,7 @@ def zero_stage_of(
             groups[name].gpu_bytes(config.timeout) for name in ("actor", "critic") if name in groups
         )
         for names, needed in starts_of_ppo(config, known):
-            if needed > gpu_bytes:  # otherwise no other group is asked
+            if needed > gpu_bytes:  # otherwise the memory of the other groups is not needed
                 require_start(names, needed, min(groups[name].gpu_bytes(config.timeout) for name in names))
     if config.sharding is None and resumed_zero_stage is not None:
         chosen = stage_of_state(config, resumed_zero_stage)

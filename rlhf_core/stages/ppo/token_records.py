@@ -1,6 +1,6 @@
-"""Records for readers what an iteration computed for some of its answers: for each token, its advantage and
-the log-probs of engine, trainer and reference; for each answer, the parts of its reward, the age of the
-weights that sampled it, and whether it was trained on.
+"""Records what an iteration computed for some of its answers, for human readers. For each token, records its
+advantage and the log-probs of engine, trainer and reference. For each answer, records the parts of its
+reward, the age of the weights that sampled it, and whether it was trained on.
 
 The numbers are those that training used; nothing is recomputed. Training does not read these records.
 """
@@ -23,19 +23,19 @@ from rlhf_core.stages.ppo.roles.role_passes import Scored, on_tokens
 from rlhf_core.stages.ppo.rollout_records import Rollout, Scores, shown_one
 from rlhf_core.stages.ppo.sampling.stored import digest_of_row
 
-ANSWERS = 8  # approximate number recorded of each logged iteration
-OF_A_PROMPT = 4  # most answers to one prompt, if there are other prompts
-MAX_TOKENS = 16_384  # recorded of an answer or episode, from its start
+ANSWERS = 8  # approximate number of answers recorded per logged iteration
+OF_A_PROMPT = 4  # most answers recorded per prompt, if there are other prompts
+MAX_TOKENS = 16_384  # most tokens recorded per answer or episode, from its start
 
 
 class TokenRecord(NamedTuple):
-    """What an iteration computed for one answer. Arrays (N,) are over the tokens in the document's mask; None
-    if they were not computed.
+    """Holds what an iteration computed for one answer. Arrays (N,) are over the tokens in the document's
+    mask, and None if they were not computed.
 
-    `trainer`: the actor's log-probs before the iteration's first optimiser step, or of that step's passes.
-    `left_out`: tokens that `sampler_is: mask` leaves out of the loss. `trained`: whether the answer is in the
-    loss. `reward`: its parts by name. `ages`: least and most updates by which the weights that sampled its
-    tokens were behind.
+    `trainer` holds the actor's log-probs before the iteration's first optimiser step, or from the passes of
+    that step. `left_out` marks tokens that `sampler_is: mask` leaves out of the loss. `trained` says whether
+    the answer is in the loss. `reward` holds its parts by name. `ages` is the smallest and largest number of
+    updates by which the weights that sampled the tokens were behind.
     """
 
     advantages: np.ndarray
@@ -50,8 +50,8 @@ class TokenRecord(NamedTuple):
 def chosen_answers(rollouts: Sequence[Rollout], config: PPO) -> list[int]:
     """Returns the indices of the answers to record, about `ANSWERS`.
 
-    Prompts whose rows have the lowest digests are chosen. So a prompt recorded in one iteration is likely
-    recorded in other passes over the prompts, too, and its answers can be compared.
+    Chooses the prompts whose rows have the lowest digests. A prompt recorded in one iteration is then likely
+    to be recorded in other passes over the prompts too, so that its answers can be compared.
     """
     if len(rollouts) <= ANSWERS:
         return list(range(len(rollouts)))
@@ -72,9 +72,9 @@ def token_records(
     age: int | None,
     version: int | None,
 ) -> dict[int, TokenRecord]:
-    """Returns the records of `chosen_answers` by index. `of_training`: log-probs of the first training pass,
-    by index. `age`: of all answers. `version`: of the actor's weights if the engines sample without pause.
-    Both are None if unknown."""
+    """Returns the records of `chosen_answers` by index. `of_training` holds log-probs of the first training
+    pass by index. `age` applies to all answers. `version` is the version of the actor's weights if the
+    engines sample without pause. `age` and `version` are None if unknown."""
     read = dict(of_training)
     scored_before = scores.logprobs is not None and config.sampler_is != "in_ratio"
     used = set(credited.usable)
@@ -105,9 +105,8 @@ def token_records(
 
 
 def reward_parts(parts: RewardParts, i: int) -> dict[str, float]:
-    """Returns the steps from the sources' rewards of an answer to its advantage, in order: the weighted
-    `sum`, `clipped`, each penalty, and `shaped`, which estimators read. Empty for an answer without a
-    reward."""
+    """Returns the steps from an answer's rewards to its advantage, in order: the weighted `sum`, `clipped`,
+    each penalty, and `shaped`, which estimators read. Empty for an answer without a reward."""
     if not parts.scored[i]:
         return {}
     shaped = parts.shaped
@@ -139,7 +138,7 @@ def readable(
 ) -> Iterator[dict[str, Any]]:
     """Yields the recorded rollouts as JSON: the rows of `shown_one` with the numbers of their tokens.
     `answer` counts the answers to a prompt; `row` is a digest of the prompt's row."""
-    same: dict[int, int] = {}  # answers so far, by the identity of the prompt's row
+    same: dict[int, int] = {}  # number of answers so far, keyed by the identity of the prompt's row
     for i, rollout in enumerate(rollouts):
         number = same[id(rollout.prompt.row)] = same.get(id(rollout.prompt.row), 0) + 1
         if i not in records:
@@ -158,7 +157,7 @@ def readable(
 
 
 def ended_by(rollout: Rollout) -> str | None:
-    """Returns the limit that cut an answer or episode: turns, tokens or time; None if it is complete."""
+    """Returns the limit that cut an answer or episode (turns, tokens or time), or None if it is complete."""
     if rollout.own is not None and rollout.own.ended_by is not None:
         return rollout.own.ended_by
     return None if rollout.finished else "tokens"
@@ -167,9 +166,10 @@ def ended_by(rollout: Rollout) -> str | None:
 def tokens_of(
     rollout: Rollout, record: TokenRecord, texts_of: Callable[[Sequence[int]], TokenTexts]
 ) -> dict[str, Any]:
-    """Returns the first `MAX_TOKENS` tokens of a rollout as JSON: ids, texts, which are special, the borders
-    of sampled tokens, where further conversations start, and the numbers of the record for the sampled tokens
-    in order. `total` and `sampled` count the tokens of the whole rollout."""
+    """Returns the first `MAX_TOKENS` tokens of a rollout as JSON. This holds their ids and texts, which
+    tokens are special, the borders of sampled tokens, and where further conversations start. It also holds
+    the record's numbers for the sampled tokens in order. `total` and `sampled` count the tokens of the whole
+    rollout."""
     document = rollout.document
     mask = document.mask_array[:MAX_TOKENS]
     ids = [int(token) for token in document.tokens[:MAX_TOKENS]]
@@ -196,13 +196,13 @@ def tokens_of(
 
 
 def shortest(values: np.ndarray) -> list[float | None]:
-    """Returns float32 numbers as the shortest decimals that read back as the same float32; None for those
-    that are not finite."""
+    """Returns float32 numbers as the shortest decimals that read back as the same float32, with None for
+    numbers that are not finite."""
     known = np.isfinite(values).tolist()
     narrow = values.astype(np.float32)
     return [float(str(value)) if finite else None for value, finite in zip(narrow, known, strict=True)]
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Returns the numbers for JSON, with None for those that are not finite."""
+    """Returns the numbers for JSON, with None for numbers that are not finite."""
     return {name: value if np.isfinite(value) else None for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Loads prompts and models, trains by PPO, and writes the checkpoint. `ppo_stage.py` starts the processes
+"""Loads prompts and models, trains with PPO, and writes the checkpoint. `ppo_stage.py` starts the processes
 first; `iteration_loop.py` runs the iterations."""
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 
 
 def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup], begun: float) -> Outcome:
-    """Trains the actor on its own samples; the output is `checkpoint`. A killed run continues after its last
-    saved iteration.
+    """Trains the actor on its own samples and writes the output `checkpoint`. A killed run continues after
+    its last saved iteration.
 
-    `groups`: the processes of each role. `begun`: when the stage began, on the monotonic clock.
+    `groups` holds the processes of each role. `begun` is when the stage began, on the monotonic clock.
     """
     config = cast(PPO, request.config)
     paths = model_paths(config, request.inputs)
@@ -76,12 +76,12 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         )
     resume = resume_state.latest(run)
     resumed_zero_stage = resume_state.kept_zero_stage(run, config)
-    # Before any model is loaded: functions and environment may be faulty.
+    # Before any model is loaded, because functions and environment may be faulty.
     held_out_prompts = held_out.prompts if held_out else ()
     pictures = has_pictures(config, [*data.items, *held_out_prompts], own_tokens)
     require_images(config.image_encoder, pictures)
     if environment_sends(config):
-        _ = renderer.pictures  # raises ValueError for a model that reads none
+        _ = renderer.pictures  # raises ValueError for a model that does not read images
     require_environments(config.environments, data.items, held_out_prompts)
     require_teachers(config.teachers, [prompt.row for prompt in data.items])
     agreement: dict[str, float] = {}
@@ -129,8 +129,8 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
 def load_vocabularies(
     config: PPO, paths: Mapping[str, str], trust_remote_code: bool
 ) -> tuple[PreTrainedTokenizerBase, dict[str, OwnTokens]]:
-    """Returns the actor's tokenizer, and the entries of reward models with another one, by title. Raises
-    ValueError when another role's model has another vocabulary."""
+    """Returns the actor's tokenizer, and the re-tokenisers for reward models with another tokenizer, by
+    title. Raises ValueError if the model of any other role has a different vocabulary."""
     tokenizer = load_tokenizer(paths["actor"], trust_remote_code)
     others = [path for role, path in paths.items() if not role.startswith(("reward:", "judge:"))]
     require_same_vocabulary(paths["actor"], others, trust_remote_code)
@@ -148,7 +148,7 @@ def judges_of(
     """Starts the judges that have engines of their own (`start_judges`), if there are any."""
     if not config.own_judges:
         return {}
-    from rlhf_core.stages.ppo.roles.judge_roles import start_judges  # a library's import takes a second
+    from rlhf_core.stages.ppo.roles.judge_roles import start_judges  # the import takes a second
 
     wait = partial(wait_until_loaded, paths=paths, timeout=config.timeout)
     trust = request.trust_remote_code
@@ -169,9 +169,9 @@ def tell_left_out(config: PPO, prompts: int) -> None:
 def start_rollout_group(
     config: PPO, renderer: Renderer, groups: Mapping[str, WorkerGroup], prompts: Sequence[Prompt]
 ) -> RolloutGroup:
-    """Returns the engines, whose models are not loaded yet. Starts what requests single answers from them, if
-    needed, and the processes of each environment, which is tried with its first prompt. Raises ValueError
-    when one cannot be created or its code is wrong."""
+    """Returns the engines, whose models are not loaded yet. If needed, starts the dispatcher for single
+    answers and the processes of each environment. Tries each environment with its first prompt. Raises
+    ValueError if an environment cannot be created or its code is wrong."""
     if config.train_only is not None:
         return KeptAnswers(config, groups["actor"], groups["actor"], folder=Path(config.train_only))
     engines = RolloutGroup(config, groups["sampler"], groups["actor"])
@@ -198,7 +198,7 @@ def start_rollout_group(
 
 def write_checkpoint(fleet: Fleet, run: RunDir, best: Best | None, of_best: Mapping[str, float]) -> None:
     """Writes the output `checkpoint`: the best iteration's export, or the actor if there were no validations.
-    `of_best`: the metrics of `chosen`."""
+    `of_best` holds the metrics of `chosen`."""
     if best:
         link_tree(run / BEST / f"iteration{best.iteration}", run / "checkpoint")
         told = f"mean reward {of_best[REWARD]:.4g} on eval_prompts, answered once more"
@@ -208,7 +208,7 @@ def write_checkpoint(fleet: Fleet, run: RunDir, best: Best | None, of_best: Mapp
 
 
 def outputs_of(config: PPO, validated: bool) -> dict[str, str]:
-    """Returns the stage's outputs. `validated`: there were validations."""
+    """Returns the stage's outputs. `validated` says whether there were validations."""
     outputs = {"checkpoint": "checkpoint", "data_report": JSON, ROLLOUTS: ROLLOUTS}
     if config.keeps_rollouts:
         outputs[KEPT_FOLDER] = KEPT_FOLDER
@@ -220,14 +220,14 @@ def outputs_of(config: PPO, validated: bool) -> dict[str, str]:
 
 
 def means_of_run(run: RunDir) -> dict[str, float]:
-    """Returns the run's `final_metrics` without those of validations."""
+    """Returns the run's `final_metrics`, without validation metrics."""
     metrics = final_metrics(read_metrics(run.path))
     return {name: value for name, value in metrics.items() if not name.startswith("eval/")}
 
 
 def final_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Computes each metric's mean over those of the last fifth of the logged iterations that report it, and
-    the reward's means in the first and last fifth with the standard error of the rise."""
+    """Computes each metric's mean over the last fifth of the logged iterations, using those that report it.
+    Also computes the reward's means in the first and last fifth, and the standard error of the rise."""
     fifth = max(1, len(lines) // 5)
     last = lines[-fifth:]
     start = lines[:fifth]

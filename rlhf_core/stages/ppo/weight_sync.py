@@ -1,4 +1,5 @@
-"""Sends the actor's weights to the rollout engines, by a route that is chosen once and serves every sync."""
+"""Sends the actor's weights to the rollout engines through a route that is chosen once and used for every
+sync."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from rlhf_core.stages.ppo.roles.read_only import ModelRole
 
 
 def open_channel(actor: WorkerGroup, sampler: WorkerGroup, timeout: float) -> Route:
-    """Opens the route for weights, and returns it: CUDA IPC if engines share the actor's GPUs, otherwise NCCL
+    """Opens the route for weights and returns it: CUDA IPC if engines share the actor's GPUs, otherwise NCCL
     or host memory."""
     engines = [gpu for gpus in sampler.call("start", SamplerRole.gpu_uuids).wait(timeout) for gpu in gpus]
     trainer = actor.call("start", ModelRole.gpu_uuid).wait(timeout)
@@ -33,8 +34,8 @@ def open_channel(actor: WorkerGroup, sampler: WorkerGroup, timeout: float) -> Ro
 
 
 def send_weights(actor: WorkerGroup, sampler: WorkerGroup, version: int, timeout: float) -> float | None:
-    """Sends the actor's weights to every engine. Returns the share of the adapters' update that survives in
-    merged weights (`Actor.send_weights`)."""
+    """Sends the actor's weights to every engine. Returns the fraction of the adapters' update that survives
+    in merged weights (`Actor.send_weights`)."""
     sending = actor.call("send weights", Actor.send_weights)
     receiving = sampler.call("receive weights", SamplerRole.receive_weights, version)
     survives: float | None = wait_all([sending, receiving], timeout)[0][0]

@@ -1,9 +1,8 @@
-"""Turns a round's sampled answers into rows, depending on the post-processor: pairs, labelled answers, the
-best answers, or all of them. Pure and torch-free.
+"""Turns a round's sampled answers into rows. The post-processor decides whether these are pairs, labelled
+answers, the best answers, or all answers. Pure and torch-free.
 
-A prompt that yields no row is dropped and counted. Answers whose reward failed (nan) are left out. Answers
-truncated at the length limit are used only in pairs; these are marked, and training adds no end token to such
-an answer.
+Drops and counts a prompt that yields no row. Leaves out answers whose reward failed (nan). Answers truncated
+at the length limit are used only in pairs; these are marked, and training adds no end token to them.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from rlhf_core.data.documents import Message
 from rlhf_core.records import LabelledAnswer, PreferencePair, ScoredAnswer
 
 REWARD = attrgetter("reward")
-ROUNDING = 1e-6  # of rewards in float32, as a share of the largest reward
+ROUNDING = 1e-6  # error of rewards in float32, as a fraction of the largest reward
 
 
 class Scored(NamedTuple):
-    """An answer and its reward; `finished` is False if the length limit truncated it."""
+    """Holds an answer and its reward. `finished` is False if the length limit truncated the answer."""
 
     text: str
     reward: float
@@ -30,14 +29,14 @@ class Scored(NamedTuple):
 
 
 class AnsweredPrompt(NamedTuple):
-    """A prompt and its answers."""
+    """Holds a prompt and its answers."""
 
     prompt: tuple[Message, ...]
     answers: list[Scored]
 
 
 class TrainingRows(NamedTuple):
-    """Rows for training, and the number of prompts that yielded none, by reason."""
+    """Holds rows for training, and the number of prompts that yielded no row, by reason."""
 
     rows: Sequence[PreferencePair | ScoredAnswer]
     dropped: dict[str, int]
@@ -51,11 +50,11 @@ def post_process(
     finished: Sequence[Sequence[bool]],
     min_reward: float | None,
 ) -> TrainingRows:
-    """Returns the rows of one round. `finished` is False for a truncated answer; `min_reward` is the
+    """Returns the rows of one round. `finished` is False for a truncated answer. `min_reward` is the
     threshold of rejection sampling.
 
-    A prompt is dropped as `no_reward` when too few of its answers have a reward: fewer than two if answers
-    are compared, otherwise none.
+    Drops a prompt as `no_reward` if too few of its answers have a reward: fewer than two if answers are
+    compared, otherwise none.
     """
     answers = [
         [Scored(*answer) for answer in zip(*group, strict=True)]
@@ -81,7 +80,7 @@ def post_process(
             made = labelled(kept)
         elif post_processor == "rejection_sampling":
             made = best(kept, min_reward)
-        else:  # conditional SFT writes the reward of every answer into its prompt
+        else:  # conditional SFT writes every answer's reward into its prompt
             made = TrainingRows(
                 [
                     ScoredAnswer(prompt=group.prompt, response=a.text, reward=a.reward)
@@ -94,8 +93,8 @@ def post_process(
 
 
 def best_and_worst(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
-    """Pairs the best answer to each prompt with the worst. Prompts whose answers do not differ in both score
-    and text are dropped."""
+    """Pairs the best answer to each prompt with the worst. Drops prompts whose answers do not differ in both
+    score and text."""
     pairs: list[PreferencePair] = []
     dropped = {"equal_score": 0, "equal_text": 0}
     for prompt, answers in groups:
@@ -114,10 +113,10 @@ def best_and_worst(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
 
 def labelled(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
     """Labels complete answers desirable if they score above the mean of the complete answers to the same
-    prompt, and undesirable if below.
+    prompt, and undesirable if they score below it.
 
-    The mean is per prompt, because some prompts are easier than others. Answers at the mean, up to float32
-    rounding, are left out; prompts whose answers all score the same are dropped.
+    The mean is per prompt, because some prompts are easier than others. Leaves out answers at the mean, up to
+    float32 rounding, and drops prompts whose answers all score the same.
     """
     rows: list[LabelledAnswer] = []
     equal = 0
@@ -136,8 +135,8 @@ def labelled(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
 
 
 def best(groups: Sequence[AnsweredPrompt], min_reward: float | None) -> TrainingRows:
-    """Returns the best answer to each prompt, and the first one if several are equal. A prompt whose best
-    answer scores below `min_reward` is dropped."""
+    """Returns the best answer to each prompt, or the first of several equally good ones. Drops a prompt whose
+    best answer scores below `min_reward`."""
     tops = [(prompt, max(answers, key=REWARD)) for prompt, answers in groups]
     kept = [(prompt, top) for prompt, top in tops if min_reward is None or top.reward >= min_reward]
     rows = [ScoredAnswer(prompt=prompt, response=top.text, reward=top.reward) for prompt, top in kept]

@@ -1,10 +1,10 @@
 """Creates one round of training data: samples n answers for each prompt, scores them and turns them into rows
 (`post_processor`).
 
-A policy with rewards in its prompts (conditional SFT) gets each prompt with the best reward; rows and reward
-sources get the plain prompts. Sampling, scoring and judging run one after another, so that each can use the
-whole device. Sampled answers survive a kill (sample_answers.py). The score of an answer is the weighted sum
-of its rewards; if any source fails, the answer is left out.
+A policy with rewards in its prompts (conditional SFT) receives each prompt with the best reward; rows and
+reward sources receive the plain prompts. Sampling, scoring and judging run one after another, so that each
+can use the whole device. Sampled answers survive if the process is killed (`sample_answers.py`). An answer's
+score is the weighted sum of its rewards; an answer is left out if any source fails.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ WHY_NONE = {
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Writes `pairs.jsonl` if the post-processor is dpo (`PreferencePair`), otherwise `answers.jsonl`
-    (`ScoredAnswer`, `LabelledAnswer`)."""
+    """Runs the stage. Writes `pairs.jsonl` (`PreferencePair`) if the post-processor is dpo, otherwise
+    `answers.jsonl` (`ScoredAnswer`, `LabelledAnswer`)."""
     config = cast(Preferences, request.config)
     terms_of(config.reward, request.inputs)  # reports missing inputs before any work
     policy = request.inputs[config.policy]
@@ -127,7 +127,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def judges_with_verdicts(config: Preferences, run: RunDir) -> list[str]:
-    """Returns the judges that have verdicts from an earlier attempt, named as in messages."""
+    """Returns the judges that have verdicts from an earlier attempt, with the names used in messages."""
     judges = [source for source in config.reward if isinstance(source, JudgeReward)]
     return [
         f"the reward {judge.title}"
@@ -137,7 +137,8 @@ def judges_with_verdicts(config: Preferences, run: RunDir) -> list[str]:
 
 
 def own_tokens_of(request: StageRequest, config: Preferences, policy: str) -> dict[str, OwnTokens]:
-    """Returns an entry, by title, for each reward model whose tokenizer differs from the policy's."""
+    """Returns a re-tokeniser, keyed by title, for each reward model whose tokenizer differs from the
+    policy's."""
     reward_models = {
         source.title: request.inputs[source.model]
         for source in config.reward
@@ -147,8 +148,8 @@ def own_tokens_of(request: StageRequest, config: Preferences, policy: str) -> di
 
 
 def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, seed: int) -> list[Prompt]:
-    """Returns `count` prompts from position `first` of one seeded shuffle. A round that runs past the end
-    continues from the start."""
+    """Returns `count` prompts of one seeded shuffle, starting at position `first`. Wraps around at the
+    end."""
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     return [prompts[order[(first + i) % len(order)]] for i in range(min(count or len(order), len(order)))]
@@ -157,7 +158,7 @@ def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, see
 def conditioned(
     config: Preferences, policy: str, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> list[list[int]]:
-    """Returns the tokens of the prompts, with the best reward added if the policy has rewards in its
+    """Returns the tokens of the prompts. Adds the best reward to each prompt if the policy has rewards in its
     prompts."""
     suffix = stored_suffix(policy)
     if not suffix:
@@ -183,7 +184,7 @@ def rewards_of(
     own_tokens: Mapping[str, OwnTokens],
     run: RunDir,
 ) -> Combined:
-    """Returns the weighted sums of the rewards of all answers, one prompt after another."""
+    """Returns the weighted sums of the rewards of all answers, in prompt order."""
     documents = [
         _document(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group
     ]
@@ -221,8 +222,8 @@ def rewards_of(
 
 
 def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Returns metrics of the weighted sums of each prompt's answers, in the form used to compare and write
-    them; nan: no reward."""
+    """Returns metrics of the weighted sums of each prompt's answers, in the form in which they are compared
+    and written. A nan means that there is no reward."""
     given = [[value for value in group if not math.isnan(value)] for group in scores]
     flat = [value for group in given for value in group]
     groups = [group for group in given if group]
@@ -236,7 +237,7 @@ def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def length_metrics(prompts: Sequence[Prompt], answers: Sequence[Sequence[SampledAnswer]]) -> dict[str, float]:
-    """Returns the mean number of tokens per answer, and the shares of truncated answers and prompts."""
+    """Returns the mean number of tokens per answer, and the fractions of truncated answers and prompts."""
     given = [answer for group in answers for answer in group]
     return {
         "response/length": sum(len(answer.tokens) for answer in given) / len(given),

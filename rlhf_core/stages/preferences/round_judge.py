@@ -1,4 +1,4 @@
-"""Starts the engines of a round's judge on a Ray cluster, while nothing else of the stage uses the GPUs."""
+"""Starts the engines of a round's judge on a Ray cluster, while no other part of the stage uses the GPUs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from rlhf_core.cluster.worker_group import WorkerGroup
     from rlhf_core.judging.chat_client import Chat
 
-SILENT_SECONDS = 3600.0  # longer than any part of a reply should take
+SILENT_SECONDS = 3600.0  # limit for any part of a reply
 
 
 @contextmanager
 def round_judge(config: Preferences, request: StageRequest, source: JudgeReward) -> Iterator[Chat]:
-    """Yields the client for chatting with a judge on its own engines. They start with the first request, so a
-    judge whose verdicts are all cached starts none, and stop when the block ends. Raises ValueError for a
-    model that cannot judge."""
-    # these import Ray and another library, which takes seconds
+    """Yields the chat client of a judge that runs on its own engines. The engines start with the first
+    request and stop when the block ends. A judge whose verdicts are all cached starts no engines. Raises
+    ValueError for a model that cannot judge."""
+    # slow imports: Ray and another library
     from rlhf_core.cluster.temporary_group import temporary_group
     from rlhf_core.rollout.chat_models import judge_setup
     from rlhf_core.rollout.engine_chat import EngineChat

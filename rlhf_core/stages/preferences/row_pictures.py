@@ -1,4 +1,4 @@
-"""Stores the images of a round's prompts beside its rows, which later stages read."""
+"""Stores the images of a round's prompts next to its rows, which later stages read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf_core.data.pictures.picture_files import store_picture
 
 
 def messages_of_row(prompt: Prompt, folder: Path) -> tuple[Message, ...]:
-    """Returns the prompt's messages, whose images are files in `folder`, named by their content. Raises
+    """Returns the prompt's messages. Their images are files in `folder`, named by their content. Raises
     PictureFault if an image can no longer be read."""
     if not prompt.pictures:
         return prompt.messages

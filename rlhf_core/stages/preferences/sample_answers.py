@@ -1,7 +1,7 @@
-"""Samples the answers of a round, with one engine in this process or several on a Ray cluster, and writes
+"""Samples the answers of a round with one engine in this process or several engines on a Ray cluster. Writes
 each prompt's answers to disk at once.
 
-A restarted stage samples only the missing ones: `state/answers.jsonl` has a line for each answered prompt.
+A restarted stage samples only the missing answers: `state/answers.jsonl` has a line for each answered prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 
 PROGRESS_SECONDS = 15.0
-SILENT_SECONDS = 3600.0  # longer than any prompt's answers should take
+SILENT_SECONDS = 3600.0  # limit for the answers to one prompt
 Answered = tuple[int, list[SampledAnswer]]
 
 
@@ -38,7 +38,8 @@ def answers_of_round(
     pictures: Sequence[Pictures] = (),
 ) -> list[list[SampledAnswer]]:
     """Returns `n_samples_per_prompt` answers to each prompt, without log-probs. Seeds depend only on the run,
-    the round and the prompt. `pictures`: the images of each prompt; empty if none has any."""
+    the round and the prompt. `pictures` holds the images of each prompt, and is empty if no prompt has
+    any."""
     file = run / STATE / "answers.jsonl"
     n = config.n_samples_per_prompt
     found = _kept(file, n)
@@ -94,7 +95,7 @@ def answers_of_round(
 
 
 def _kept(file: Path, n: int) -> dict[int, list[SampledAnswer]]:
-    """Returns the answers in the file, by prompt, and removes incomplete lines from the file."""
+    """Returns the answers in the file, keyed by prompt, and removes incomplete lines from the file."""
     file.parent.mkdir(exist_ok=True)
     found: dict[int, list[SampledAnswer]] = {}
     lines = file.read_text().splitlines() if file.is_file() else []

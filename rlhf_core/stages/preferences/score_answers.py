@@ -1,4 +1,4 @@
-"""Scores a round's answers with a reward model, on as many processes as there were engines."""
+"""Scores a round's answers with a reward model, using as many processes as there were engines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rlhf_core.models.precision import dtype_of
 from rlhf_core.stages.ppo.roles.read_only import Reward
 from rlhf_core.stages.ppo.roles.role_passes import ModelSpec
 
-SILENT_SECONDS = 3600.0  # longer than one part should take
+SILENT_SECONDS = 3600.0  # limit for one part
 PROGRESS_SECONDS = 15.0
-PASSES = 16  # per process between two progress checks
+PASSES = 16  # number of passes per process between two progress checks
 
 
 def scores_on_ranks(

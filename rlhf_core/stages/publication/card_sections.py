@@ -1,5 +1,5 @@
-"""Writes the sections that the cards of models and data sets share: gates, data and configuration. Names in
-them contain no path of this machine."""
+"""Writes the sections that model cards and data cards share: gates, data and configuration. Names in these
+sections contain no path on this machine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlhf_core.runs.lineage import Ancestor, sources, stages
 from rlhf_core.system.markdown_table import table
 
 GATE_COLUMNS = ("stage", "metric", "value", "required", "verdict")
-PLAIN_KEYS = ("template",)  # text that may contain slashes but is not a path
+PLAIN_KEYS = ("template",)  # a text that may contain slashes but is not a path
 HIDDEN_KEYS = ("base_url", "url", "folder")  # specific to this machine and its network, so useless elsewhere
 
 
 def public_names(names: Iterable[str]) -> dict[str, str]:
-    """Maps an evaluation's names of models and judges to public ones. A path on this machine becomes its last
-    component, numbered if that name is taken."""
+    """Maps an evaluation's names of models and judges to public names. A path on this machine becomes its
+    last component, with a number if that name is taken."""
     found = dict.fromkeys(names)
     taken = {name for name in found if not _is_place(name)}
     public = {name: name for name in taken}
@@ -35,8 +35,8 @@ def public_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def gate_section(gates: Sequence[Verdict]) -> list[str]:
-    """Returns the section on the gates of the stages that led to the publication; empty if there are none.
-    Only gates that merely warn can have failed."""
+    """Returns the section on the gates of the stages that led to the publication, or an empty list if there
+    are none. Only gates that merely warn can have failed."""
     rows = [
         (
             verdict.stage,
@@ -76,7 +76,7 @@ def data_sets(model: Ancestor) -> str:
 
 
 def configuration(model: Ancestor) -> str:
-    """Returns the configuration, seed, versions and metrics of every stage, in a folded section."""
+    """Returns the configuration, seed, versions and metrics of every stage, in a collapsible section."""
     parts = []
     for stage in stages(model):
         record = {"seed": stage.seed, **_public(stage.config)}
@@ -92,7 +92,7 @@ def configuration(model: Ancestor) -> str:
 
 
 def _public(value: Any, key: str = "") -> Any:
-    """Returns a config without paths of this machine; a file is named by its last component."""
+    """Returns a config without paths on this machine; a file is named by its last component."""
     if isinstance(value, dict):
         return {name: _public(item, name) for name, item in value.items() if name not in HIDDEN_KEYS}
     if isinstance(value, (list, tuple)):
@@ -105,7 +105,7 @@ def _is_place(name: str) -> bool:
 
 
 def _metric(key: str) -> str:
-    """Returns the key of a metric. If the model in `win_rate/MODEL` is named by its folder, only the folder's
-    last component is kept."""
+    """Returns a metric's key for publication. If `win_rate/MODEL` names the model by its folder, keeps only
+    the folder's last component."""
     what, slash, name = key.partition("/")
     return f"{what}/{shown(name)}" if slash and Path(name).is_absolute() else key

@@ -1,10 +1,10 @@
-"""Records which published model of a recipe is in use, the champion. The record is `champion.json` and the
-link `champion` beside the recipe's report, the branch `champion` of its repository on the Hub, and a copy in
-the store.
+"""Records which published model of a recipe is in use, the champion. The record consists of `champion.json`
+and the link `champion` next to the recipe's report, the branch `champion` of its repository on the Hub, and a
+copy in the store.
 
-A move is first written down, then made on the Hub and in the store, and only then counts. If it is
-interrupted, the next command or run completes it. The Hub moves a branch in one request (a tag can only be
-deleted and recreated), so there is always exactly one champion on it.
+A move is first written to the record, then made on the Hub and in the store, and only then takes effect. If
+it is interrupted, the next command or run completes it. The Hub moves a branch in one request (a tag can only
+be deleted and recreated), so it always has exactly one champion.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FILE = "champion.json"
 LOCK = ".champion.lock"
 LINK = "champion"
 BRANCH = "champion"
-WAIT_SECONDS = 600.0  # for another process to finish moving the champion
+WAIT_SECONDS = 600.0  # time to wait for another process that moves the champion
 
 
 class Reign(Frozen):
-    """The time that a model is in use. `run`: name of the publication's run directory; `commit`: the commit
-    on the Hub in `repo_id`, None if it was published only to a folder. `ended`: why it was rolled back, or
-    ""."""
+    """Describes the time that a model is in use. `run` is the name of the publication's run directory.
+    `commit` is the commit on the Hub in `repo_id`, or None if the model was published only to a folder.
+    `ended` is why it was rolled back, or "" if it was not."""
 
     run: str
     model: str
@@ -51,7 +51,7 @@ class Reign(Frozen):
 
 
 class Champions(Frozen):
-    """The content of `champion.json`: all champions with the newest last, the pending move, and the store's
+    """Holds the content of `champion.json`: all champions, newest last; the pending move; and the store's
     URL."""
 
     reigns: tuple[Reign, ...] = ()
@@ -65,7 +65,7 @@ class Champions(Frozen):
 
 
 def champions_of(folder: Path) -> Champions:
-    """Reads the record in the folder of a recipe's report. Raises ValueError when it is damaged."""
+    """Reads the record in the folder of a recipe's report. Raises ValueError if it is damaged."""
     if not (folder / FILE).exists():
         return Champions()
     found = Champions.read(folder / FILE)
@@ -84,9 +84,9 @@ def promote(
 ) -> Reign:
     """Makes a published model the champion.
 
-    Raises ValueError when the run directory has no finished publication of a model, when the Hub refuses, or
-    when a token is missing. Raises ConnectionError or StoreFault when the Hub or the store cannot be reached;
-    the next call of this function or `complete` then finishes the move.
+    Raises ValueError if the run directory has no finished publication of a model, if the Hub refuses, or if a
+    token is missing. Raises ConnectionError or StoreFault if the Hub or the store cannot be reached; the next
+    call of this function or `complete` then finishes the move.
     """
     new = _reign(run_dir, why, by)
     with _moving(folder, store, retries):
@@ -122,7 +122,7 @@ def _moving(folder: Path, store: Store | None, retries: Retries) -> Iterator[Non
             raise ValueError(
                 f"another process moves the champion of {folder.name}: try again when it has ended"
             )
-        with suppress(ValueError):  # the Hub refused that move for good, and this one replaces it
+        with suppress(ValueError):  # the Hub refused that move permanently, and this move replaces it
             _complete(folder, store, retries)
         yield
 
@@ -145,9 +145,9 @@ def rollback(
 ) -> Reign:
     """Restores the most recent earlier champion that was not rolled back itself. Returns the champion.
 
-    `expected`: the run of the champion to roll back. If another champion is in use, it stays, and the record
-    notes that `expected` was rolled back. Raises ValueError when there is no champion to go back to, and the
-    same errors as `promote`.
+    `expected` is the run of the champion to roll back. If another champion is in use, that champion stays,
+    and the record notes that `expected` was rolled back. Raises ValueError if there is no earlier champion to
+    restore, and the same errors as `promote`.
     """
     with _moving(folder, store, retries):
         record = champions_of(folder)
@@ -181,7 +181,7 @@ def _with_end(record: Champions, run: str, why: str) -> Champions:
 
 
 def runs_kept(folder: Path) -> list[str]:
-    """Returns the names of the run directories that the record refers to: those of the champion, of earlier
+    """Returns the names of the run directories that the record refers to: of the champion, of earlier
     champions that were not rolled back, and of a pending move."""
     record = champions_of(folder)
     kept = [reign.run for reign in record.reigns if not reign.ended or reign == record.now]
@@ -215,8 +215,8 @@ def _copy(folder: Path, record: Champions, store: Store | None) -> None:
 
 
 def _move_branch(repo_id: str, commit: str, retries: Retries) -> None:
-    """Points the branch `champion` at a commit, in one request. The Hub's API has a field `overwrite` for
-    this, which its Python client lacks."""
+    """Points the branch `champion` at a commit in one request. The Hub's API supports this with the field
+    `overwrite`, which its Python client does not offer."""
     api = HfApi(**client_options())
     url = f"{api.endpoint}/api/models/{repo_id}/branch/{BRANCH}"
 

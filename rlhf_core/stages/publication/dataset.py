@@ -1,5 +1,5 @@
-"""Writes data sets created by stages as Hub repositories: the rows of a preferences stage, or the judgments
-and answers of an evaluation.
+"""Publishes data sets that stages created as Hub repositories: the rows of a preferences stage, or the
+judgments and answers of an evaluation.
 
 The files are the stages' own JSONL. A card describes the columns and how the rows were created. Torch-free.
 """
@@ -21,7 +21,7 @@ from rlhf_core.stages.publication.card_sections import configuration, data_sets,
 from rlhf_core.system.markdown_table import table
 
 DATA_FILES = ("data/*.jsonl", "judgments/*.jsonl", "answers/*.jsonl", f"{PICTURES}/*", f"data/{PICTURES}/*")
-NAMED = ("model", "baseline", "judge")  # fields of judgments and answers that may name a path
+NAMED = ("model", "baseline", "judge")  # fields of judgments and answers that may contain a path
 KINDS = {"pairs": "preference pairs", "answers": "scored answers", "judgments": "judgments"}
 MEANING = {
     "prompt": "chat messages before the answer",
@@ -57,11 +57,11 @@ MADE = {
 
 
 def data_files(output: Path) -> dict[str, Path]:
-    """Returns the files to publish, keyed by their path in the repository: a preferences stage's
-    `pairs.jsonl` or `answers.jsonl`, or files from an evaluation's report folder; and the images that they
-    name.
+    """Returns the files to publish, keyed by their path in the repository. These are a preferences stage's
+    `pairs.jsonl` or `answers.jsonl`, or files from an evaluation's report folder, together with the images
+    that they name.
 
-    Raises ValueError when there is nothing to publish.
+    Raises ValueError if there is nothing to publish.
     """
     if output.is_file():
         return {f"data/{output.name}": output} | _images(output.parent, f"data/{PICTURES}")
@@ -82,8 +82,8 @@ def _images(folder: Path, place: str) -> dict[str, Path]:
 
 
 def renamed(files: Mapping[str, Path]) -> dict[str, str]:
-    """Returns the changed text, by path, of files in which a model or judge is named by a path on this
-    machine, because such paths are not published."""
+    """Returns the changed text, keyed by path, of files that name a model or judge by a path on this machine.
+    Such paths are not published."""
     rows = {
         path: [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         for path, file in files.items()
@@ -113,8 +113,8 @@ def data_card(
     branch: str = "main",
     gates: Sequence[Verdict] = (),
 ) -> str:
-    """Returns the README.md of a data set. `title`: the Hub ID, or a name. `branch`, `gates`: as for `card`.
-    The same inputs give the same card: it contains no dates and no paths of this machine."""
+    """Returns the README.md of a data set. `title` is the Hub ID or a name. `branch` and `gates` are as for
+    `card`. The same inputs give the same card: it contains no dates and no paths on this machine."""
     made_by = lineage(output)
     files = {path: file for path, file in files.items() if path.endswith(".jsonl")}
     parts = list(dict.fromkeys(path.split("/")[0] for path in files))
@@ -172,7 +172,7 @@ def data_card(
 
 
 def _columns(part: str, files: Mapping[str, Path]) -> list[tuple[str, str, str, str]]:
-    """Returns the columns in the first row of each file of a part, each listed once."""
+    """Returns the columns in the first row of each file of a part; each column is listed once."""
     columns: dict[str, str] = {}
     for path, file in files.items():
         if path.startswith(f"{part}/"):

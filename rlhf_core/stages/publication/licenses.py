@@ -1,8 +1,8 @@
 """Determines the licence of a publication from its base models and data, and reports conflicts before
 anything is sent. Torch-free.
 
-It knows the licences named in cards (`upstream_cards`) and in `publication.licenses`, and looks names up in a
-short table. It is not legal advice, and an unknown licence does not stop a publication.
+Uses the licences named in cards (`upstream_cards`) and in `publication.licenses`, and looks up their terms in
+a short table. This is not legal advice, and an unknown licence does not stop a publication.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ Upstream = Mapping[str, str]  # maps the name of a model or data set to its lice
 
 def inherited(declared: str | None, upstream: Upstream) -> str:
     """Returns the licence for the card: `declared` if nothing upstream forbids it, otherwise the licence that
-    upstream requires; `unknown` when no licence is known.
+    upstream requires; `unknown` if no licence is known.
 
-    Permissive licences require nothing here, non-commercial ones a non-commercial licence, and any other
-    licence (share-alike, a model's own) requires itself. Raises ValueError with a one-sentence message when
-    `declared` is too permissive, when two licences cannot both be met, or when one forbids derived works.
+    Permissive licences require nothing here. Non-commercial licences require a non-commercial licence. Any
+    other licence (share-alike, or a model's own) requires itself. Raises ValueError with a one-sentence
+    message if `declared` is too permissive, if two licences cannot both be met, or if a licence forbids
+    derived works.
     """
     known = {name: license.lower() for name, license in upstream.items() if license.lower() != UNKNOWN}
     for name, license in known.items():
@@ -65,10 +66,10 @@ def inherited(declared: str | None, upstream: Upstream) -> str:
 
 
 def upstream_licenses(cards: Cards, named: Mapping[str, str]) -> dict[str, str]:
-    """Returns the known licences of the base models and data described by these cards. `named` (from the
+    """Returns the known licences of the base models and data that these cards describe. `named` (from the
     recipe) takes precedence.
 
-    Raises ValueError when `named` mentions something that was not used.
+    Raises ValueError if `named` contains something that was not used.
     """
     given = {shown(parted(name)[0]): license for name, license in named.items()}
     strange = [name for name in given if name not in cards]

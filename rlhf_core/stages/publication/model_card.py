@@ -1,9 +1,10 @@
-"""Writes the model card (README.md) of a published model: content, origin, scores, intended use. Torch-free.
+"""Writes the model card (README.md) of a published model: content, origin, scores and intended use.
+Torch-free.
 
-These are pure functions from records to text without dates, so that the same inputs give the same card and
-repeating a publication changes nothing. Paths of this machine never appear: files are named by their last
+The functions are pure, from records to text, and use no dates. The same inputs therefore give the same card,
+and repeating a publication changes nothing. Paths on this machine never appear: files are named by their last
 component, stages by name and digest. The front matter has no legacy `model-index`. Scores always go to
-`eval_results.json`. If the questions are a data set on the Hub, they also go to `.eval_results/`, the Hub's
+`eval_results.json`. If the questions are a data set on the Hub, scores also go to `.eval_results/`, the Hub's
 current format, which cannot refer to questions in any other way.
 """
 
@@ -32,11 +33,13 @@ SAMPLING = ("max_tokens", "temperature", "top_p")  # the endpoint settings that 
 
 
 class CardModel(NamedTuple):
-    """A model to publish: its checkpoint's lineage, its name in the evaluation, the card's heading (a Hub ID,
-    or a name), the Hub repository of an adapter's base model (None: the model is not an adapter), and the
-    branch it is published on. `needs_score_class`: whether transformers lacks its class
-    (`models.score_classes`). `terms`: the terms of its base model. `reads_images`: whether it has an image
-    encoder."""
+    """Describes a model to publish: its checkpoint's lineage, its name in the evaluation, and the card's
+    heading (a Hub ID or a name). Also holds the Hub repository of an adapter's base model (None: the model is
+    not an adapter), and the branch to publish on.
+
+    `needs_score_class` says whether transformers lacks its class (`models.score_classes`). `terms` are the
+    terms of its base model. `reads_images` says whether it has an image encoder.
+    """
 
     lineage: Ancestor
     name: str
@@ -52,14 +55,14 @@ class CardModel(NamedTuple):
 
     @property
     def task(self) -> str:
-        """Returns the name of its task on the Hub."""
+        """Returns the Hub's name for the model's task."""
         if self.is_reward_model:
             return "text-classification"
         return "image-text-to-text" if self.reads_images else "text-generation"
 
 
 def card(model: CardModel, report: EvalReport | None, gates: Sequence[Verdict] = ()) -> str:
-    """Returns the README.md of a model. `gates`: the gates of all stages that led to it."""
+    """Returns the README.md of a model. `gates` are the gates of all stages that led to it."""
     parts = [
         f"---\n{yaml.safe_dump(front_matter(model), sort_keys=False, allow_unicode=True)}---\n",
         f"# {model.title}\n",
@@ -87,7 +90,7 @@ def card(model: CardModel, report: EvalReport | None, gates: Sequence[Verdict] =
 
 
 def front_matter(model: CardModel) -> dict[str, Any]:
-    """Returns the card's YAML header, which the Hub indexes. Only Hub IDs are listed as base model and data
+    """Returns the card's YAML header, which the Hub indexes. Lists only Hub IDs as base model and data
     sets."""
     kinds = [stage.kind.replace("_", "-") for stage in stages(model.lineage)]
     base = trained(model.lineage)[0]
@@ -115,8 +118,8 @@ def front_matter(model: CardModel) -> dict[str, Any]:
 
 
 def public_report(report: EvalReport) -> tuple[EvalReport, dict[str, str]]:
-    """Returns an evaluation without this machine's paths and addresses and without endpoint settings other
-    than `SAMPLING`. Also returns a mapping from names in `report` to public ones."""
+    """Returns an evaluation without paths and addresses on this machine, and without endpoint settings other
+    than `SAMPLING`. Also returns a mapping from names in `report` to public names."""
     rates = [*report.win_rates, *report.against_parent]
     names = [
         report.baseline,
@@ -144,8 +147,8 @@ def public_report(report: EvalReport) -> tuple[EvalReport, dict[str, str]]:
 
 
 def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
-    """Returns the content of `.eval_results/*.yaml` (Hub docs: eval-results): the model's win rate in percent
-    according to the judge that decides.
+    """Returns the content of `.eval_results/*.yaml` (Hub docs: eval-results): the model's win rate, in
+    percent, according to the deciding judge.
 
     Returns None unless the questions are on the Hub. The format requires one file per variant, so second
     opinions appear only in `eval_results.json`.
@@ -184,7 +187,7 @@ def _summary(model: CardModel) -> str:
 
 
 def template_args(ancestor: Ancestor) -> dict[str, Any]:
-    """Returns the chat template arguments that a model was last trained with, by name."""
+    """Returns the chat template arguments, by name, that a model was last trained with."""
     for stage in reversed(trained(ancestor)):
         texts = stage.config.get("data") or stage.config.get("prompts")
         if texts or "template_args" in stage.config:

@@ -1,11 +1,11 @@
-"""Writes the published folder, with a checkpoint's files, a card and scores. It appears complete or not at
-all.
+"""Writes the published folder with a checkpoint's files, a card and scores. The folder appears completely or
+not at all.
 
-It is written beside its destination, checked, marked, and renamed, so that a reader never sees an incomplete
+It is written next to its destination, checked, marked and renamed, so that a reader never finds an incomplete
 model. The marker (`alignflow.json`) records who wrote the folder, from which stage, and every file with its
 size and SHA-256. It allows the next publication to replace the folder; a folder without a marker belongs to
-somebody else and is not replaced. Only files that a model needs are copied, never pickles. An adapter (peft's
-format) is published unchanged, with the Hub repository of its base model named in its config.
+somebody else and is not replaced. Copies only files that a model needs, never pickles. An adapter (peft's
+format) is published unchanged, except that its config names the Hub repository of its base model.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rlhf_core.runs.lineage import lineage, stage_of
 from rlhf_core.system.files import file_digest
 
 MARKER = "alignflow.json"
-PLACES = ("_name_or_path", "name_or_path")  # keys of a config that store the path it was loaded from
+PLACES = ("_name_or_path", "name_or_path")  # config keys that store the path it was loaded from
 
 
 class AdapterBase(NamedTuple):
-    """The Hub repository of an adapter's base model, and its commit if known."""
+    """Holds the Hub repository of an adapter's base model, and its commit if known."""
 
     repo_id: str
     revision: str | None
@@ -57,7 +57,7 @@ def assemble(
     """Publishes a checkpoint to a folder, together with `texts` (relative path -> content). `base` comes from
     `adapter_base`.
 
-    Raises ValueError when the checkpoint is not a complete model, or when `folder` contains anything not
+    Raises ValueError if the checkpoint is not a complete model, or if `folder` contains anything not
     published by alignflow.
     """
     files = {
@@ -85,13 +85,13 @@ def put(
     """Copies files (relative path -> file) and writes `texts` to `folder`, completely or not at all. `finish`
     checks the result before it is moved into place.
 
-    In a run directory, weights are hard links, which take no space; a user's folder gets copies, which the
-    user may change. Raises ValueError when `folder` contains anything not published by alignflow.
+    In a run directory, weights are hard links, which take no space. A user's folder receives copies, which
+    the user may change. Raises ValueError if `folder` contains anything not published by alignflow.
     """
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (folder.with_name(f".{folder.name}.{digest}.{state}") for state in ("partial", "old"))
-    for leftover in (partial, old):  # from an interrupted publication
+    for leftover in (partial, old):  # left by an interrupted publication
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
     in_run = stage_of(folder) is not None
@@ -120,10 +120,11 @@ def _linked(file: Path, place: Path) -> bool:
 
 def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:
     """Returns the base model that a published adapter names: `base_repo`, otherwise the Hub repository it was
-    trained on; None if the checkpoint is not an adapter.
+    trained on. Returns None if the checkpoint is not an adapter.
 
-    Raises ValueError when the base is a folder on this machine and `base_repo` is not set, because others
-    could not load it; also when `base_repo` is not a Hub ID, or is set for a model that is not an adapter.
+    Raises ValueError if the base is a folder on this machine and `base_repo` is not set, because others could
+    not load it. Also raises ValueError if `base_repo` is not a Hub ID, or is set for a model that is not an
+    adapter.
     """
     if not is_adapter(checkpoint):
         if base_repo:
@@ -147,7 +148,8 @@ def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises ValueError unless `folder` is available: missing, empty, or published by alignflow before."""
+    """Raises ValueError unless `folder` can be written: it is missing, empty, or was published by
+    alignflow."""
     if (
         not folder.exists()
         or (folder.is_dir() and not any(folder.iterdir()))
@@ -175,8 +177,8 @@ def _manifest(folder: Path) -> dict[str, FileInfo]:
 
 
 def _rewrite(file: Path, base: AdapterBase | None = None) -> None:
-    """Removes the path on this machine that a model or tokenizer was loaded from, unless it is a Hub ID, and
-    sets an adapter's base model."""
+    """Removes the path on this machine that a model or tokenizer was loaded from, unless it is a Hub ID. Sets
+    an adapter's base model."""
     if not file.exists():
         return
     config = json.loads(file.read_text())

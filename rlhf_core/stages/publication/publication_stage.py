@@ -1,8 +1,8 @@
-"""Publishes a checkpoint with a card and scores, or a stage's data set, to a folder and, given a repository
-ID and a token, to the Hub (`upload.py`).
+"""Publishes a checkpoint with a card and scores, or a stage's data set, to a folder. With a repository ID and
+a token, also publishes it to the Hub (`upload.py`).
 
-The tag, which is named after the stage's run directory, is set last and marks the upload as complete. The
-rounds of a loop have their own branches (recipe/expand.py).
+The tag, named after the stage's run directory, is set last and marks the upload as complete. The rounds of a
+loop have their own branches (`recipe/expand.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rlhf_core.system.files import read_json, write_text
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Runs the publication stage. Outputs: `published` (the folder) and, after an upload, `hub` (`hub.json`,
-    with repository, commit and tag).
+    """Runs the publication stage. Its outputs are `published` (the folder) and, after an upload, `hub`
+    (`hub.json`, with repository, commit and tag).
 
     A dry run creates the same folder, always in the run directory, prints what it would send, and sends no
     request to the Hub.
@@ -94,8 +94,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def _card(api: HfApi, repo_id: str, repo_type: str) -> str | None:
-    """Returns the path of a repository's README.md, which names its licence; None if there is none that this
-    token may read. Raises ConnectionError when the Hub is unreachable, because the card, and therefore the
+    """Returns the path of a repository's README.md, which names its licence, or None if there is none that
+    this token may read. Raises ConnectionError if the Hub is unreachable, because the card, and therefore the
     commit, must be the same at every attempt."""
 
     def fetch() -> str | None:
@@ -110,7 +110,7 @@ def _card(api: HfApi, repo_id: str, repo_type: str) -> str | None:
 
 
 def read_token(repo_id: str | None, dry_run: bool = False) -> str | None:
-    """Returns the token if anything is to be sent to the Hub. Raises ValueError, before any work, when the
+    """Returns the token if anything is to be sent to the Hub. Raises ValueError, before any work, if the
     token is missing or HF_HUB_OFFLINE is set."""
     if repo_id is None or dry_run:
         return None
@@ -142,7 +142,7 @@ def card_files(
         report = EvalReport.model_validate_json((folder / "eval.json").read_text())
         stage = stage_of(folder)
         questions = stage[1]["config"].get("questions", {}).get("path", "") if stage else ""
-        # the evaluation may use another name for it, such as the last round of a loop
+        # the evaluation may use another name for the model, such as the last round of a loop
         judged = stage[1]["inputs"] if stage else {}
         if name not in judged:
             name = next((other for other, place in judged.items() if Path(place) == checkpoint), name)

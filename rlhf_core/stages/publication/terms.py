@@ -1,5 +1,5 @@
-"""Passes a base model's terms on to models derived from it: where its licence is, and whether readers must
-request access. Torch-free."""
+"""Passes a base model's terms on to models derived from it: the location of its licence, and whether readers
+must request access. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlhf_core.stages.publication.licenses import license_of
 from rlhf_core.stages.publication.upload import Gated
 from rlhf_core.stages.publication.upstream_cards import Header, ReadCard, card_of_model
 
-ASKING = "extra_gated_"  # prefix of card fields: what users requesting access must read and fill in
+ASKING = "extra_gated_"  # prefix of the card fields that users who request access must read and fill in
 
 
 class Terms(NamedTuple):
-    """The terms of a published model's base model. `repo_id`: the base's Hub repository; None if it is a
-    folder."""
+    """Holds the terms of a published model's base model. `repo_id` is the base's Hub repository, or None if
+    it is a folder."""
 
     repo_id: str | None = None
     header: Header = {}  # noqa: RUF012
@@ -31,8 +31,8 @@ class Terms(NamedTuple):
         return {name: value for name, value in self.header.items() if name.startswith(ASKING)}
 
     def license_fields(self, license: str) -> dict[str, Any]:
-        """Returns the card's fields for `license`. If it is the base's licence, the base's link to it is
-        added; if it is not on the Hub's list, it becomes `other`."""
+        """Returns the card's fields for `license`. If this is the base's licence, adds the base's link to it.
+        If it is not on the Hub's list, it becomes `other`."""
         if license_of(self.header) != license:
             return {"license": license}
         fields: dict[str, Any] = {
@@ -41,7 +41,7 @@ class Terms(NamedTuple):
             if name in self.header
         }
         link = str(fields.get("license_link", ""))
-        if link and "://" not in link and self.repo_id:  # a file beside the base's card
+        if link and "://" not in link and self.repo_id:  # a file next to the base's card
             fields["license_link"] = f"https://huggingface.co/{self.repo_id}/blob/main/{link}"
         return fields
 
@@ -57,7 +57,7 @@ def base_terms(output: Path, base_repo: str | None, read_card: ReadCard | None) 
 
 
 def _base_of(place: str) -> str | None:
-    """Returns the folder or Hub ID of the model that a chain of stages started from; None if a stage no
+    """Returns the folder or Hub ID of the model that a chain of stages started from, or None if a stage no
     longer exists."""
     while made := stage_of(place):
         folder, record = made
@@ -72,8 +72,8 @@ def _base_of(place: str) -> str | None:
 def gated_like(
     wanted: Literal["base", "auto", "manual", "no"], terms: Terms, private: bool, api: HfApi | None
 ) -> Gated | None:
-    """Returns how readers of a published model request access. `base`: as for its base model or, if that is
-    not gated on the Hub, `auto` if its card has fields for requests.
+    """Returns how readers of a published model request access. With `base`, access is the same as for its
+    base model. If that model is not gated on the Hub, access is `auto` if its card has fields for requests.
 
     Raises ValueError for a public model whose base cannot be read with this token.
     """

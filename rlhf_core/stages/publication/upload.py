@@ -1,11 +1,11 @@
-"""Uploads a published folder to the Hub: repository, branch, one commit on top of the head that it read, and
+"""Uploads a published folder to the Hub: repository, branch, one commit on top of the branch's head, and
 finally the tag.
 
 Repeating an interrupted upload ends with the same commit and one tag. An existing repository is reused, and
 the Hub's client (`create_commit`) sends no file that the Hub already has. A commit whose reply was lost is
-recognised because nothing is left to change, and an existing tag is checked and kept. `upload_folder` is not
-used: with xet it splits a folder into several commits, and a reader could then see new weights under an old
-card. `create_commit` streams large files too. A missing branch is first created at the head of main.
+recognised because nothing is left to change; an existing tag is checked and kept. `upload_folder` is not
+used: with xet it splits a folder into several commits, and a reader could then find new weights under an old
+card. `create_commit` also streams large files. A missing branch is first created at the head of main.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ CARD = "README.md"
 REPORT = "eval_results.json"
 RESULTS = ".eval_results/alignflow.yaml"
 RECEIPT = "hub.json"
-Gated = Literal["auto", "manual"]  # whether the Hub accepts access requests by itself, or a person does
+Gated = Literal["auto", "manual"]  # whether the Hub accepts access requests automatically, or a person does
 
 T = TypeVar("T")
 
 
 class HubCommit(NamedTuple):
-    """A model's commit on the Hub. `url` shows the files at the tag."""
+    """Describes a model's commit on the Hub. `url` shows the files at the tag."""
 
     repo_id: str
     commit: str
@@ -53,8 +53,8 @@ def would_send(
     repo_type: str,
     gated: Gated | None = None,
 ) -> str:
-    """Describes what uploading a published folder would send and where, with the size of every file in bytes
-    and the text of the card."""
+    """Describes what uploading a published folder would send, and to which repository, with the size of every
+    file in bytes and the text of the card."""
     files = _files(folder)
     sizes = {path: file.stat().st_size for path, file in files.items()}
     where = (
@@ -91,15 +91,15 @@ def upload(
     branch: str = MAIN,
     gated: Gated | None = None,
 ) -> HubCommit:
-    """Puts a published folder on the Hub: repository, branch, one commit, tag. Safe to repeat after any
+    """Uploads a published folder to the Hub: repository, branch, one commit, tag. Safe to repeat after any
     failure.
 
     With `gated`, a repository that everyone may read is changed to require access requests before any file is
     sent.
 
-    Raises ValueError when the Hub refuses (a bad token, missing permissions, no space, a public repository
-    where a private one is required, someone else's commit in the meantime, a tag that already marks another
-    model), and ConnectionError when the Hub stays unreachable.
+    Raises ValueError if the Hub refuses: a bad token, missing permissions, no space, a public repository
+    where a private one is required, someone else's commit in the meantime, or a tag that already marks
+    another model. Raises ConnectionError if the Hub stays unreachable.
     """
     published = read_marker(folder)
     if published is None:
@@ -137,7 +137,7 @@ def upload(
 
 
 class HubRepository:
-    """The Hub repository that an upload writes to. Retries requests that fail temporarily."""
+    """Represents the Hub repository that an upload writes to. Retries requests that fail temporarily."""
 
     def __init__(self, api: HfApi, repo_id: str, repo_type: str, retries: Retries):
         self._api = api
@@ -146,12 +146,12 @@ class HubRepository:
         self._retries = retries
 
     def call(self, what: str, request: Callable[[], T]) -> T:
-        """Returns the result of a request. `what`: its purpose, for messages."""
+        """Returns the result of a request. `what` is its purpose, for messages."""
         return with_retries(what, self._repo_id, request, self._retries, write_refusal)
 
     def create(self, private: bool, gated: Gated | None) -> None:
         """Creates the repository if it does not exist, and changes its access to `gated`. Raises ValueError
-        when it is public although `private` is set."""
+        if it is public although `private` is set."""
         api = self._api
         repo_id = self._repo_id
         repo_type = self._repo_type
@@ -174,8 +174,8 @@ class HubRepository:
             )
 
     def send(self, folder: Path, branch: str, heads: Mapping[str, str], message: str) -> str:
-        """Sends a folder's files in one commit on a branch, which is created if needed. `heads`: the commits
-        of the branches. Returns the new commit."""
+        """Sends a folder's files in one commit on a branch, which is created if needed. `heads` are the
+        commits of the branches. Returns the new commit."""
         api = self._api
         repo_id = self._repo_id
         repo_type = self._repo_type
@@ -189,7 +189,7 @@ class HubRepository:
                 "read the branch",
                 lambda: str(api.repo_info(repo_id, revision=branch, repo_type=repo_type).sha),
             )
-        # reads every file, so only once for all attempts
+        # reads every file, so it is done only once for all attempts
         adds = [CommitOperationAdd(path, file) for path, file in _files(folder).items()]
         return self.call(
             "send the files", lambda: _commit(api, adds, repo_id, branch, head, message, repo_type)
@@ -208,7 +208,7 @@ def _commit(
     """Makes the branch contain the files of `adds` in one commit, and deletes any other files of an earlier
     publication.
 
-    A second call with the same `head` finds nothing to change if the first commit went through; otherwise it
+    If the first commit went through, a second call with the same `head` finds nothing to change. Otherwise it
     commits on top of `head`.
     """
     patterns = (*MODEL_FILES, REPORT, RESULTS) if repo_type == "model" else DATA_FILES
@@ -216,11 +216,11 @@ def _commit(
     old = [
         path for path in sorted(absent) if any(Path("/", path).match(f"/{pattern}") for pattern in patterns)
     ]
-    # somebody may have added licence files there
+    # somebody may have added licence files in the repository
     stale = [path for path in old if not path.startswith(("LICENSE", "NOTICE"))]
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationDelete(path) for path in stale),
-        *map(copy, adds),  # the client stores in them what it found on the Hub
+        *map(copy, adds),  # the client stores in these objects what it found on the Hub
     ]
     commit = api.create_commit(
         repo_id, operations, commit_message=message, revision=branch, parent_commit=head, repo_type=repo_type
@@ -231,8 +231,8 @@ def _commit(
 def _differences(
     api: HfApi, folder: Path, published: Published, repo_id: str, commit: str, repo_type: str
 ) -> list[str]:
-    """Returns the files of the folder that differ from those of a commit. Large files are compared by
-    SHA-256, small ones by their git hash."""
+    """Returns the files of the folder that differ from a commit's files. Compares large files by SHA-256 and
+    small ones by their git hash."""
     there = _remote(api, repo_id, commit, repo_type)
     different = []
     for path, file in _files(folder).items():

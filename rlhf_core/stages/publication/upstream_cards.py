@@ -1,5 +1,5 @@
-"""Reads the cards of the base models and data sets that a stage's output is derived from, from their folders,
-the Hub's cache, or the Hub. Torch-free."""
+"""Reads the cards of the base models and data sets that a stage's output is derived from. Reads them from
+their folders, the Hub's cache, or the Hub. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Cards = Mapping[str, Callable[[], Header]]
 
 
 def upstream_cards(output: Path, read_card: ReadCard | None) -> Cards:
-    """Returns the cards. Local cards take precedence over those on the Hub, which need `read_card`."""
+    """Returns the cards. Local cards take precedence over cards on the Hub, which need `read_card`."""
     cards: dict[str, Callable[[], Header]] = {}
     for place in _leaves(str(output), set()):
         cards[lineage(place).name] = cache(partial(card_of_model, place, read_card))
@@ -44,7 +44,7 @@ def header_of(readme: str) -> Header:
 
 
 def _leaves(place: str, seen: set[str]) -> list[str]:
-    """Returns the models from which a checkpoint is derived and that no stage created."""
+    """Returns the models that a checkpoint is derived from and that no stage created."""
     found = stage_of(place)
     if found is None:
         return [place]
@@ -65,7 +65,7 @@ def card_of_model(place: str, read_card: ReadCard | None) -> Header:
 
 
 def _of_hub(place: str, repo_type: str, read_card: ReadCard | None) -> Header:
-    """Returns a repository's card, at the given commit if that is cached, otherwise the current one."""
+    """Returns a repository's card at the given commit if that is cached, otherwise the current card."""
     if not is_hub_id(place):
         return {}
     repo_id, revision = parted(place)

@@ -1,5 +1,5 @@
-"""Measures how the answers of an iteration differ: groups without a signal, lengths, and advantages. Means
-hide these."""
+"""Measures how the answers of an iteration vary, which means hide: groups without a signal, lengths, and
+advantages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ PERCENTILES = (10, 50, 90)
 
 
 def group_signal(rewards: Tensor, scored: Tensor, samples: int) -> dict[str, float]:
-    """Returns `reward/equal_groups`: of the prompts with at least two rewarded answers, the share whose
-    rewards are all equal. `rewards` and `scored` (B,), `samples` consecutive answers per prompt. Empty if no
+    """Returns `reward/equal_groups`: the fraction of prompts with at least two rewarded answers whose rewards
+    are all equal. `rewards` and `scored` are (B,), with `samples` consecutive answers per prompt. Empty if no
     prompt has two rewarded answers."""
     equal: list[bool] = []
     for start in range(0, len(rewards), samples):
@@ -24,7 +24,7 @@ def group_signal(rewards: Tensor, scored: Tensor, samples: int) -> dict[str, flo
 
 
 def length_spread(lengths: Tensor) -> dict[str, float]:
-    """Returns percentiles of the answers' lengths, `lengths` (B,) in tokens, and the largest."""
+    """Returns percentiles and the maximum of the answers' `lengths` (B,), in tokens."""
     values = np.percentile(lengths.numpy(), PERCENTILES)
     metrics = {f"response/length_p{at}": float(v) for at, v in zip(PERCENTILES, values, strict=True)}
     return metrics | {"response/length_max": float(lengths.max())}
@@ -32,8 +32,8 @@ def length_spread(lengths: Tensor) -> dict[str, float]:
 
 def length_correlation(rewards: Tensor, lengths: Tensor, scored: Tensor, samples: int) -> float:
     """Returns Pearson's correlation of reward and length, both (B,), over the `scored` answers; 0 if either
-    does not vary. With several answers per prompt, both are compared with the mean of the prompt, so that
-    prompts that need long answers do not count."""
+    does not vary. With several answers per prompt, both are measured relative to the prompt's mean, which
+    removes the effect of prompts that need long answers."""
     of_reward: list[Tensor] = []
     of_length: list[Tensor] = []
     size = samples if samples > 1 else len(rewards)
@@ -52,8 +52,8 @@ def length_correlation(rewards: Tensor, lengths: Tensor, scored: Tensor, samples
 
 
 def advantage_spread(advantages: Tensor) -> dict[str, float]:
-    """Returns the standard deviation and the largest absolute value of advantages (N,), those of the answers
-    or of the tokens to train on."""
+    """Returns the standard deviation and the largest absolute value of advantages (N,). The advantages are
+    per answer, or per token to train on."""
     values = advantages.double()
     return {
         "advantage/std": float(values.std(correction=0)),

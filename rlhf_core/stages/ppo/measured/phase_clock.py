@@ -1,4 +1,4 @@
-"""Measures what the stage and its roles did during one iteration, and when."""
+"""Measures what the stage and its roles did during one iteration and when they did it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from rlhf_core.cluster.work_log import CallSpan, GroupWork, seconds_by_phase
 from rlhf_core.runs.timeline import Timeline, TimelineRow
 
-HOST = "host"  # in place of the name of a GPU
-STAGE = "stage"  # name of the row with the phases that the stage waited for
-JOINED = 0.002  # share of an iteration: shorter gaps between spans of one phase are not kept
+HOST = "host"  # used in place of a GPU name
+STAGE = "stage"  # name of the row that holds the phases the stage waited for
+JOINED = 0.002  # as a fraction of an iteration; closes shorter gaps between spans of one phase
 
 
 class PhaseClock:
-    """Measures the phases of an iteration, which begins now."""
+    """Measures the phases of an iteration, which begins when the clock is created."""
 
     def __init__(self) -> None:
         self.begin = time.time()
@@ -24,9 +24,9 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the wall seconds of a phase. Each phase ends with a wait for its workers' results, so no work
-        is counted in the next phase. Sampling ahead and scoring that overlap other phases count only while
-        something waits for them."""
+        """Adds the wall-clock seconds of a phase. Each phase ends by waiting for its workers' results, so
+        that its work does not count towards the next phase. Sampling ahead and scoring that overlap other
+        phases count only while something waits for them."""
         start = self.elapsed()
         yield
         end = self.elapsed()
@@ -44,8 +44,8 @@ class PhaseClock:
 def timeline_of(
     clock: PhaseClock, work: Mapping[str, GroupWork], gpus: Mapping[str, Sequence[str]]
 ) -> Timeline:
-    """Returns the timeline of the iteration that ends now. `work`: the work of each role since the iteration
-    began, by role; engines that were called one by one have a row each. `gpus`: the names of each role's
+    """Returns the timeline of the iteration that ends now. `work` holds each role's work since the iteration
+    began. Engines that were called individually have a row each. `gpus` holds the names of each role's
     GPUs."""
     whole = clock.elapsed()
     cards = dict.fromkeys(gpu for own in gpus.values() for gpu in own if gpu != HOST)
@@ -62,7 +62,7 @@ def timeline_of(
 def _parts(
     role: str, gpus: Sequence[str], work: GroupWork
 ) -> Iterator[tuple[str, Sequence[str], Sequence[CallSpan]]]:
-    """Yields name, GPUs and spans of a role as a whole, and of each rank that was called on its own."""
+    """Yields the name, GPUs and spans of a role as a whole, and of each rank that was called individually."""
     if work.together:
         yield role, gpus, work.together
     ranks = len(work.alone)
@@ -74,8 +74,8 @@ def _parts(
 
 
 def _drawn(spans: Iterable[CallSpan], begin: float, whole: float) -> list[tuple[str, float, float]]:
-    """Returns (phase, begin, end) within the iteration, in order; spans of one phase with hardly a gap
-    between them are joined."""
+    """Returns (phase, begin, end) within the iteration, in order. Joins spans of one phase with hardly a gap
+    between them."""
     joined: list[tuple[str, float, float]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         first = min(max(span.begin - begin, 0.0), whole)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# |log-prob difference| between engine and trainer on the same weights that is always allowed
+# A difference |log-prob of engine - log-prob of trainer| on the same weights that is always allowed.
 NOISE_FREE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 0.02}
-MARGIN = 4.0  # beyond it, a multiple of the change that rounding causes in the log-probs
+MARGIN = 4.0  # largest allowed difference, as a multiple of the change that rounding causes in the log-probs
 
 
 class WeightsDiffer(RuntimeError):
@@ -22,15 +22,16 @@ class EngineDiffers(RuntimeError):
 
 
 class Probe(NamedTuple):
-    """Holds the largest |difference| of log-probs between engines and trainer, and its bound. For experts in
-    bf16 it covers nine of ten tokens."""
+    """Holds the largest absolute difference of log-probs between engines and trainer, and its bound. For
+    experts in bf16, both cover nine of ten tokens."""
 
     gap: float
     bound: float
 
 
 def gaps_of(found: Sequence[Any], expected: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns |differences| of log-probs of all documents, without first tokens, which have none."""
+    """Returns the absolute differences of log-probs over all documents. Leaves out first tokens, which have
+    no log-prob."""
     return np.concatenate(
         [np.abs(np.asarray(got) - want)[1:] for got, want in zip(found, expected, strict=True)]
     )
@@ -43,11 +44,12 @@ def compare(
     dtype: str,
     most: bool,
 ) -> Probe:
-    """Returns the gap between each engine's log-probs and the trainer's (`plain`), and its bound: `MARGIN`
-    times the change that rounding in the formats of both causes in the trainer's own log-probs (`moved`:
-    `rounding.py`), and at least `NOISE_FREE`. `most`: both cover only nine of ten tokens."""
+    """Returns the largest gap between any engine's log-probs and the trainer's (`plain`), and its bound. The
+    bound is `MARGIN` times the change that rounding in both formats causes in the trainer's own log-probs
+    (`moved`: `rounding.py`), and at least `NOISE_FREE`. With `most`, gap and bound cover only nine of ten
+    tokens."""
     gaps = np.concatenate([gaps_of(engine, plain) for engine in engines])
-    if not len(gaps):  # prompts of one token have nothing to compare
+    if not len(gaps):  # prompts of one token give nothing to compare
         return Probe(0.0, 0.0)
     of_rounding, gap = (
         float(np.quantile(each, 0.9) if most else each.max()) for each in (gaps_of(moved, plain), gaps)
@@ -56,9 +58,9 @@ def compare(
 
 
 def check_gap(gap: float, tolerance: float, most: bool = False, synced: bool = True) -> None:
-    """Raises an error when log-probs of engine and trainer differ by more than `tolerance` or are nan:
-    WeightsDiffer after a weight sync (`synced`), EngineDiffers before any. `most`: the gap covers nine of ten
-    tokens."""
+    """Raises an error if log-probs of engine and trainer differ by more than `tolerance` or are nan. The
+    error is WeightsDiffer after a weight sync (`synced`) and EngineDiffers before the first. With `most`, the
+    gap covers only nine of ten tokens."""
     if gap <= tolerance:
         return
     differ = (

@@ -1,9 +1,9 @@
-"""Computes the shortest possible time of an iteration: its floating-point operations and bytes, divided by
-the ceilings of the GPUs.
+"""Computes the minimum time of an iteration: its floating-point operations and bytes divided by the limits of
+the GPUs.
 
-A forward pass of N parameters takes 2N operations per token, training 6N (Kaplan et al. 2020, section 2.1;
-attention's own products and recomputation are left out). The ceilings are measured at start, on the actor's
-GPU: a large matrix product and a large copy.
+A forward pass of N parameters takes 2N operations per token, and training takes 6N (Kaplan et al. 2020,
+section 2.1). Attention's own products and recomputation are left out. The limits are measured at the start,
+on the actor's GPU, with a large matrix product and a large copy.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from rlhf_core.models.weights.whole_weights import whole_size
 from rlhf_core.stages.ppo.rollout_records import Rollout
 
 MATMUL = 8192
-COPY = 1 << 30  # on a GPU: MATMUL is the rows of a square matrix, COPY is bytes
+COPY = 1 << 30  # on a GPU: MATMUL is the number of rows of a square matrix, COPY is in bytes
 CPU_MATMUL = 512
 CPU_COPY = 1 << 24
 
 
 class Ceilings(NamedTuple):
-    """Holds a GPU's limits: FLOP/s of matrix products in the training dtype, bytes/s of its memory (reads and
-    writes both counted)."""
+    """Holds a GPU's limits: FLOP/s of matrix products in the training dtype, and memory bandwidth in bytes/s
+    (reads and writes both counted)."""
 
     flops: float
     bandwidth: float
 
 
 class ModelShape(NamedTuple):
-    """Holds sizes of one model: parameters used per token (for experts only those that the token is sent to),
-    bytes of all weights, bytes of keys and values per token, and whether it has experts."""
+    """Holds the sizes of one model: parameters used per token (for experts, only those that the token is sent
+    to), bytes of all weights, bytes of keys and values per token, and whether it has experts."""
 
     parameters: int
     weight_bytes: int
@@ -46,7 +46,7 @@ class ModelShape(NamedTuple):
 
 
 class RooflineInputs(NamedTuple):
-    """Holds each role's model and GPUs, and the ceilings of a GPU."""
+    """Holds each role's model and GPUs, and the limits of a GPU."""
 
     shapes: Mapping[str, ModelShape]
     gpus: Mapping[str, Sequence[str]]
@@ -58,7 +58,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
     config = model.config
     experts = num_experts(config)
     parameters = [(name, whole_size(p), p.element_size()) for name, p in model.named_parameters()]
-    # share of the experts that a token is sent to
+    # fraction of the experts that a token is sent to
     met = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
     idle = (1 - met) * sum(n for name, n, _ in parameters if ".experts." in name)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -74,7 +74,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measures the ceilings of a GPU, or of the CPU, as the best of a few runs each."""
+    """Measures the limits of a GPU or of the CPU; each is the best of a few runs."""
     on_gpu = device.type == "cuda"
     rows, size = (MATMUL, COPY) if on_gpu else (CPU_MATMUL, CPU_COPY)
     matrix = torch.randn(rows, rows, device=device, dtype=dtype)
@@ -102,8 +102,8 @@ def floors(
     machine: RooflineInputs,
     scorings: Mapping[str, float],
 ) -> dict[str, float]:
-    """Returns the minimum seconds of each phase, as `floor/<phase>`. `passes`: how often each role trains
-    on each rollout. `scorings`: how often it scores it.
+    """Returns the minimum seconds of each phase, as `floor/<phase>`. `passes` is the number of times that
+    each role trains on each rollout; `scorings` is the number of times that it scores each rollout.
 
     A prompt with several answers counts once.
     """
@@ -120,8 +120,9 @@ def floors(
 
 
 def _generate(rollouts: Sequence[Rollout], machine: RooflineInputs) -> float:
-    """Returns the minimum seconds of generation: the prompts' products, then decoding, limited by its
-    products or by reading all keys and values and, per token of the longest answer, the weights."""
+    """Returns the minimum seconds of generation: the products of the prompts, then decoding. Decoding is
+    limited either by its products or by memory reads. The reads are all keys and values, and the weights once
+    per token of the longest answer."""
     shape, gpus, (flops, bandwidth) = (
         machine.shapes["sampler"],
         len(machine.gpus["sampler"]),
@@ -140,7 +141,7 @@ def _generate(rollouts: Sequence[Rollout], machine: RooflineInputs) -> float:
 
 
 def _prompt_tokens(rollouts: Sequence[Rollout]) -> int:
-    """Counts the tokens of the prompts, each prompt once."""
+    """Counts the tokens of the prompts; each prompt counts once."""
     return sum(
         len(prompt)
         for prompt in {

@@ -1,10 +1,10 @@
-"""Measures how far rounding may move a model's log-probs, by comparing passes with and without noise of the
+"""Measures how much rounding may change a model's log-probs. Compares passes with and without noise of the
 size of rounding errors.
 
-Two programs that compute one model in different orders or formats round different sums. A rounding error is
-relative: its root mean square is about 0.4 of the format's unit roundoff (2^-8 for bf16, which has 8 bits of
-precision). Each decoder layer gets noise where it rounds: in its branches, and in the sums of the residual
-stream.
+Two programs that compute the same model in different orders or formats round different sums. A rounding error
+is relative: its root mean square is about 0.4 of the format's unit roundoff (2^-8 for bf16, which has 8 bits
+of precision). Noise is added where each decoder layer rounds: in its branches, and in the sums of the
+residual stream.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import Tensor, nn
 
 from rlhf_core.models.weights.frozen_weights import layers_of
 
-# unit roundoffs; fp8: e4m3
+# Unit roundoffs; fp8 is e4m3.
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "fp8": 2.0**-4}
-MEAN = 6**-0.5  # root mean square of an error, relative to the unit roundoff, over mantissas of all sizes
+MEAN = 6**-0.5  # root mean square of an error relative to the unit roundoff, over all mantissas
 BRANCH = 10
-# roundings of a layer: BRANCH for norms, projections, rotations, attention, activations; SUMS for its two
-# branches
+# Roundings in a layer. BRANCH counts norms, projections, rotations, attention and activations; SUMS counts
+# the additions of its two branches.
 SUMS = 2
 FP8_WEIGHTS = 8
 FP8_CACHE = 2  # roundings that FP8 adds: weights and inputs of four projections; keys and values
 
 
 class Noise(NamedTuple):
-    """Holds relative sizes of a layer's rounding errors: of its contribution to the residual stream, and of
-    the stream."""
+    """Holds the relative sizes of a layer's rounding errors: in its contribution to the residual stream, and
+    in the stream itself."""
 
     branch: float
     stream: float
 
 
 def noise_of(dtype: str, engine: Mapping[str, Any], float8: bool = False) -> Noise:
-    """Returns the noise between a trainer and an engine of the same `dtype`, each with its own errors.
-    `engine`: vLLM's options, of which `quantization` and `kv_cache_dtype` may name FP8. `float8`: the trainer
-    multiplies in FP8."""
+    """Returns the noise between a trainer and an engine of the same `dtype`, each of which makes its own
+    errors. `engine` holds vLLM's options; its `quantization` and `kv_cache_dtype` may name FP8. `float8`
+    means that the trainer multiplies in FP8."""
     unit = MEAN * UNIT[dtype]
     fp8 = MEAN * UNIT["fp8"]
     branch = 2 * BRANCH * unit**2
@@ -51,7 +51,8 @@ def noise_of(dtype: str, engine: Mapping[str, Any], float8: bool = False) -> Noi
 
 @contextmanager
 def noisy(model: nn.Module, noise: Noise) -> Iterator[None]:
-    """Adds noise, the same each time, to each decoder layer's output while the context is open."""
+    """Adds noise to the output of each decoder layer while the context is open. The noise is the same each
+    time."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def add(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:

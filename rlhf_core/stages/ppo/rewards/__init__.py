@@ -1,1 +1,1 @@
-"""From rewards of an answer's sources to the advantages of its tokens."""
+"""Turns the rewards of an answer's sources into the advantages of its tokens."""

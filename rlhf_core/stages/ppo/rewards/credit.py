@@ -1,8 +1,8 @@
-"""Turns scores into experience: sums and shapes rewards, computes advantages. Runs on the driver,
-without a model.
+"""Turns scores into experience: sums and shapes rewards, and computes advantages. Runs on the driver, without
+a model.
 
-Answers without a reward, and answers without another one to compare with, are masked out here: statistics and
-training do not use them.
+Masks out answers that have no reward, or no other answer to compare with. Statistics and training do not use
+them.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
 
 
 class RewardParts(NamedTuple):
-    """Holds the numbers from which the advantages of B answers were computed: the weighted sum of their
-    sources (B,), where each has one (B,), the rewards after clipping and penalties, and the coefficient of
-    the KL in them (0: none)."""
+    """Holds the numbers from which the advantages of B answers were computed: the weighted sums of their
+    sources (B,), which answers have a sum (B,), the rewards after clipping and penalties, and the coefficient
+    of the KL in them (0: none)."""
 
     summed: Tensor
     scored: Tensor
@@ -61,8 +61,8 @@ class RewardParts(NamedTuple):
 
 
 class Credited(NamedTuple):
-    """Holds the experience of all rollouts, the indices of those to train on, metrics, how far the critic's
-    values may move in the loss (None: no limit), and the parts of the rewards."""
+    """Holds the experience of all rollouts, the indices of those to train on, and metrics. Also holds how far
+    the critic's values may move in the loss (None: no limit), and the parts of the rewards."""
 
     experience: list[Experience]
     usable: list[int]
@@ -72,7 +72,7 @@ class Credited(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Holds how far the actor is from reference and sampler: the mean KL per token (nats) for the KL
+    """Holds the actor's distance from reference and sampler: the mean KL per token (nats) for the KL
     controller, and metrics."""
 
     kl: float
@@ -88,12 +88,12 @@ def credit(
     terms: Sequence[Term],
     lengths_of: Lengths | None = None,
 ) -> Credited:
-    """Computes advantages and returns of a whole rollout, with statistics over all its usable response tokens
-    at once. `terms`: the sources of rewards. `statistics`: running statistics of the sources that are
-    standardised with them, including these answers. `lengths_of`: finds the tokens of steps that have
+    """Computes the advantages and returns of a whole rollout, with statistics over all its usable response
+    tokens. `terms` are the reward sources. `statistics` are the running statistics, including these answers,
+    of the sources that are standardised with them. `lengths_of` finds the tokens of steps that have
     rewards."""
     masks = [rollout.document.mask_array for rollout in rollouts]
-    # one number per answer, so T is 1: nothing is laid out per token
+    # one number per answer, so T is 1 and nothing is expanded to tokens
     of_answers = config.advantage_estimator in GROUPED
     # (B, T)
     response = torch.ones(len(masks), 1, dtype=torch.bool) if of_answers else _pad(masks, torch.bool)
@@ -107,7 +107,7 @@ def credit(
         early *= (
             combined.rewards.clamp(-config.reward_clip, config.reward_clip) / combined.rewards
         ).nan_to_num(1.0)[:, None]
-    # A text without its end has no reward yet except that of its steps.
+    # A cut text has no reward yet, except for its steps.
     shaped = shaped_rewards(rollouts, combined, config, 0.0 if early is None else early.sum(-1))
     rewards = shaped.rewards
     metrics = combined.metrics | shaped.metrics
@@ -121,14 +121,14 @@ def credit(
     (advantages, returns), usable = estimate(
         rewards, kl, coef, values, mask, combined.scored, config, early, after
     )
-    if config.mask_truncated:  # after the estimate, in which their rewards count
+    if config.mask_truncated:  # after the estimate, which uses their rewards
         usable = usable & ~cut
         returns = torch.where(usable[:, None], returns, 0)
     tokens = int(counts[usable].sum())
     if not tokens:
         raise ValueError(nothing_to_learn(len(rollouts), int(cut.sum()), config))
     metrics |= {
-        # returns are 0 on tokens that are not learned from
+        # returns are 0 on tokens that are not trained on
         "return/mean": float((returns[:, 0].double() * counts if of_answers else returns).sum() / tokens),
         "response/length": float(counts.float().mean()),
         "response/truncated": float(cut.float().mean()),
@@ -152,7 +152,8 @@ def credit(
 
 def spread_of(shaped: Shaped, scored: Tensor, lengths: Tensor, config: PPO) -> dict[str, float]:
     """Measures how the rewards and lengths of the answers, (B,) each, vary and correlate. Penalties count in
-    the signal of a group, but not in the correlation with length, which they would create themselves."""
+    the signal of a group, but not in the correlation with length, because they depend on length
+    themselves."""
     samples = config.n_samples_per_prompt
     metrics = length_spread(lengths)
     metrics["reward/length_correlation"] = length_correlation(shaped.clipped, lengths, scored, samples)
@@ -162,8 +163,8 @@ def spread_of(shaped: Shaped, scored: Tensor, lengths: Tensor, config: PPO) -> d
 
 
 def kl_of(scores: Scores, masks: Sequence[np.ndarray], mask: Tensor, config: PPO) -> Tensor:
-    """Returns estimates of the KL to the reference, (B, T): 0 outside of `mask`, or one number per answer
-    where advantages are for whole answers."""
+    """Returns estimates of the KL to the reference, (B, T), 0 outside of `mask`. For estimators of whole
+    answers, returns one number per answer."""
     assert scores.logprobs is not None and scores.ref_logprobs is not None
     if config.advantage_estimator in GROUPED:
         return _kl_of_answers(scores.logprobs, scores.ref_logprobs, masks, config.kl_estimator)[:, None]
@@ -178,7 +179,7 @@ def experience_of(
     returns: Sequence[np.ndarray] | None,
     config: PPO,
 ) -> list[Experience]:
-    """Returns what training reads of each rollout. Fields that no loss reads are None, and are not sent."""
+    """Returns what training reads from each rollout. Fields that no loss reads are None and are not sent."""
     none = (None,) * len(rollouts)
     sampler = none if not config.weighs_tokens else [rollout.sampler_logprobs for rollout in rollouts]
     in_loss = config.kl_in == "loss" and not config.teacher_top_k
@@ -207,8 +208,8 @@ def divergence(
     kl_coef: float,
     config: PPO,
 ) -> Divergence:
-    """Measures the old policy's KL to the reference (0 without one) and, if it is the actor, its distance to
-    the sampler, on the `usable` rollouts."""
+    """Measures the old policy's KL to the reference (0 without a reference) on the `usable` rollouts. If the
+    old policy is the actor, also measures its distance to the sampler."""
     chosen = [rollouts[i] for i in usable]
     own = _of_responses(chosen, [logprobs[i] for i in usable])
     kl = 0.0
@@ -230,8 +231,8 @@ def divergence(
 
 
 def distance_to_sampler(rollouts: Sequence[Rollout], logprobs: Scored, config: PPO) -> dict[str, float]:
-    """Measures the distance between trainer and sampler (`sampler_metrics`). `logprobs` (T,) each: the
-    trainer's, with the index of their rollout; none if the actor was not trained."""
+    """Measures the distance between trainer and sampler (`sampler_metrics`). `logprobs` holds pairs of a
+    rollout's index and the trainer's log-probs (T,); it is empty if the actor was not trained."""
     if not logprobs:
         return {}
     chosen = [rollouts[i] for i, _ in logprobs]
@@ -248,8 +249,8 @@ def _of_responses(rollouts: Sequence[Rollout], rows: Sequence[np.ndarray]) -> Te
 
 
 def nothing_to_learn(answers: int, cut: int, config: PPO) -> str:
-    """Returns a message that explains why no answer of a rollout can be learned from; a limit cut `cut` of
-    them."""
+    """Returns a message that explains why no answer of a rollout can be trained on. `cut` is the number of
+    answers that a limit cut."""
     if config.mask_truncated and cut:
         why = f"a limit cut {cut}: raise generate_max_len, or leave out mask_truncated"
     else:
@@ -258,8 +259,8 @@ def nothing_to_learn(answers: int, cut: int, config: PPO) -> str:
 
 
 class Estimated(NamedTuple):
-    """Holds advantages and returns, (B, T), or (B, 1) for estimators on whole answers, and which answers have
-    them (B,)."""
+    """Holds advantages and returns, and which answers have them (B,). Advantages and returns are (B, T), or
+    (B, 1) for estimators of whole answers."""
 
     credit: Credit
     usable: Tensor
@@ -268,10 +269,10 @@ class Estimated(NamedTuple):
 def early_rewards(
     rollouts: Sequence[Rollout], rewards: Rewards, config: PPO, lengths_of: Lengths | None
 ) -> Tensor | None:
-    """Returns the parts of the reward whose tokens are known, weighted as in the sum (B, T): those at tokens
-    that end the answers of an episode, and those of an answer's steps. Returns None if there are none, or the
-    estimator compares the rewards of whole answers. The rewards of a standardised source go to the last
-    token, because its mean is over whole answers."""
+    """Returns the parts of the reward with known tokens, weighted as in the sum (B, T). These are rewards at
+    tokens that end the answers of an episode, and rewards of an answer's steps. Returns None if there are
+    none, or if the estimator compares the rewards of whole answers. The rewards of a standardised source go
+    to the last token, because its mean is over whole answers."""
     compared = (*GROUPED, "reinforce_pp_baseline")
     if config.reward_at == "every_token" or config.advantage_estimator in compared:
         return None
@@ -297,8 +298,8 @@ def early_rewards(
 
 
 def _on_steps(rollout: Rollout, steps: Steps | None, lengths_of: Lengths | None) -> np.ndarray | None:
-    """Returns the rewards of an answer's steps at their tokens (T,). Returns None for an episode, which has
-    several answers."""
+    """Returns the rewards of an answer's steps at their tokens (T,). Returns None for an episode, because it
+    has several answers."""
     if steps is None or lengths_of is None or rollout.own is not None:
         return None
     mask = rollout.document.mask_array
@@ -318,12 +319,12 @@ def estimate(
     early: Tensor | None = None,
     after: Tensor | None = None,
 ) -> Estimated:
-    """Computes advantages with the configured estimator: `rewards` and `scored` (B,), `kl`, `values` and
-    `mask` (B, T), `coef` of the KL. `early` (B, T): as in `token_rewards`; estimators on whole answers do not
-    use it. `after` (B,): as in `gae`, the only estimator that uses it.
+    """Computes advantages with the configured estimator. `rewards` and `scored` are (B,); `kl`, `values` and
+    `mask` are (B, T); `coef` is the coefficient of the KL. `early` (B, T) is as in `token_rewards`;
+    estimators of whole answers do not use it. `after` (B,) is as in `gae`, the only estimator that uses it.
 
-    For estimators on whole answers, the KL of all tokens is the answer's (Ahmadian et al. 2024, eq. 1). It is
-    compared within the group like the reward, but not divided by a deviation.
+    For estimators of whole answers, the KL of an answer is the sum over its tokens (Ahmadian et al. 2024, eq.
+    1). It is compared within the group like the reward, but not divided by a standard deviation.
     """
     gamma = config.gamma
     n = config.n_samples_per_prompt
@@ -365,7 +366,7 @@ def _kl_of_answers(
     estimator: KLEstimator,
 ) -> Tensor:
     """Returns the sum of each answer's KL (B,). Works row by row, because arrays of all answers would not fit
-    the processor's caches."""
+    into the processor's caches."""
     rows = [(_response(mask), own, ref) for mask, own, ref in zip(masks, logprobs, ref_logprobs, strict=True)]
     # Copies: arrays from other processes are read-only, and PyTorch warns about that.
     return torch.stack(
@@ -382,12 +383,12 @@ def _pad(rows: Sequence[np.ndarray], dtype: torch.dtype = torch.float32) -> Tens
 
 
 def _response(mask: np.ndarray) -> slice | np.ndarray:
-    """Returns where a mask is true: a slice, which copies nothing, if it is true from one token to the
-    end."""
+    """Returns the positions where a mask is true. This is a slice, which copies nothing, if the mask is true
+    from one token to the end."""
     first = int(mask.argmax())
     return slice(first, None) if mask[first:].all() else mask
 
 
 def _cut(padded: Tensor, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the padded rows without their padding. `rows` have the same lengths."""
+    """Returns the padded rows without their padding. `rows` has the original lengths."""
     return [found[: len(row)] for found, row in zip(padded.numpy(), rows, strict=True)]

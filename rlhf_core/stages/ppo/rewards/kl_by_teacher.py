@@ -1,4 +1,4 @@
-"""Measures the KL to each teacher of a policy that has several."""
+"""Measures the KL to each teacher, for a policy with several teachers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlhf_core.stages.ppo.rollout_records import Rollout
 
 def kl_by_teacher(chosen: Sequence[Rollout], estimates: Tensor, config: PPO) -> dict[str, float]:
     """Returns the mean KL per token to each teacher on its own answers, in nats, as `kl/teacher/NAME`.
-    `estimates` (N,): those of all response tokens of the `chosen` rollouts. A teacher without an answer has
-    no metric."""
+    `estimates` (N,) holds the estimates for all response tokens of the `chosen` rollouts. A teacher without
+    an answer has no metric."""
     if not config.teachers:
         return {}
     rows = [rollout.prompt.row for rollout in chosen]

@@ -1,5 +1,5 @@
-"""Asks all reward sources for the rewards of an iteration's answers: reward models, functions, servers and
-judges, the environment, and sources without rewards."""
+"""Requests the rewards of an iteration's answers from all sources: reward models, functions, servers, judges,
+the environment, and sources without rewards."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rlhf_core.stages.ppo.rollout_records import Rollout
 
 @dataclass(frozen=True)
 class RewardSources:
-    """Holds the sources of `config.reward`. `models`: the group of each reward model, by title. `own_tokens`:
-    for reward models with another tokenizer, the writers of answers for them. `clients`: functions, servers
-    and judges. `decode`: turns the token ids of several texts into the texts."""
+    """Holds the sources of `config.reward`. `models` maps titles to the groups of reward models. `own_tokens`
+    re-tokenises answers for reward models with another tokenizer. `clients` are functions, servers and
+    judges. `decode` turns the token ids of several texts into text."""
 
     config: PPO
     models: Mapping[str, WorkerGroup]
@@ -34,9 +34,9 @@ class RewardSources:
     def start(
         self, rollouts: Sequence[Rollout], documents: Any, allowed: int, scoring: Turns
     ) -> Callable[[], Rewards]:
-        """Starts all sources. `documents`: those of the rollouts, on the nodes. Returns a function that waits
-        for the rewards and raises RewardsFailed when a source leaves more than `allowed` answers without
-        one."""
+        """Starts all sources. `documents` are the rollouts' documents, already on the nodes. Returns a
+        function that waits for the rewards, and raises RewardsFailed if a source leaves more than `allowed`
+        answers without one."""
         texts = self._texts(rollouts)
         ended = with_own_ends(texts, rollouts) if self.own_tokens else []
         given = {title: put_on_nodes(writer.documents(ended)) for title, writer in self.own_tokens.items()}
@@ -60,17 +60,18 @@ class RewardSources:
 
     @property
     def _environment(self) -> str | None:
-        """The title of the source that is the environment, if there is one."""
+        """Returns the title of the source that is the environment, or None if there is no such source."""
         titles = (source.title for source in self.config.reward if isinstance(source, EnvironmentReward))
         return next(titles, None)
 
     def _texts(self, rollouts: Sequence[Rollout]) -> Sequence[Any]:
-        """Returns what functions, servers and other tokenizers read; empty if there are none."""
+        """Returns the texts that functions, servers and other tokenizers read; empty if nothing reads
+        texts."""
         wanted = self.clients.wanted | ({"responses"} if self.own_tokens else set())
         return samples(rollouts, self.decode, wanted) if self.clients or self.own_tokens else []
 
     def _known(self, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-        """Returns the rewards that need no request: those of the environment's episodes, and zeros."""
+        """Returns the rewards that need no request: the rewards of the environment's episodes, and zeros."""
         found = {}
         for source in self.config.reward:
             if isinstance(source, EnvironmentReward):
@@ -87,8 +88,8 @@ def failure_of(rollout: Rollout) -> str:
 
 
 def without_failed(rewards: Rewards, rollouts: Sequence[Rollout], failure: str, allowed: int) -> Rewards:
-    """Returns the rewards without those of failed episodes, even if other sources rated parts of these.
-    Raises RewardsFailed when this leaves more than `allowed` without a reward."""
+    """Returns the rewards without those of failed episodes, even if other sources scored parts of them.
+    Raises RewardsFailed if this leaves more than `allowed` answers without a reward."""
     lost = np.array([bool(failure_of(rollout)) for rollout in rollouts])
     kept = {title: np.where(lost, np.nan, values) for title, values in rewards.by_source.items()}
     found = Rewards(

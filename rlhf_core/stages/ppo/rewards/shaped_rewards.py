@@ -1,5 +1,5 @@
-"""Turns the sum of all sources into the rewards from which advantages are computed: clips it, and adds length
-penalties. `group_signal.py` filters groups with the same numbers."""
+"""Turns the sum of all sources into the rewards from which advantages are computed: clips it and adds length
+penalties. `group_signal.py` filters groups by the same numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlhf_core.stages.ppo.rollout_records import Rollout
 
 
 class Shaped(NamedTuple):
-    """Holds the rewards (B,), 0 for an answer without one, and metrics. `clipped` (B,): before penalties.
-    `penalties` (B,): what was added, by the name of its metric."""
+    """Holds the rewards (B,), 0 for an answer without one, and metrics. `clipped` (B,) holds the rewards
+    before penalties. `penalties` (B,) holds what was added, keyed by the name of its metric."""
 
     rewards: Tensor
     clipped: Tensor
@@ -48,15 +48,15 @@ def truncated(rollouts: Sequence[Rollout]) -> Tensor:
 
 
 def used_tokens(rollout: Rollout, config: PPO) -> int:
-    """Returns how many of `generate_max_len` tokens an answer or episode has used. All conversations of an
-    episode share them and the prompt's."""
+    """Returns how many of the `generate_max_len` tokens an answer or episode has used. The conversations of
+    an episode share `prompt_max_len` + `generate_max_len` tokens."""
     document = rollout.document
     return len(document) - (config.prompt_max_len if document.starts else document.answer_start)
 
 
 def penalties_of(rollouts: Sequence[Rollout], cut: Tensor, config: PPO) -> dict[str, Tensor]:
-    """Returns the penalties to add to rewards, (B,) each, by the name of their metric. `cut` (B,): a limit
-    ended the answer or episode."""
+    """Returns the penalties to add to the rewards, (B,) each, keyed by the name of their metric. `cut` (B,)
+    says whether a limit ended the answer or episode."""
     found = dict[str, Tensor]()
     if config.overlong_buffer:
         used = torch.tensor([used_tokens(rollout, config) for rollout in rollouts])

@@ -1,4 +1,4 @@
-"""Decodes sampled tokens to text, all at once and only the texts that a reward source reads."""
+"""Decodes sampled tokens to text in one batch, and only those texts that a reward source reads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlhf_core.rewards.reward_contract import Sample
 from rlhf_core.stages.ppo.rollout_records import Rollout
 
 Lengths = Callable[[Sequence[int]], list[int]]
-# arguments: tokens of each text, and whether to leave out special tokens
+# Arguments: the tokens of each text, and whether to leave out special tokens.
 Decode = Callable[[Sequence[Sequence[int]], bool], list[str]]
-WAITING = 16  # tokens in a row, at most, that wait for their character; each one decodes all of them again
+WAITING = 16  # most consecutive tokens that wait for a character; each one decodes all of them again
 
 
 def decoder(tokenizer: Any) -> Decode:
-    """Returns a function that decodes many texts, on all cores if the tokenizer can, with the same results as
-    `tokenizer.decode`."""
+    """Returns a function that decodes many texts, on all cores if the tokenizer supports it. The results are
+    the same as those of `tokenizer.decode`."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return lambda rows, skip: [str(tokenizer.decode(list(row), skip_special_tokens=skip)) for row in rows]
@@ -27,8 +27,8 @@ def decoder(tokenizer: Any) -> Decode:
 
 
 def lengths_of(tokenizer: Any) -> Lengths:
-    """Returns a function that counts a text's whole characters after each of its tokens, without special
-    ones."""
+    """Returns a function that counts the complete characters of a text after each of its tokens, without
+    special tokens."""
     fast: Any = getattr(tokenizer, "backend_tokenizer", None)
 
     def count(tokens: Sequence[int]) -> list[int]:
@@ -45,16 +45,17 @@ def lengths_of(tokenizer: Any) -> Lengths:
 
 
 class TokenTexts(NamedTuple):
-    """Holds the text of each token, "" where a later token completes its character, and the indices of
-    special tokens."""
+    """Holds the text of each token and the indices of special tokens. The text is "" if a later token
+    completes the character."""
 
     texts: list[str]
     special: list[int]
 
 
 def token_texts_of(tokenizer: Any) -> Callable[[Sequence[int]], TokenTexts]:
-    """Returns a function that splits a text into those of its tokens, special ones included. Joined, they are
-    the whole text, except for bytes that make no character, at its end or in `WAITING` tokens in a row."""
+    """Returns a function that splits a text into the texts of its tokens, including special tokens. Joined,
+    they give the whole text, except for bytes that form no character, at its end or in `WAITING` consecutive
+    tokens."""
     fast: Any = getattr(tokenizer, "backend_tokenizer", None)
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, about in added.items() if about.special}
@@ -74,7 +75,7 @@ def token_texts_of(tokenizer: Any) -> Callable[[Sequence[int]], TokenTexts]:
                 if waiting == WAITING:
                     stream = DecodeStream(skip_special_tokens=False)
                     waiting = 0
-        except Exception:  # of Rust: a token whose text changes the text before it
+        except Exception:  # a Rust error: a token whose text changes the text before it
             return [fast.decode([token], skip_special_tokens=False) for token in tokens]
         return texts
 
@@ -86,14 +87,14 @@ def token_texts_of(tokenizer: Any) -> Callable[[Sequence[int]], TokenTexts]:
 
 def with_own_ends(found: Sequence[Sample], rollouts: Sequence[Rollout]) -> list[Sample]:
     """Returns `samples`, marked as finished if their text is complete, even in an episode that a limit cut
-    afterwards. When they are re-tokenised, such texts get an end token, like the sampled tokens."""
+    afterwards. Re-tokenising gives such texts an end token, as in the sampled tokens."""
     ended = [rollout.finished if rollout.own is None else rollout.own.ended for rollout in rollouts]
     return [sample._replace(finished=end) for sample, end in zip(found, ended, strict=True)]
 
 
 def samples(rollouts: Sequence[Rollout], decode: Decode, wanted: Collection[str]) -> list[Sample]:
-    """Returns rollouts in the form for reward sources. Texts that are not in `wanted` (`responses`, `query`)
-    are empty."""
+    """Converts rollouts to the form that reward sources read. Texts that are not in `wanted` (`responses`,
+    `query`) are empty."""
     nothing = [""] * len(rollouts)
     responses = (
         decode([[] if rollout.messages else rollout.answer for rollout in rollouts], True)

@@ -1,5 +1,5 @@
-"""The actor: scores, trains and sends its weights to the engines. Each method is called on every rank with
-the same arguments."""
+"""Holds the actor: scores documents, trains, and sends its weights to the engines. Each method is called on
+every rank with the same arguments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from rlhf_core.training.train_loop import accumulate, passes_of_rank
 
 
 def prepare(deepspeed: bool) -> None:
-    """Imports what a role needs, except what this module and those below it already import."""
+    """Imports what a role needs beyond the imports of this module and the modules that it imports."""
     if deepspeed:
         import_zero()
 
@@ -78,7 +78,7 @@ class Actor(Trained):
         self.vocabulary = policy.known or policy.model.config.vocab_size
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
-        """Returns the log-probs of the distribution that answers are sampled from, or of the whole
+        """Returns log-probs under the distribution that answers are sampled from, or under the whole
         distribution at another `temperature`."""
         scale, top = (self.config.temperature, self.top) if temperature is None else (temperature, WHOLE)
         return score_share(
@@ -100,24 +100,24 @@ class Actor(Trained):
             )
 
     def probe(self, documents: Sequence[Document]) -> tuple[Scored, Scored]:
-        """Returns the log-probs of the whole distributions, and the same with noise of the size of rounding
-        errors."""
+        """Returns the log-probs under the whole distributions, and the same with noise of the size of
+        rounding errors."""
         plain = self.logprobs(documents, 1.0)
         noise = noise_of(self.config.dtype, self.config.engine.options, self.config.float8)
         with noisy(self.module, noise):
             return plain, self.logprobs(documents, 1.0)
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
-        """Takes one step on PPO's clipped surrogate or a variant of it. If no rank has a token to train on,
-        it skips the step, because Adam's momentum and weight decay would move the weights, and returns only
-        the learning rate as a metric."""
+        """Takes one step on PPO's clipped surrogate or a variant of it. Skips the step if no rank has a token
+        to train on, because Adam's momentum and weight decay would still change the weights. A skipped step
+        has only the learning rate as a metric."""
         trained = [self.trained_tokens(item) for item in items]
         if not any(mask.any() for mask in trained):
             return {"policy/learning_rate": update.learning_rate}
         counted = count(trained)
         entropy: Entropy = "gradient" if self.config.entropy_coef else "value"
 
-        entropies: list[Tensor] = []  # counts of each pass
+        entropies: list[Tensor] = []  # the counts of each pass
 
         def loss(part: list[int]) -> Loss:
             here = [items[i] for i in part]
@@ -159,19 +159,19 @@ class Actor(Trained):
         return metrics | self.step("policy", update.learning_rate)
 
     def _entropy_percentiles(self, counts: Sequence[Tensor], micro_batches: int) -> dict[str, float]:
-        """Returns percentiles over the tokens of all ranks. `counts`: those of this rank's passes, some of
-        which only repeat those of another pass."""
+        """Returns percentiles over the tokens of all ranks. `counts` are from this rank's passes; some passes
+        only repeat another."""
         own = passes_of_rank(micro_batches, self.engine)
         weighted = [of_pass * rank_pass.counted for of_pass, rank_pass in zip(counts, own, strict=True)]
         return entropy_percentiles(self.engine.all_reduce(torch.stack(weighted).sum(0)))
 
     def ends_iteration(self, metrics: Mapping[str, float]) -> bool:
-        """Returns whether the policy was beyond `stop_kl` in this step. `metrics`: those of all ranks."""
+        """Returns whether the policy was beyond `stop_kl` in this step. `metrics` are those of all ranks."""
         limit = self.config.stop_kl
         return limit is not None and metrics.get("policy/kl_old", 0.0) > limit
 
     def trained_tokens(self, item: Experience) -> np.ndarray:
-        """Returns a mask (T,) of the tokens of an answer that are in the loss."""
+        """Returns a mask (T,) of the answer's tokens that are in the loss."""
         mask = item.document.mask_array
         if self.config.sampler_is != "mask":
             return mask
@@ -179,7 +179,7 @@ class Actor(Trained):
         return kept_tokens(item.old_logprobs, item.sampler_logprobs, mask, self.config)
 
     def ceilings(self) -> Ceilings | None:
-        """Measures the GPU on the first rank; returns None on the other ranks."""
+        """Measures the GPU on the first rank. Returns None on the other ranks."""
         return (
             measure_ceilings(self.engine.device, getattr(torch, self.model.dtype))
             if self.engine.rank == 0
@@ -187,14 +187,14 @@ class Actor(Trained):
         )
 
     def open_listener(self, key: bytes) -> str:
-        """Opens a socket for engine processes on this rank's GPU, before they connect, and returns its
+        """Opens a socket for engine processes on this rank's GPU, before they connect. Returns its
         address."""
         self._listener = Listener(authkey=key)
         return str(self._listener.address)
 
     def open_channel(self, route: Route, rendezvous: Rendezvous, engines_on_gpu: Sequence[int]) -> None:
-        """Connects to the engines, which must open their side at the same time. `engines_on_gpu`: number of
-        engine processes on each rank's GPU."""
+        """Connects to the engines, which must open their side at the same time. `engines_on_gpu` is the
+        number of engine processes on each rank's GPU."""
         self._channel: Channel | None = None
         if route.kind == "gpus":
             self._channel = SameGpu(
@@ -205,10 +205,12 @@ class Actor(Trained):
             self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
 
     def send_weights(self) -> float | None:
-        """Sends all weights that are trained, with those of a trained image encoder, under checkpoint names,
-        or only the adapters, to the engines. Is a collective:
-        ranks that do not send only help to gather. Returns the share of the adapters' update that survives in
-        merged weights."""
+        """Sends weights to the engines: all trained weights under their checkpoint names, including those of
+        a trained image encoder, or only the adapters. Returns the fraction of the adapters' update that
+        survives in merged weights.
+
+        This is a collective: ranks that do not send only help to gather.
+        """
         survival = Survival()
         model = self.engine.module.model
         if self.config.engine.adapters == "alone":
@@ -223,15 +225,15 @@ class Actor(Trained):
         return survival.share()
 
     def try_export(self, folder: str) -> None:
-        """Writes and removes everything that `export` will write, except the weights, on rank 0. Raises
+        """Writes and then removes everything that `export` will write, except the weights, on rank 0. Raises
         ValueError like `try_export` in `training/ranks.py`."""
         try_export(self.engine, Path(folder), self.model.path, self.config.lora, self.model.trust_remote_code)
 
     def export_average(self, folder: str) -> None:
-        """Writes the moving average of the policy on rank 0."""
+        """Writes the moving average of the policy, on rank 0."""
         model = self.model
         export_average(self.engine, Path(folder), model.path, self.config.lora, model.trust_remote_code)
 
     def export(self, folder: str) -> None:
-        """Writes a transformers checkpoint on rank 0."""
+        """Writes a transformers checkpoint, on rank 0."""
         export(self.engine, Path(folder), self.model.path, self.config.lora, self.model.trust_remote_code)

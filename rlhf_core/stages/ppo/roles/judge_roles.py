@@ -1,5 +1,5 @@
-"""Starts the engines of judges in PPO. Each judge has a group of engines like the sampler's, but with
-constant weights."""
+"""Starts the judges' engines in PPO. Each judge has a group of engines like the sampler's, but its weights
+never change."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def start_judges(
     trust_remote_code: bool,
     wait: Wait,
 ) -> dict[str, EngineChat]:
-    """Starts loading the judges' models. Returns the chat with each judge, by its title, which waits for its
-    engines with `wait` at its first request or in `EngineChat.started`. Raises ValueError for a model that
-    cannot judge."""
+    """Starts loading the judges' models. Returns the chat with each judge, keyed by its title. A chat waits
+    for its engines with `wait`, at its first request or in `EngineChat.started`. Raises ValueError for a
+    model that cannot judge."""
     judges = {}
     for judge in config.own_judges:
         setup = judge_setup(
@@ -37,7 +37,7 @@ def start_judges(
         loading = group.build(SamplerRole, **setup.options)
         judges[judge.title] = EngineChat(setup, partial(_loaded, group, loading, wait), config.timeout)
         if judge.model.engine.sleep:
-            judges[judge.title].started()  # the models that share its GPUs load while it sleeps
+            judges[judge.title].started()  # it must sleep before the models that share its GPUs load
     return judges
 
 

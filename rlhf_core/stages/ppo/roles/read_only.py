@@ -1,5 +1,5 @@
-"""Models that are not trained: reference and reward models. Each method is called on every rank of the role
-with the same arguments."""
+"""Holds the models that are not trained: reference and reward models. Each method is called on every rank of
+the role with the same arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rlhf_core.training.process_group import join_ranks
 
 
 class ModelRole:
-    """Holds the model of a role. `release` frees memory that only the allocator holds, for other
+    """Holds the model of a role. `release` frees memory that only the allocator holds, for use by other
     processes."""
 
     module: torch.nn.Module
@@ -62,8 +62,8 @@ class ModelRole:
 
 
 class ReadOnlyModel(ModelRole):
-    """Scores documents with a model that is not trained. With `offload` its weights are in pinned host memory
-    between calls; a model loaded with `shards` stays cut over its ranks."""
+    """Scores documents with a model that is not trained. With `offload`, its weights are in pinned host
+    memory between calls. A model loaded with `shards` stays sharded across its ranks."""
 
     module: Policy | Scorer
 
@@ -91,7 +91,7 @@ class ReadOnlyModel(ModelRole):
         self._offloaded = [(tensor, tensor.data) for tensor in _tensors(module)] if offload else []
 
     def run(self, *inputs: Any) -> Any:
-        """Runs the model. With a model that is cut over ranks this is a collective."""
+        """Runs the model. This is a collective if the model is sharded across ranks."""
         return (self.module if self.frozen is None else self.frozen)(*inputs)
 
     def score(self, documents: Sequence[Document], forward: Callable[[Batch], Tensor]) -> Scored:
@@ -110,8 +110,8 @@ class ReadOnlyModel(ModelRole):
 
 
 class ReferenceModel(ReadOnlyModel):
-    """Scores with the policy that the KL is measured against. It uses the whole distribution, so that the KL
-    is finite with `top_p` or `top_k`."""
+    """Scores with the policy that the KL is measured against. Uses the whole distribution, so that the KL is
+    finite with `top_p` or `top_k`."""
 
     def __init__(
         self,
@@ -133,7 +133,8 @@ class ReferenceModel(ReadOnlyModel):
         self.temperature = temperature
 
     def take_weights(self, folder: str) -> None:
-        """Takes the weights of a later checkpoint of the same model, and its image encoder."""
+        """Loads the weights, including those of the image encoder, from a later checkpoint of the same
+        model."""
         with progress.files(Path(folder)), torch.no_grad():
             later = load_policy(folder, self.model.dtype, self.model.trust_remote_code, on_host=True)
             weights = dict(later.named_parameters())
@@ -148,13 +149,14 @@ class ReferenceModel(ReadOnlyModel):
         )
 
     def top_tokens(self, documents: Sequence[Document], count: int) -> list[tuple[int, TeacherTokens]]:
-        """Returns the same log-probs, and the `count` most probable tokens at each token of the answers."""
+        """Returns the log-probs of `logprobs`, and the `count` most probable tokens at each token of the
+        answers."""
 
         def read(batch: Batch) -> Tensor:
             found = masked_logprobs(self.run, batch, self.temperature, top_k=count)
             assert found.top is not None, "they were requested"
             values = torch.cat([found.logprobs[None], found.top]).movedim(0, -1)
-            return values.cpu()  # 8 count bytes a token would fill the GPU by the last pass
+            return values.cpu()  # 8 * count bytes per token would fill the GPU before the last pass
 
         return [(i, teacher_tokens(documents[i], values)) for i, values in self.score(documents, read)]
 
@@ -176,19 +178,19 @@ class Reward(ReadOnlyModel):
         super().__init__(scorer, model, offload, shards)
 
     def scores(self, documents: Sequence[Document]) -> Scored:
-        """Returns the score at each document's last token, as an array of one."""
+        """Returns the score at each document's last token, as an array with one element."""
         everywhere = self.score(documents, lambda batch: token_scores(self.run, batch))
         return [(index, values[-1:]) for index, values in everywhere]
 
 
 def teacher_tokens(document: Document, values: np.ndarray) -> TeacherTokens:
-    """Returns the record of `values` (T, 2 k + 2): log-probs of the document's tokens, ids, their log-probs
-    and that of all other tokens together."""
+    """Returns the record of `values` (T, 2 k + 2): the log-probs of the document's tokens, then k token ids,
+    their log-probs, and the log-prob of all other tokens together."""
     answer = values[document.mask_array, 1:]
     ids, logprobs = np.split(answer, [answer.shape[1] // 2], axis=1)
     return TeacherTokens(np.ascontiguousarray(values[:, 0]), ids.astype(np.int32), logprobs.copy())
 
 
 def _tensors(module: torch.nn.Module) -> list[Tensor]:
-    """Returns parameters and buffers, each once."""
+    """Returns the parameters and buffers, each once."""
     return list({id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}.values())

@@ -1,5 +1,5 @@
-"""Lays out documents in passes of a role's model, and reads the results of a pass for each document. The
-role's ranks divide the passes."""
+"""Arranges documents into passes of a role's model, and reads each document's results from a pass. The role's
+ranks share the passes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
 
 
 class Read(NamedTuple):
-    """Holds the values (B, T, ...) of a pass, perhaps on a GPU, for the indices `part` and their documents in
-    `rows`; `real` is False on padding."""
+    """Holds the values (B, T, ...) of a pass, possibly on a GPU, with the document indices `part` and the
+    documents in `rows`. `real` is False on padding."""
 
     part: list[int]
     rows: list[list[Document]]
@@ -39,7 +39,7 @@ class Read(NamedTuple):
 
 
 class ModelHolder(Holder, Protocol):
-    """An engine, or a model that is only read."""
+    """Defines what an engine and a read-only model have in common."""
 
     @property
     def module(self) -> Any: ...
@@ -49,9 +49,12 @@ class ModelHolder(Holder, Protocol):
 
 
 class ModelSpec(NamedTuple):
-    """Specifies the model that a role loads, how many documents or tokens one scoring pass has, how many
-    ranks compute it together, whether a model that is not trained multiplies in FP8, whether a reference
-    computes its logits in fp32, and whether the documents may have images."""
+    """Specifies the model that a role loads, the number of documents or tokens per scoring pass, and the
+    number of ranks that compute the model together.
+
+    Also says whether a model that is not trained multiplies in FP8, whether a reference computes its logits
+    in fp32, and whether documents may have images.
+    """
 
     path: str
     dtype: str
@@ -66,8 +69,8 @@ class ModelSpec(NamedTuple):
 
 
 def read_pictures(module: Policy | Scorer, model: ModelSpec, image_encoder: ImageEncoder = "frozen") -> None:
-    """Gives a model the image encoder of its checkpoint if the documents may have images. `image_encoder`:
-    what of it is trained. Raises ValueError if that is not nothing and no document has images."""
+    """Loads the image encoder of a model's checkpoint if the documents may have images. `image_encoder` says
+    which of its parts are trained. Raises ValueError if a part is trained although no document has images."""
     require_images(image_encoder, model.pictures)
     if model.pictures:
         tokenizer = load_tokenizer(model.path, model.trust_remote_code)
@@ -77,14 +80,14 @@ def read_pictures(module: Policy | Scorer, model: ModelSpec, image_encoder: Imag
 def score_share(
     holder: ModelHolder, documents: Sequence[Document], model: ModelSpec, forward: Callable[[Batch], Tensor]
 ) -> Scored:
-    """Scores this rank's share of the documents, similar lengths together; `forward` returns (B, T, ...)."""
+    """Scores this rank's share of the documents, grouped by similar length. `forward` returns (B, T, ...)."""
     passes = passes_of(holder, model.micro_batch_size, model.micro_tokens)
     read: list[Read] = []
     parts = parts_of(documents, passes)
     mine = passes_of_rank(len(parts), holder)
     reader = reader_of(holder)
     for number, own in enumerate(mine):
-        if reader is not None:  # while the pass is computed, the images of the next one are decoded
+        if reader is not None:  # decodes the images of the next pass while this one is computed
             ahead = mine[number : number + 2]
             reader.request([documents[i] for near in ahead for i in parts[near.place]])
         rows = passes.rows_of([documents[i] for i in parts[own.place]])
@@ -94,11 +97,11 @@ def score_share(
         progress.made()
         if own.counted:
             read.append(Read(parts[own.place], rows, batch.real, values))
-    return arrays_of(read)  # only now does the host wait for the GPU
+    return arrays_of(read)  # the host waits for the GPU only here
 
 
 def arrays_of(read: Sequence[Read]) -> Scored:
-    """Returns the values of all passes by document, with zeros for a shared prompt."""
+    """Returns the values of all passes for each document, with zeros for a shared prompt."""
     scored: Scored = []
     for part, rows, real, values in read:
         packed = [document for row in rows for document in row]
@@ -130,8 +133,8 @@ def reader_of(holder: ModelHolder) -> PictureReader | None:
 
 
 def parts_of(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
-    """Returns the indices of the documents of each pass. Answers to a prompt stay together if the prompt can
-    be shared; otherwise similar lengths do, to keep padding small."""
+    """Returns the document indices of each pass. Keeps answers to the same prompt together if the prompt can
+    be shared; otherwise groups similar lengths, to minimise padding."""
 
     def row_tokens(group: list[int]) -> int:
         return sum(
@@ -144,14 +147,14 @@ def parts_of(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
 
 
 def documents_of(items: Sequence[Experience]) -> Callable[[list[int]], list[Document]]:
-    """Returns the function from a pass, places in `items`, to its documents."""
+    """Returns a function that maps a pass, given as positions in `items`, to its documents."""
     return lambda part: [items[i].document for i in part]
 
 
 def collate_rows(
     items: Sequence[Experience], passes: Passes, pad_token_id: int, engine: Engine
 ) -> tuple[Batch, list[list[Document]]]:
-    """Returns the batch, and its rows of documents."""
+    """Returns the batch and its rows of documents."""
     rows = passes.rows_of([item.document for item in items])
     batch = collate(rows, pad_token_id, replays(engine), reader_of(engine))
     return batch.to(engine.device), rows
@@ -160,8 +163,8 @@ def collate_rows(
 def token_values(
     batch: Batch, rows: Sequence[Sequence[Document]], arrays: Sequence[np.ndarray | float | None]
 ) -> Tensor | None:
-    """Lays out per-token arrays of the batch's documents like its tokens: (B, T), zeros on padding; None
-    if all arrays are None. A number instead of an array applies to all response tokens, and other tokens
+    """Arranges per-token arrays of the batch's documents like its tokens: (B, T), zeros on padding. Returns
+    None if all arrays are None. A number instead of an array applies to all response tokens; the other tokens
     get 0."""
     known = [array for array in arrays if array is not None]
     if not known:
@@ -177,9 +180,9 @@ def token_values(
 
 
 def teacher_rows(items: Sequence[Experience], vocabulary: int, device: torch.device) -> TopTokens | None:
-    """Returns the teacher's tokens of all answers, concatenated: a row for each token in the mask of the
-    batch. None without a teacher. Raises ValueError for an id beyond the actor's `vocabulary`: padding of a
-    teacher without a tokenizer."""
+    """Returns the teacher's tokens of all answers, concatenated: one row for each token in the batch's mask.
+    Returns None without a teacher. Raises ValueError for an id beyond the actor's `vocabulary`; this is
+    padding of a teacher without a tokenizer."""
     teachers = [item.teacher for item in items if item.teacher is not None]
     if not teachers:
         return None
@@ -197,7 +200,7 @@ def teacher_rows(items: Sequence[Experience], vocabulary: int, device: torch.dev
 
 
 def on_tokens(values: np.ndarray | float, document: Document) -> np.ndarray:
-    """Returns an array unchanged, and spreads one number over all response tokens of the document, (T,)."""
+    """Returns an array unchanged, and expands a number to all response tokens of the document, (T,)."""
     return (
         values
         if isinstance(values, np.ndarray)

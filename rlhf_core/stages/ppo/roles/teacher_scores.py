@@ -1,4 +1,4 @@
-"""Starts to score each answer with the teacher that its prompt's row names, and joins the log-probs in the
+"""Starts scoring each answer with the teacher that its prompt's row names, and joins the log-probs in the
 order of the answers."""
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from rlhf_core.stages.ppo.rollout_records import Rollout
 
 
 class PendingShares(NamedTuple):
-    """What several groups compute (log-probs or TeacherTokens), each for the answers at its `places`. Like
-    `Pending`, but the nodes hold no data of all answers: `refs` is empty, and the driver sends them to
-    training."""
+    """Holds pending results of several groups (log-probs or TeacherTokens), each for the answers at its
+    `places`. Works like `Pending`, but the nodes do not hold the data of all answers: `refs` is empty, and
+    the driver sends the data to training."""
 
     shares: Sequence[tuple[Sequence[int], Pending[Any]]]
     refs: Sequence[Any] = ()
 
     def wait(self, timeout: float) -> list[Any]:
-        """Waits and returns what the groups computed, with the indices of the answers."""
+        """Waits for the groups. Returns their results with the indices of the answers."""
         return [list(zip(places, in_order(work.wait(timeout)), strict=True)) for places, work in self.shares]
 
 
 def start_teachers(
     teachers: Mapping[str, Callable[[Sequence[Rollout]], Pending[Any]]], rollouts: Sequence[Rollout]
 ) -> PendingShares:
-    """Starts to score the rollouts. `teachers`: what starts the scoring of some rollouts, by the teacher's
-    name; the reference is "". A teacher of no rollout does not score."""
+    """Starts scoring the rollouts. `teachers` maps a teacher's name to a function that starts scoring some
+    rollouts; the reference has the name "". A teacher without rollouts does not score."""
     places = places_by_teacher(teachers, (rollout.prompt.row for rollout in rollouts))
     shares = [
         (places[name], start([rollouts[i] for i in places[name]]))
@@ -41,8 +41,8 @@ def start_teachers(
 
 
 def scorings_of(config: PPO, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns how often each group scores an answer of an iteration, on average. Reference and teachers score
-    only their own answers. `rows`: those of the answers' prompts."""
+    """Returns how many times each group scores an answer of an iteration, on average. The reference and the
+    teachers score only their own answers. `rows` are the rows of the answers' prompts."""
     if not config.teachers:
         return config.scorings
     places = places_by_teacher(config.teachers, rows)

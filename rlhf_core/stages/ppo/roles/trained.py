@@ -1,5 +1,5 @@
-"""Models that are trained, and the critic. Each method is called on every rank of the role with the same
-arguments."""
+"""Holds the roles that are trained, and the critic. Each method is called on every rank of the role with the
+same arguments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rlhf_core.training.train_loop import accumulate
 
 class Update(NamedTuple):
     """Describes one optimiser step: the indices of its experience, its learning rate, the coefficient of a KL
-    in the loss, and how far the critic's values may move in it (None: no limit)."""
+    in the loss, and how far the critic's values may move (None: no limit)."""
 
     indices: list[int]
     learning_rate: float
@@ -50,15 +50,16 @@ class Update(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Holds the metrics of each optimiser step, and this rank's log-probs from the passes of the first one if
-    the actor did not score beforehand (`scores_actor`)."""
+    """Holds the metrics of each optimiser step. Also holds this rank's log-probs from the passes of the first
+    step, if the actor did not score beforehand (`scores_actor`)."""
 
     metrics: list[dict[str, float]]
     logprobs: Scored
 
 
 class Trained(ModelRole):
-    """Trains a model. `name`: the name of the role's group. In `config` the ZeRO stage is already decided."""
+    """Trains a model. `name` is the name of the role's group. The ZeRO stage in `config` is already
+    decided."""
 
     def __init__(self, name: str, module: Policy | Scorer, model: ModelSpec, config: PPO):
         self.engine = make_engine(module, config, packed=bool(model.micro_tokens), role=name)
@@ -74,8 +75,8 @@ class Trained(ModelRole):
         places: Sequence[StoredColumn] = (),
         *stored: Any,
     ) -> Steps:
-        """Takes one optimiser step per update, until one `ends_iteration`; the updates after that one have no
-        metrics. `stored`, at `places`: the data that the experience holds by reference."""
+        """Takes one optimiser step per update, until one `ends_iteration`; updates after that one have no
+        metrics. `stored`, at `places`, is the data that the experience holds by reference."""
         experience = joined(experience, places, stored) if places else experience
         metrics = []
         logprobs = Scored()
@@ -92,7 +93,7 @@ class Trained(ModelRole):
         return Steps(metrics, logprobs)
 
     def ends_iteration(self, metrics: Mapping[str, float]) -> bool:
-        """Returns whether the step with these metrics is the last one on this experience."""
+        """Returns whether the step with these metrics is the last on this experience."""
         return False
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
@@ -101,8 +102,9 @@ class Trained(ModelRole):
         raise NotImplementedError
 
     def step(self, name: str, learning_rate: float) -> dict[str, float]:
-        """Takes the engine's step and returns its metrics, whose names begin with `name`: in float16 also the
-        loss scale after it, and 1 if it was skipped for an overflow, else 0."""
+        """Takes the engine's step and returns its metrics, whose names begin with `name`. In float16 these
+        include the loss scale after the step, and 1 if the step was skipped because of an overflow, otherwise
+        0."""
         before = self.engine.scaling
         norm = self.engine.step(learning_rate)
         metrics = {} if norm is None else {f"{name}/grad_norm": norm}
@@ -127,7 +129,7 @@ class Trained(ModelRole):
 
 
 class Critic(Trained):
-    """Trains the value model, which starts from the reward model, head included."""
+    """Trains the value model, which starts from the reward model including its head."""
 
     def __init__(self, model: ModelSpec, config: PPO, seed: int):
         scorer = trained_scorer(
@@ -147,7 +149,7 @@ class Critic(Trained):
         return score_share(self.engine, documents, self.model, self._values)
 
     def end_values(self, documents: Sequence[Document]) -> Scored:
-        """Returns `V(tokens)` of each whole document, as an array of one."""
+        """Returns `V(tokens)` of each whole document, as an array with one element."""
 
         def outputs(batch: Batch) -> Tensor:
             return token_scores(self.engine, batch)

@@ -1,16 +1,16 @@
-"""Keeps the engines busy while the models train: begins prompts in their order, and collects answers as they
+"""Keeps the engines busy while the models train: starts prompts in order, and collects answers as they
 finish.
 
-With `max_staleness` k an iteration trains on answers begun at most k iterations earlier. At most (iteration +
-k + 1) batches are begun by then (Fu et al. 2025, "AReaL", eq. 3), and an iteration waits for answers that
-would become too old. So a long answer may continue over up to k updates, and each of its tokens knows the
-weights that sampled it. With fast engines, fewer batches are begun: answers should not be older than is
-needed to keep the models from waiting.
+With `max_staleness` k, an iteration trains on answers started at most k iterations earlier. At most
+(iteration + k + 1) batches are started by then (Fu et al. 2025, "AReaL", eq. 3), and an iteration waits for
+answers that would otherwise become too old. A long answer may therefore continue over up to k updates; the
+version of the weights that sampled each token is recorded. With fast engines, fewer batches are started, so
+that answers are no older than is needed to keep the models busy.
 
-With a filter, a group without a signal is dropped, and the next prompt in the order is begun at once. The
-number of groups that are begun and not trained on stays the same, so the replacements respect the age limit.
-When as many groups were begun since the last iteration as filtering allows, dropped ones are no longer
-replaced, and the iteration uses what there is.
+With a filter, a group without a signal is dropped, and the next prompt in the order is started at once. The
+number of groups that are started but not yet trained on stays the same, so replacements respect the age
+limit. Once as many groups as filtering allows have been started since the last iteration, dropped groups are
+no longer replaced. The iteration then uses the groups it has.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
 
 
 class Collected(NamedTuple):
-    """The state of a collector between two iterations: the next place in the order to begin, the places being
-    answered and, by place, the iterations in which prompts were `begun` and all answers to the prompts that
-    are `ready`.
+    """Holds the state of a collector between two iterations: the next place in the order to start, and the
+    places being answered. Two fields are keyed by place: the iterations in which prompts were `begun`, and
+    all answers to the prompts that are `ready`.
 
-    With a filter, also by place: the answers that were `dropped` since the last iteration, and the `rewards`
-    of all answers held here. In addition: the places of ready groups that metrics and statistics have already
-    `counted`, and the metrics of the last groups that were `looked_at`.
+    With a filter, two more fields are keyed by place: the answers `dropped` since the last iteration, and the
+    `rewards` of all answers held here. In addition, it holds the places of ready groups that metrics and
+    statistics have already `counted`, and the metrics of the last groups that were `looked_at`.
     """
 
     next: int = 0
@@ -53,11 +53,11 @@ class Collected(NamedTuple):
 
 
 class Collector:
-    """Collects groups for a run of `iterations` iterations, from `iteration` on. `answer` answers a prompt
-    with its seed.
+    """Collects groups for a run of `iterations` iterations, starting with `iteration`. `answer` answers a
+    prompt with its seed.
 
-    `updates`: number of the actor's updates so far, the version of the weights. `died`: set while an engine
-    is dead. `group_filter`: None if every group is trained on.
+    `updates` is the number of the actor's updates so far, which is the version of the weights. `died` is set
+    while an engine is dead. `group_filter` is None if every group is trained on.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Collector:
         self._iterations = iterations
         self._iteration = iteration
         self.updates = updates
-        self._lead = 1  # batches begun beyond the iteration's own
+        self._lead = 1  # batches started beyond the iteration's own
         self._next = known.next
         self._ready = dict(known.ready)
         self._begun = dict(known.begun)
@@ -96,7 +96,7 @@ class Collector:
         background.run(self._begin(known.open))
 
     async def _begin(self, again: Sequence[int] = ()) -> None:
-        """Begins the prompts at the places `again`, and all new ones allowed at this point."""
+        """Starts the prompts at the places `again`, and all new prompts that are allowed now."""
         for place in again:
             self._start(place)
         while len(self._begun) < self._most_begun:
@@ -104,7 +104,7 @@ class Collector:
 
     @property
     def _most_begun(self) -> int:
-        """Returns how many groups may be begun but not yet trained on when an iteration begins."""
+        """Returns how many groups may have been started but not yet trained on when an iteration begins."""
         return min(self._lead + 1, self._iterations - self._iteration) * self._order.batch
 
     def _start_next(self) -> None:
@@ -113,7 +113,7 @@ class Collector:
 
     def _start(self, place: int) -> None:
         self._begun[place] = self._iteration
-        # here, so that a curriculum draws prompts in the order of their places
+        # taken here, so that a curriculum draws prompts in the order of their places
         ((prompt, seed),) = self._order.take(place, 1)
         task = asyncio.create_task(self._collect(place, prompt, seed))
         self._working.add(task)
@@ -131,8 +131,8 @@ class Collector:
         self._arrived.set()
 
     async def _sort(self, place: int, rollouts: list[Rollout], group_filter: GroupFilter) -> None:
-        """Keeps a group that has a signal. Drops a group without one and, up to the limit, begins the prompt
-        that replaces it."""
+        """Keeps a group that has a signal. Drops any other group and, up to the limit, starts the prompt that
+        replaces it."""
         verdict = await group_filter.look_at(rollouts)
         self._rewards[place] = verdict.rewards
         if verdict.rewards.errors:
@@ -142,28 +142,28 @@ class Collector:
             return
         self._dropped[place] = rollouts
         del self._begun[place]
-        others = self._most_begun - self._order.batch  # for the iterations after this one
+        others = self._most_begun - self._order.batch  # groups for the iterations after this one
         if len(self._dropped) + len(self._begun) < group_filter.limit + others:
             self._start_next()
 
     @property
     def _enough(self) -> bool:
-        """Whether the finished groups fill an iteration, or no more will come for it. At the limit of
-        filtering one group is enough; if there is none, the collector waits for the open ones."""
+        """Returns whether the finished groups fill an iteration, or no more groups will come for it. At the
+        limit of filtering, one group is enough; if there is none, the collector waits for open groups."""
         if self._exhausted and (self._ready or not self._begun):
             return True
         return len(self._ready) >= self._order.batch
 
     @property
     def _exhausted(self) -> bool:
-        """Whether as many groups were looked at for this iteration as filtering allows."""
+        """Returns whether filtering has examined as many groups for this iteration as it may."""
         looked_at = len(self._dropped) + len(self._ready)
         return self._filter is not None and looked_at >= self._filter.limit
 
     def take(self) -> Sampled | None:
-        """Waits for an iteration's groups and returns finished ones, in the order of the prompts. Returns
-        None when an engine has died, since it may be the only one. Raises RoleFailed when engines fail in
-        another way, and re-raises what a source of rewards or the filter raises."""
+        """Waits for an iteration's groups and returns finished ones, in prompt order. Returns None if an
+        engine has died, because it may be the only one. Raises RoleFailed if engines fail in another way, and
+        re-raises any error of a reward source or the filter."""
         return self._background.run(self._take())
 
     async def _take(self) -> Sampled | None:
@@ -199,8 +199,8 @@ class Collector:
         return sampled._replace(metrics=sampled.metrics | metrics)
 
     def _taken(self, chosen: Sequence[int]) -> Sampled:
-        """Removes the groups at the places `chosen`, and the dropped ones. Returns the answers of the
-        chosen."""
+        """Removes the groups at the places `chosen`, and all dropped groups. Returns the answers of the
+        chosen groups."""
         kept = {place: self._ready.pop(place) for place in chosen}
         for place in chosen:
             del self._begun[place]
@@ -222,14 +222,14 @@ class Collector:
         self._counted = set(self._ready)
         if new:
             self._looked_at = {name: value for name, value in sampled.metrics.items() if name not in OF_KEPT}
-        # without new groups, at the end of a run, the last ones describe the policy
+        # at the end of a run there may be no new groups; the last ones then describe the policy
         number = {"filter/looked_at": float(len(new))}
         return sampled._replace(metrics=self._looked_at | sampled.metrics | number, measured=measured)
 
     def _in_time(self) -> bool:
-        """Returns whether the finished groups suffice to keep every group from becoming too old. Of the
-        groups begun up to an iteration, those that do not fit into the later iterations within their age
-        limit must be trained on now."""
+        """Returns whether the finished groups suffice to keep every group from becoming too old. Some of the
+        groups started up to an iteration may not fit into later iterations within their age limit, and must
+        be trained on now."""
         for begun in set(self._begun.values()):
             old = [place for place, when in self._begun.items() if when <= begun]
             later = (begun + self._staleness - self._iteration) * self._order.batch
@@ -238,12 +238,12 @@ class Collector:
         return True
 
     def next_iteration(self) -> None:
-        """Begins the prompts that are allowed after the end of an iteration."""
+        """Starts the prompts that are allowed after the end of an iteration."""
         self._iteration += 1
         self._background.run(self._begin())
 
     def stop(self) -> None:
-        """Ends all work: engines abort their requests."""
+        """Ends all work; the engines abort their requests."""
 
         async def end() -> None:
             working = list(self._working)
@@ -254,7 +254,7 @@ class Collector:
         self._background.run(end())
 
     def state(self) -> Collected:
-        """Returns the collected groups and open places, for a resume state."""
+        """Returns the collected groups and the open places, for a resume state."""
 
         async def now() -> Collected:
             still_open = sorted(self._begun.keys() - self._ready.keys())

@@ -1,9 +1,9 @@
-"""Draws the prompts of a curriculum by what is known about their pass rates (`pass_rates.py`).
+"""Draws the prompts of a curriculum according to what is known about their pass rates (`pass_rates.py`).
 
-The prompt at a place of the endless sequence is drawn when the place is first asked for, from what was
-measured until then, and stays the same: a resume state has the draws of the places that are still needed. Any
-batch of places in a row has different prompts. Each source of a mixture keeps its share of the places; the
-weights decide within a source.
+Prompts form an endless sequence of places. The prompt at a place is drawn when the place is first requested,
+using the measurements up to then, and never changes. A resume state therefore contains the draws of the
+places that are still needed. Any `batch` consecutive places have different prompts. Each source of a mixture
+keeps its share of the places; the weights apply within a source.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import numpy as np
 from rlhf_core.config.ppo.curriculum_fields import Curriculum
 from rlhf_core.stages.ppo.sampling.pass_rates import PassCounts, count_group, counts_before, weights_of
 
-NEVER = -(1 << 40)  # the place of a prompt's last draw if there was none
+NEVER = -(1 << 40)  # the place of a prompt's last draw if it was never drawn
 STATE_FILE = "curriculum.npz"
-TRIES = 64  # draws from a whole source before drawing only among the prompts that may come
-ROUNDING = 1e-6  # a sum of weighted rewards may be this far from its exact value
+TRIES = 64  # draws from a whole source before drawing only among its eligible prompts
+ROUNDING = 1e-6  # largest error of a sum of weighted rewards
 
 
 class CurriculumDraws:
-    """Holds counts and draws of a run.
+    """Holds the counts and draws of a run.
 
-    `sources` (N,): the index of each prompt's source. `rates` (N,): pass rates that are known before the run,
-    nan where there is none; each counts like the pass rate of `answers` answers. `right_from`: the least
-    reward of a right answer. Places may be asked for by one thread while another one measures.
+    `sources` (N,) holds the index of each prompt's source. `rates` (N,) holds pass rates that are known
+    before the run, or nan; each counts as if measured on `answers` answers. `right_from` is the lowest reward
+    of a correct answer. One thread may request places while another measures.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class CurriculumDraws:
         self._seed = seed
         self._counts = counts_before(rates, answers)
         self._weights = weights_of(self._counts, config.target)
-        self._sums: dict[int, np.ndarray] = {}  # by source; cumulative sums of the current weights
+        self._sums: dict[int, np.ndarray] = {}  # keyed by source; cumulative sums of the current weights
         self._last = np.full(len(sources), NEVER, np.int64)
         self._drawn: dict[int, int] = {}
         self._next = 0
         self._lock = Lock()
 
     def prompt_at(self, place: int) -> int:
-        """Returns the index of the prompt at a place. Places are asked for in turn, or again until they are
-        forgotten."""
+        """Returns the index of the prompt at a place. Places must be requested in order; a place may be
+        requested again until it is forgotten."""
         with self._lock:
             if place not in self._drawn:
                 assert place == self._next, f"place {place} is asked for after {self._next - 1}"
@@ -68,8 +68,8 @@ class CurriculumDraws:
             return self._drawn[place]
 
     def _draw(self, place: int) -> int:
-        """Draws a source by its share, then one of its prompts by weight, and another prompt while the one
-        drawn may not come now: the result is a draw among those that may."""
+        """Draws a source by its share, then one of its prompts by weight. Repeats the draw of the prompt
+        until it is eligible now, so the result is a draw among the eligible prompts."""
         rng = random.Random(f"{self._seed}-curriculum-{place}")
         source = drawn_from(self._shares.cumsum(), rng)
         for _ in range(TRIES):
@@ -85,19 +85,20 @@ class CurriculumDraws:
         return self._sums[source]
 
     def _is_free(self, place: int, prompts: np.ndarray) -> np.ndarray:
-        """Returns which of the prompts are in none of the last batch - 1 places."""
+        """Returns a mask of the prompts that are in none of the last batch - 1 places."""
         free: np.ndarray = place - self._last[prompts] >= self._batch
         return free
 
     def _may_come(self, place: int, prompts: np.ndarray) -> np.ndarray:
-        """Returns which of the prompts are free and are not solved ones that came too recently."""
+        """Returns a mask of the eligible prompts: those that are free, without solved prompts that were drawn
+        too recently."""
         pause = self._config.solved_every * len(self._last)
         resting = self._counts.solved[prompts] & (place - self._last[prompts] < pause)
         return self._is_free(place, prompts) & ~resting
 
     def _draw_among(self, place: int, source: int, rng: random.Random) -> int:
-        """Draws from a source few of whose prompts may come. If none may, takes the free prompt that was
-        drawn least recently; if none is free, takes one from another source."""
+        """Draws from a source with few eligible prompts. If none is eligible, takes the free prompt that was
+        drawn least recently; if none is free, takes a prompt from another source."""
         members = self._members[source]
         if not self._is_free(place, members).any():
             has_free = [self._is_free(place, each).any() for each in self._members]
@@ -111,7 +112,7 @@ class CurriculumDraws:
         return int(oldest[rng.randrange(len(oldest))])
 
     def measure(self, places: Sequence[int], rewards: np.ndarray) -> None:
-        """Counts the answers to the prompts at `places`. `rewards` (places, n): weighted sums before any
+        """Counts the answers to the prompts at `places`. `rewards` (places, n) holds weighted sums before any
         standardisation, nan for an answer without one."""
         assert len(places) == len(rewards)
         with self._lock:
@@ -126,8 +127,8 @@ class CurriculumDraws:
             self._sums.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the mean pass rate of the prompts that have one (left out if no prompt has one), and the
-        shares of all prompts that are solved and that have no pass rate."""
+        """Returns the mean pass rate of the prompts that have one (left out if no prompt has one), the
+        fraction of all prompts that are solved, and the fraction without a pass rate."""
         with self._lock:
             known = self._counts.answered > 0
             metrics = {
@@ -140,8 +141,8 @@ class CurriculumDraws:
             return metrics
 
     def write(self, folder: Path, first: int) -> None:
-        """Writes the state into a folder, with the draws from the place `first` on; the others are
-        forgotten."""
+        """Writes the state into a folder, with the draws of place `first` and all later places. Forgets the
+        earlier draws."""
         with self._lock:
             self._drawn = {place: prompt for place, prompt in self._drawn.items() if place >= first}
             np.savez(
@@ -158,7 +159,7 @@ class CurriculumDraws:
             )
 
     def read(self, folder: Path) -> None:
-        """Restores the state that `write` wrote."""
+        """Restores the state written by `write`."""
         with np.load(folder / STATE_FILE, allow_pickle=False) as stored, self._lock:
             self._counts = PassCounts(stored["right"], stored["answered"], stored["solved"])
             self._last = stored["last"]
@@ -169,7 +170,7 @@ class CurriculumDraws:
 
 
 def drawn_from(sums: np.ndarray, rng: random.Random) -> int:
-    """Returns an index, drawn by the weights whose cumulative sums are `sums`. A weight of 0 is never
-    drawn."""
-    last = np.searchsorted(sums, sums[-1])  # the product may be rounded up to the sum of all
+    """Draws an index by the weights whose cumulative sums are `sums`, and returns it. Never draws a weight of
+    0."""
+    last = np.searchsorted(sums, sums[-1])  # the product may round up to the total
     return int(min(last, np.searchsorted(sums, rng.random() * sums[-1], side="right")))

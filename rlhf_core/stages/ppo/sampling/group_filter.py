@@ -1,8 +1,8 @@
 """Decides, while the models train, which groups of answers have a signal (`group_signal.py`), as the
-collector gets them.
+collector receives them.
 
-One request for rewards is open at a time; groups that finish meanwhile share the next one. So the sources of
-rewards keep their limits, and a reward model gets whole passes.
+Only one request for rewards is open at a time; groups that finish in the meantime share the next one. Reward
+sources thus keep to their limits, and a reward model gets full passes.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class GroupVerdict(NamedTuple):
 
 
 class GroupFilter:
-    """Filters the groups of a run. `statistics`: the running statistics of rewards of all iterations so far.
+    """Filters the groups of a run. `statistics` are the running statistics of rewards over all iterations so
+    far.
 
-    A group is compared by rewards standardised with these statistics and the answers of its own request. Its
-    answers are added to them by the next iteration that takes groups, so each counts once, even after a
+    Each group's rewards are standardised with these statistics and the answers of its own request. The next
+    iteration that takes groups adds the answers to the statistics, so each answer counts once, even after a
     resume.
     """
 
@@ -63,13 +64,12 @@ class GroupFilter:
 
     @property
     def limit(self) -> int:
-        """Returns how many groups may be looked at for an iteration: as many as when sampling in turn."""
+        """Returns how many groups may be examined for an iteration: as many as when sampling in turn."""
         return most_batches(self._setup.config.max_filter_rounds) * self._setup.order.batch
 
     async def look_at(self, rollouts: list[Rollout]) -> GroupVerdict:
-        """Returns the rewards of a group, and whether it has a signal. Raises what a source of rewards
-        raises, both for the group concerned and for all groups after it: the sources then get no more
-        requests."""
+        """Returns the rewards of a group and whether it has a signal. Raises any error of a reward source,
+        for the group concerned and for all groups after it; the sources then receive no more requests."""
         if self._failed is not None:
             raise self._failed
         verdict = asyncio.get_running_loop().create_future()
@@ -79,11 +79,11 @@ class GroupFilter:
         return await verdict
 
     async def _work(self) -> None:
-        """Requests rewards while groups wait for theirs."""
+        """Requests rewards as long as groups wait for them."""
         while self._waiting:
             groups = [(rollouts, future) for rollouts, future in self._waiting if not future.done()]
             self._waiting = []
-            if not groups:  # nobody waits for them any more
+            if not groups:  # no caller waits for them any more
                 continue
             try:
                 verdicts = await self._verdicts([rollouts for rollouts, _ in groups])
@@ -110,17 +110,17 @@ class GroupFilter:
         return [GroupVerdict(rewards.take(range(start, start + n)), start in chosen) for start in starts]
 
     def check(self, groups: Sequence[Rewards]) -> None:
-        """Raises RewardsFailed when sources failed on these groups more often than the recipe allows."""
+        """Raises RewardsFailed if sources failed on these groups more often than the recipe allows."""
         check_failed(join(groups), self._setup)
 
     def sampled(self, kept: Sequence[FoundGroup], looked_at: Sequence[FoundGroup], position: int) -> Sampled:
-        """Returns the answers of the groups `kept`, and the metrics of those that were `looked_at` since the
-        last iteration: each group counts once, when its rewards are known, not when it is trained on. If
-        there are no such groups, these metrics are left out. Raises RewardsFailed when sources failed more
-        often than the recipe allows, ValueError when no group is kept."""
+        """Returns the answers of the groups `kept`, and the metrics of the groups that were `looked_at` since
+        the last iteration. Each group counts once, when its rewards are known, not when it is trained on.
+        Leaves out these metrics if there are no such groups. Raises RewardsFailed if sources failed more
+        often than the recipe allows, and ValueError if no group is kept."""
         setup = self._setup
         metrics: dict[str, float] = {}
-        # groups that were still open at the limit have been looked at too
+        # groups that were still open at the limit have been examined too
         rounds = min(rounds_of(len(looked_at) / setup.order.batch), setup.config.max_filter_rounds)
         if looked_at:
             rewards = join([group.rewards for group in looked_at])

@@ -1,7 +1,7 @@
-"""Decides which groups of answers have a signal, and describes those that an iteration looked at.
+"""Decides which groups of answers have a signal, and describes the groups that an iteration examined.
 
 Dynamic sampling (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 11) trains only on groups whose rewards differ:
-where all are equal, each advantage is 0. `sample_in_turn.py` and `group_filter.py` replace the other groups.
+if all are equal, each advantage is 0. `sample_in_turn.py` and `group_filter.py` replace the other groups.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rlhf_core.stages.ppo.rewards.shaped_rewards import shaped_rewards
 from rlhf_core.stages.ppo.rollout_records import Rollout
 from rlhf_core.stages.ppo.sampling.sampled_answers import Setup
 
-OF_KEPT = ("filter/reward_mean", "filter/reward_std", "filter/groups")  # metrics of what is trained on
-MOST = 4  # batches of prompts in a further round of filtering, at most
+OF_KEPT = ("filter/reward_mean", "filter/reward_std", "filter/groups")  # metrics of the trained groups
+MOST = 4  # most batches of prompts in a further round of filtering
 
 
 class Looked(NamedTuple):
-    """Holds all answers that filtering looked at for an iteration, n consecutive ones per prompt, with their
-    rewards. `accepted`: number of groups with a signal, of which some may be left over. `rounds`: of
-    sampling."""
+    """Holds all answers that filtering examined for an iteration, n consecutive answers per prompt, with
+    their rewards. `accepted` is the number of groups with a signal, some of which may be left over. `rounds`
+    is the number of sampling rounds."""
 
     rollouts: Sequence[Rollout]
     rewards: Rewards
@@ -34,20 +34,20 @@ class Looked(NamedTuple):
 
 
 def most_batches(rounds: int) -> int:
-    """Returns how many batches of prompts `rounds` of filtering look at: one in the first, at most MOST in
-    each further one."""
+    """Returns the most batches of prompts that `rounds` rounds of filtering may examine: one in the first
+    round, and MOST in each further one."""
     return 1 + MOST * (rounds - 1)
 
 
 def rounds_of(batches: float) -> int:
-    """Returns the number of rounds in which filtering may look at this many batches of prompts
+    """Returns the number of rounds in which filtering may examine this many batches of prompts
     (`most_batches`), at least 1."""
     return 1 + math.ceil(max(batches - 1, 0) / MOST)
 
 
 def looked_metrics(looked: Looked, statistics: Mapping[str, Running], setup: Setup) -> dict[str, float]:
-    """Returns the metrics of all answers that were looked at, so that a curve does not depend on which groups
-    are kept. `statistics`: including these answers."""
+    """Returns the metrics of all answers that were examined, so that a curve does not depend on which groups
+    are kept. `statistics` include these answers."""
     everything = combine(looked.rewards.by_source, setup.terms, statistics, setup.sampling.n)
     metrics = everything.metrics | shaped_rewards(looked.rollouts, everything, setup.config).metrics
     return metrics | {
@@ -66,7 +66,7 @@ def kept_metrics(kept: Rewards, statistics: Mapping[str, Running], setup: Setup)
 
 
 def no_signal(groups: int, rounds: int) -> str:
-    """Returns a sentence for an iteration without a group to train on."""
+    """Returns the error sentence for an iteration without a group to train on."""
     return (
         f"dynamic_filtering: none of the {groups} groups of {rounds} rounds had answers of different reward:"
         " raise temperature or n_samples_per_prompt, take other prompts, or turn it off"
@@ -74,14 +74,14 @@ def no_signal(groups: int, rounds: int) -> str:
 
 
 def allowed_of(answers: int, setup: Setup) -> int:
-    """Returns on how many of this many answers a source may fail: the number allowed in an iteration, or the
-    same share of a larger number of answers."""
+    """Returns on how many of the `answers` a source may fail: the number allowed in an iteration, or the same
+    fraction if there are more answers."""
     usual = setup.order.batch * setup.sampling.n
     return setup.allowed_failures * max(answers, usual) // usual
 
 
 def check_failed(rewards: Rewards, setup: Setup) -> None:
-    """Raises RewardsFailed when a source failed more often than is allowed (`allowed_of`)."""
+    """Raises RewardsFailed if a source failed more often than is allowed (`allowed_of`)."""
     rewards.check(allowed_of(len(rewards), setup))
 
 
@@ -90,7 +90,7 @@ def answers_with_signal(
 ) -> list[int]:
     """Returns the indices of the answers in groups with a signal (`with_signal`).
 
-    Rewards are compared in the form used for training: standardised with `statistics`, clipped, with
+    Compares rewards in the form used for training: standardised with `statistics`, clipped, and with
     penalties.
     """
     config = setup.config
@@ -113,8 +113,9 @@ def trained_rewards(
 def with_signal(
     rewards: np.ndarray, n: int, min_spread: float, trainable: np.ndarray | None = None
 ) -> list[int]:
-    """Returns the indices of answers (`n` consecutive ones per prompt) whose group's rewards (nan: none)
-    differ by more than `min_spread`, if at least one answer of the group is `trainable` (None: all are)."""
+    """Returns the indices of answers in groups with a signal. A group is `n` consecutive answers to one
+    prompt. It has a signal if its rewards (nan: none) differ by more than `min_spread` and at least one
+    answer is `trainable` (None: all are)."""
     chosen: list[int] = []
     for start in range(0, len(rewards), n):
         group = rewards[start : start + n]

@@ -1,4 +1,4 @@
-"""Stands in for the engines of a run that trains only on kept rollouts."""
+"""Replaces the engines in a run that trains only on kept rollouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_core.stages.ppo.sampling.stored import read_kept
 
 @dataclass(frozen=True)
 class KeptAnswers(RolloutGroup):
-    """Gives the answers that an earlier run kept in `folder`. `sampler` is the actor's group, and is not
+    """Supplies the answers that an earlier run kept in `folder`. `sampler` is the actor's group and is not
     called."""
 
     folder: Path = Path()
@@ -23,7 +23,7 @@ class KeptAnswers(RolloutGroup):
         return ()
 
     def take(self, iteration: int, setup: Setup) -> Sampled:
-        """Returns the answers of an iteration, the first being 0, with their rewards; the position is that of
+        """Returns the answers of an iteration, counted from 0, with their rewards. Their position is that of
         the next iteration."""
         return read_kept(self.folder, iteration + 1, setup)
 

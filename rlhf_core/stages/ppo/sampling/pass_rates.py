@@ -1,9 +1,10 @@
-"""What a curriculum knows about each prompt: how many of its answers were right, and the weight that follows.
+"""Computes what a curriculum knows about each prompt: how many of its answers were correct, and the weight
+that follows.
 
-The learnability of a prompt with pass rate p is p (1 - p): the variance of a reward of 0 or 1, without which
-the answers to it teach nothing (Foster et al. 2025, "Learning to Reason at the Frontier of Learnability",
-arXiv:2502.12272). A few answers say little about p, so the weight is its expectation under what they leave
-open: the beta distribution that a uniform prior becomes.
+The learnability of a prompt with pass rate p is p (1 - p), the variance of a reward of 0 or 1. Without
+variance, answers teach nothing (Foster et al. 2025, "Learning to Reason at the Frontier of Learnability",
+arXiv:2502.12272). A few answers say little about p. The weight is therefore an expectation under the
+posterior of p, the beta distribution that follows from a uniform prior.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from scipy.special import gammaln
 
 
 class PassCounts(NamedTuple):
-    """Holds counts of each prompt, (N,) float64: answers that were `right`, and `answered` ones with a
-    reward; and whether all of the last group were right, (N,) bool."""
+    """Holds the counts of each prompt, (N,) float64: answers that were `right`, and answers with a reward
+    (`answered`). Also holds whether all answers of the last group were right, (N,) bool."""
 
     right: np.ndarray
     answered: np.ndarray
@@ -24,17 +25,17 @@ class PassCounts(NamedTuple):
 
 
 def counts_before(rates: np.ndarray, answers: int) -> PassCounts:
-    """Returns the counts before a run. `rates` (N,): known pass rates, nan where there is none; each counts
-    as if measured on this many `answers`."""
+    """Returns the counts before a run. `rates` (N,) holds known pass rates, or nan; each counts as if
+    measured on this many `answers`."""
     known = ~np.isnan(rates)
     answered = np.where(known, float(answers), 0.0)
     return PassCounts(np.where(known, rates, 0.0) * answered, answered, known & (rates >= 1))
 
 
 def count_group(counts: PassCounts, prompt: int, right: int, answered: int, n: int, discount: float) -> None:
-    """Adds the `n` answers to a prompt; its earlier counts keep the share `discount`. Answers without a
-    reward are not `answered`; a group with only such answers changes nothing, and a group with even one of
-    them does not count as solved."""
+    """Adds the `n` answers to a prompt, and multiplies its earlier counts by `discount`. Answers without a
+    reward are not `answered`. A group of only such answers changes nothing; a group with even one of them
+    does not count as solved."""
     if not answered:
         return
     counts.right[prompt] = discount * counts.right[prompt] + right
@@ -43,11 +44,11 @@ def count_group(counts: PassCounts, prompt: int, right: int, answered: int, n: i
 
 
 def weights_of(counts: PassCounts, target: float, prompts: np.ndarray | slice = slice(None)) -> np.ndarray:
-    """Returns the weight of each of the `prompts`, all above 0: the mean of p^(2 target) (1 - p)^(2 - 2
-    target) under the beta distribution of its pass rate p with the parameters right + 1 and wrong + 1.
+    """Returns the weight of each of the `prompts`, all above 0. The weight is the mean of p^(2 target) (1 -
+    p)^(2 - 2 target) under the beta distribution of the pass rate p with parameters right + 1 and wrong + 1.
 
-    With the target 0.5 that is the expected learnability, a b / ((a + b) (a + b + 1)); in general the largest
-    weight is at a known pass rate of `target`.
+    With a target of 0.5 this is the expected learnability, a b / ((a + b) (a + b + 1)). In general, the
+    weight is largest at a known pass rate of `target`.
     """
     a = counts.right[prompts] + 1
     b = counts.answered[prompts] - counts.right[prompts] + 1

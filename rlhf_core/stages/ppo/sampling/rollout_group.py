@@ -1,7 +1,7 @@
-"""Calls the rollout engines of a run: prompts in, rollouts out, with or without the episodes of an
+"""Calls the rollout engines of a run, which turn prompts into rollouts, with or without the episodes of an
 environment.
 
-The engines have the actor's weights (`weight_sync.py`). Those that answer single requests are restarted when
+The engines have the actor's weights (`weight_sync.py`). Engines that answer single requests are restarted if
 they die.
 """
 
@@ -33,16 +33,17 @@ from rlhf_core.stages.ppo import weight_sync
 from rlhf_core.stages.ppo.rollout_records import Own, Rollout
 
 R = TypeVar("R")
-LOOK_SECONDS = 1.0  # between two looks for dead engines
-SeededPrompt = tuple[Prompt, int]  # with the seed of its first answer
+LOOK_SECONDS = 1.0  # interval between checks for dead engines
+SeededPrompt = tuple[Prompt, int]  # a prompt and the seed of its first answer
 
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """Holds the processes of the engines (`sampler`) and those of the actor, which sends them its weights.
+    """Holds the processes of the engines (`sampler`) and of the actor, which sends its weights to the
+    engines.
 
-    `dispatch` accepts requests for single answers, in the loop of `background`, if asynchronous training or
-    the `episodes` of environments need them.
+    `dispatch` accepts requests for single answers in the loop of `background`. It exists if asynchronous
+    training or the `episodes` of environments need such requests.
     """
 
     config: PPO
@@ -55,16 +56,16 @@ class RolloutGroup:
 
     @property
     def adapters_alone(self) -> bool:
-        """Returns whether engines get only adapters."""
+        """Returns whether engines receive only adapters."""
         return self.config.engine.adapters == "alone"
 
     @property
     def engine_groups(self) -> tuple[WorkerGroup, ...]:
-        """Returns the groups of the engines' processes."""
+        """Returns the groups of engine processes."""
         return (self.sampler,)
 
     def close(self) -> None:
-        """Ends open requests and the environment's processes, for which this process would otherwise wait."""
+        """Ends open requests and the environment's processes, which this process would otherwise wait for."""
         if self.background is not None:
             self.background.end_work()
             if self.episodes is not None:
@@ -74,8 +75,8 @@ class RolloutGroup:
     def start_rollouts(
         self, seeded: Sequence[SeededPrompt], sampling: Sampling
     ) -> Callable[[], list[Rollout]]:
-        """Starts `sampling.n` answers, or episodes, to each prompt. Returns a function that waits for them
-        and returns them in the order of the prompts."""
+        """Starts `sampling.n` answers or episodes for each prompt. Returns a function that waits for them and
+        returns them in prompt order."""
         if self.episodes is not None:
             assert self.background is not None
             requests = [
@@ -99,7 +100,7 @@ class RolloutGroup:
     def stream_rollouts(
         self, seeded: Sequence[SeededPrompt], sampling: Sampling
     ) -> Iterator[tuple[int, list[Rollout]]]:
-        """Yields each prompt's index and answers, in the order of completion."""
+        """Yields each prompt's index and answers in the order of completion."""
         tokens, seeds, pictures = sent_to_engines(seeded)
         arriving = self.sampler.stream(
             "generate", self.config.timeout, SamplerRole.stream_share, tokens, seeds, sampling, pictures
@@ -108,13 +109,13 @@ class RolloutGroup:
             yield index, [rollout(seeded[index][0], answer) for answer in answers]
 
     async def answer(self, prompt: Prompt, seed: int, sampling: Sampling) -> list[Rollout]:
-        """Answers one prompt in the loop of `background`: with episodes, or with the least-loaded engine."""
+        """Answers one prompt in the loop of `background`, with episodes or with the least-loaded engine."""
         assert self.dispatch is not None
         n = sampling.n
         if self.episodes is not None:
             episodes = await self.episodes.run(episode_requests(prompt, seed, n), sampling)
             return [of_episode(episode) for episode in episodes]
-        engine = self.dispatch.reserve(n)  # one for all answers, which share the prompt's keys and values
+        engine = self.dispatch.reserve(n)  # for all answers, which share keys and values of the prompt
         try:
             asked = partial(self.dispatch.ask, engine, prompt.tokens)
             requests = [asked(seed + j, sampling, prompt.pictures) for j in range(n)]
@@ -123,7 +124,7 @@ class RolloutGroup:
             self.dispatch.release(engine, n)
 
     def _waited(self, work: Future[R]) -> R:
-        """Waits for work that sends requests to engines, and restarts engines that die meanwhile."""
+        """Waits for work that sends requests to engines, and restarts engines that die in the meantime."""
         while True:
             try:
                 return work.result(timeout=LOOK_SECONDS)
@@ -133,8 +134,8 @@ class RolloutGroup:
                 self.revive()
 
     def revive(self) -> None:
-        """Restarts engines that have died, sends all engines the weights, and lets them accept requests
-        again."""
+        """Restarts engines that have died, sends the weights to all engines, and allows them to accept
+        requests again."""
         assert self.dispatch is not None and self.background is not None
         dead = sorted(self.dispatch.dead)
         if not dead:
@@ -147,18 +148,18 @@ class RolloutGroup:
 
     @property
     def revivals(self) -> int:
-        """Returns how often engines that had died came back, with the actor's weights."""
+        """Returns how many times dead engines were restarted with the actor's weights."""
         return 0 if self.dispatch is None else self.dispatch.revivals
 
     def open_channel(self) -> None:
-        """Opens the route for weights (`weight_sync.open_channel`), and prints it."""
+        """Opens the route for weights (`weight_sync.open_channel`) and prints it."""
         route = weight_sync.open_channel(self.actor, self.sampler, self.config.timeout)
         what = "adapters" if self.adapters_alone else "weights"
         print(f"{what} go to {route.receivers} engine processes by {route.kind}", flush=True)
 
     def sync_weights(self, version: int = 0) -> None:
-        """Sends the actor's weights to every engine. `version`: recorded in answers for the tokens sampled
-        with these weights."""
+        """Sends the actor's weights to every engine. Answers record `version` for the tokens sampled with
+        these weights."""
         if self.dispatch is not None and self.background is not None:
             self.dispatch.version = version
             for rank in range(self.sampler.world_size):  # before a collective that would wait for a dead rank
@@ -189,7 +190,7 @@ class RolloutGroup:
         self.sampler.call("sleep", SamplerRole.sleep, keep).wait(self.config.timeout)
 
     def wake(self) -> None:
-        """Makes the engines use their GPUs again, on which the models must have freed unused memory."""
+        """Makes the engines use their GPUs again. The models must have freed unused memory on these GPUs."""
         self.sampler.call("wake", SamplerRole.wake).wait(self.config.timeout)
 
     def prompt_logprobs(self, documents: Sequence[Document]) -> list[list[list[float]]]:
@@ -211,8 +212,8 @@ class RolloutGroup:
 def sent_to_engines(
     seeded: Sequence[SeededPrompt],
 ) -> tuple[Sequence[Sequence[int]], list[int], Sequence[Pictures]]:
-    """Returns the prompts' tokens, put on the nodes, their seeds, and their images, put on the nodes; () if
-    there are none."""
+    """Returns the prompts' tokens, their seeds, and their images. Tokens and images are put on the nodes;
+    images are () if there are none."""
     pictures = [prompt.pictures for prompt, _ in seeded]
     seeds = [seed for _, seed in seeded]
     return (
@@ -223,12 +224,12 @@ def sent_to_engines(
 
 
 def episode_requests(prompt: Prompt, seed: int, n: int) -> list[EpisodeRequest]:
-    """Returns the requests for `n` episodes with a prompt."""
+    """Returns the requests for `n` episodes that start from a prompt."""
     return [EpisodeRequest(prompt, seed + j, seed) for j in range(n)]
 
 
 def rollout(prompt: Prompt, answer: SampledAnswer) -> Rollout:
-    """Joins a prompt and its answer into one document; the mask marks the answer, including its
+    """Joins a prompt and its answer into one document. The mask marks the answer, including its
     end-of-sequence token. Log-probs are 0 if they were not requested."""
     document = compact(prompt.tokens, answer.tokens, answer.experts, prompt.pictures)
     logprobs = np.empty(len(document), np.float32)
@@ -239,7 +240,7 @@ def rollout(prompt: Prompt, answer: SampledAnswer) -> Rollout:
 
 
 def of_episode(episode: Episode) -> Rollout:
-    """Converts an episode to a rollout. If all its attempts failed, its reward is nan."""
+    """Converts an episode to a rollout. The reward is nan if all attempts failed."""
     path = episode.trajectory
     rewards = episode.rewards
     own = Own(

@@ -1,10 +1,11 @@
-"""Samples the answers of an iteration before its training: a batch of prompts, or with dynamic filtering as
-many as it takes. With `stream_batch_size`, finished answers are scored in the meantime.
+"""Samples the answers of an iteration before its training: for one batch of prompts, or with dynamic
+filtering for as many prompts as are needed. With `stream_batch_size`, finished answers are scored in the
+meantime.
 
-Filtering asks for as many prompts as should fill the batch, given the share accepted so far, even past the
-end of an episode. Prompts after the last group that it needs go to the next iteration, which answers them
-again, so that no accepted group is stale. With a curriculum they do not: they have been measured, and are
-drawn again by their weights.
+Filtering draws as many prompts as should fill the batch, given the fraction accepted so far, even past the
+end of an episode. Prompts after the last group that is needed go to the next iteration. It answers them
+again, so that no accepted group is stale. With a curriculum they are not carried over: they have been
+measured, and are drawn again by their weights.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rlhf_core.stages.ppo.sampling.sampled_answers import (
     stream_parts,
 )
 
-MORE = 1.2  # prompts of a further round: this many times the expected need
+MORE = 1.2  # a further round draws this many times the prompts it is expected to need
 
 
 def sample(
@@ -46,7 +47,8 @@ def sample(
     position: int,
     statistics: Mapping[str, Running],
 ) -> Sampled:
-    """Samples answers to a batch of prompts, with `sample_filtered` or `stream` if the recipe asks for it."""
+    """Samples answers to a batch of prompts, using `sample_filtered` or `stream` if the recipe requires
+    it."""
     if setup.config.dynamic_filtering:
         return sample_filtered(engines, models, setup, position, statistics)
     if setup.config.stream_batch_size is not None:
@@ -64,9 +66,9 @@ def sample_filtered(
     """Samples until a batch of prompts has answers whose rewards differ (`group_signal.py`), in at most
     `max_filter_rounds` rounds.
 
-    With `stream_batch_size` the sources of rewards score parts of a round while engines work on others, and
-    the models score the kept answers of a round while engines work on the next one. The groups that are kept
-    are the same as without it. Raises ValueError when no group has a signal.
+    With `stream_batch_size`, the reward sources score parts of a round while engines work on others. The
+    models score the kept answers of a round while engines work on the next one. The same groups are kept as
+    without it. Raises ValueError if no group has a signal.
     """
     n = setup.sampling.n
     batch = setup.order.batch
@@ -96,7 +98,7 @@ def sample_filtered(
         seen += rollouts
         accepted += len(found) // n
         rounds += 1
-        # a curriculum draws other prompts in place of those after the last group
+        # a curriculum draws other prompts instead of those after the last group
         used_up = len(kept) < batch * n or setup.order.curriculum is not None
         position += count if used_up else chosen[-1] // n + 1
     if not kept:

@@ -1,15 +1,15 @@
-"""Samples an iteration's answers: the prompts in a seeded order, answered at once, ahead, or in parts.
-`sample_in_turn.py` chooses among these ways, and filters.
+"""Samples an iteration's answers to prompts in a seeded order: all at once, ahead, or in parts.
+`sample_in_turn.py` chooses between these modes, and filters.
 
-Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches, or a curriculum
-draws them (`curriculum_draws.py`). An iteration takes the next batch.
+Prompts form one endless sequence. Each episode is a seeded shuffle, cut to whole batches, or a curriculum
+draws the prompts (`curriculum_draws.py`). An iteration takes the next batch.
 
-With `max_staleness: 1` answers are sampled one iteration ahead: the engines generate them while the previous
+With `max_staleness: 1`, answers are sampled one iteration ahead: the engines generate them while the previous
 iteration trains. The first iteration's answers come from the initial weights. After that, iteration k trains
 on answers from the weights before update k - 1 (Noukhovitch et al. 2024, "Asynchronous RLHF",
-arXiv:2410.18252). The clip is around the trainer's log-probs at the iteration's start, and the importance
-weights cover the difference to the sampler's (Hilton et al. 2021, arXiv:2110.00641, the decoupled objective).
-A resume state keeps these answers, since a resumed engine has newer weights.
+arXiv:2410.18252). The clip is relative to the trainer's log-probs at the start of the iteration. Importance
+weights correct for the difference to the sampler's log-probs (Hilton et al. 2021, arXiv:2110.00641, the
+decoupled objective). A resume state keeps these answers, because a resumed engine has newer weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 class ScoringModels(Protocol):
-    """Defines what sampling and validation need from the models (`Fleet`): all scores, or only the rewards,
-    also for a validation while the engines leave their GPUs to the models; and the text of tokens."""
+    """Defines what sampling and validation need from the models (`Fleet`): all scores, only the rewards, or
+    only the rewards for a validation while the engines sleep. Also decodes tokens to text."""
 
     def start_score(
         self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int
@@ -49,8 +49,8 @@ class ScoringModels(Protocol):
 
 
 class PromptOrder(NamedTuple):
-    """Defines the order of the prompts of a run. Position p is in episode p // (number of prompts in an
-    episode's whole batches), unless a `curriculum` draws the prompts."""
+    """Defines the prompt order of a run. Position p is in episode p // (number of prompts in an episode's
+    whole batches), unless a `curriculum` draws the prompts."""
 
     prompts: Sequence[Prompt]
     batch: int
@@ -58,8 +58,8 @@ class PromptOrder(NamedTuple):
     curriculum: CurriculumDraws | None = None
 
     def take(self, position: int, count: int) -> list[SeededPrompt]:
-        """Returns `count` prompts from a position on, each with the sampler's seed, which depends on run,
-        batch and prompt."""
+        """Returns `count` prompts, starting at a position, each with the sampler's seed. The seed depends on
+        the run, the batch and the prompt."""
         taken = []
         for place in range(position, position + count):
             index = self._index(place)
@@ -80,9 +80,9 @@ class PromptOrder(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """Holds values that are fixed for all iterations of a run. `terms`: the sources of rewards; `probe`: the
-    documents that check a weight sync; `allowed_failures`: the number of answers on which a reward source may
-    fail in one iteration; `actor`: the path of the starting model."""
+    """Holds values that are fixed for all iterations of a run. `terms` are the reward sources. `probe` holds
+    the documents that check a weight sync. `allowed_failures` is the number of answers on which a reward
+    source may fail in one iteration. `actor` is the path of the starting model."""
 
     config: PPO
     order: PromptOrder
@@ -94,21 +94,21 @@ class Setup(NamedTuple):
 
 
 class MeasuredGroups(NamedTuple):
-    """Holds the places of the groups whose rewards become known in an iteration, each group once in a run,
-    and these rewards, n consecutive ones per group; None: the rewards of the answers that the iteration
-    trains on."""
+    """Holds the places of the groups whose rewards become known in an iteration; each group appears once in a
+    run. Also holds these rewards, n consecutive rewards per group. None stands for the rewards of the answers
+    that the iteration trains on."""
 
     places: Sequence[int]
     rewards: Rewards | None = None
 
 
 class Sampled(NamedTuple):
-    """Holds an iteration's rollouts, `n` consecutive ones per prompt; their rewards if filtering computed
-    them; the next position; metrics.
+    """Holds an iteration's rollouts, `n` consecutive ones per prompt; their rewards, if filtering computed
+    them; the next position; and metrics.
 
-    `age`: updates of the actor since the weights that sampled the answers. `scores` waits for scores in
-    progress. `statistics`: the running statistics of rewards, including all answers that filtering looked at.
-    `measured`: the answers from which a curriculum learns.
+    `age` is the number of actor updates since the weights that sampled the answers. `scores` waits for scores
+    in progress. `statistics` are the running statistics of rewards, including all answers that filtering
+    examined. `measured` holds the answers from which a curriculum learns.
     """
 
     rollouts: list[Rollout]
@@ -124,8 +124,8 @@ class Sampled(NamedTuple):
 def start_sample(
     engines: RolloutGroup, setup: Setup, position: int, count: int | None = None
 ) -> Callable[[], Sampled]:
-    """Starts to sample answers to `count` prompts (None: a batch) from a position on. Returns a function that
-    waits for them."""
+    """Starts sampling answers to `count` prompts (None: a batch), starting at a position. Returns a function
+    that waits for them."""
     taken = setup.order.take(position, setup.order.batch if count is None else count)
     rollouts = engines.start_rollouts(taken, setup.sampling)
     places = range(position, position + len(taken))
@@ -133,7 +133,7 @@ def start_sample(
 
 
 def stream(engines: RolloutGroup, models: ScoringModels, setup: Setup, position: int, part: int) -> Sampled:
-    """Samples answers to a batch of prompts, and starts to score each `part` of them as soon as its last
+    """Samples answers to a batch of prompts, and starts scoring each `part` of them as soon as its last
     answer arrives."""
     batch = setup.order.batch
     rollouts, begun = stream_parts(
@@ -160,12 +160,12 @@ def stream_parts(
     part: int,
     begin: Callable[[list[Rollout]], T],
 ) -> tuple[list[Rollout], list[T]]:
-    """Samples answers to `count` prompts from a position on, and calls `begin` with the answers to each
-    `part` of the prompts as soon as the last of these answers arrives. Returns all answers, and the results
-    of `begin`, in the order of the prompts.
+    """Samples answers to `count` prompts, starting at a position. Calls `begin` with the answers to each
+    `part` of the prompts as soon as the last of these answers arrives. Returns all answers and the results of
+    `begin`, in prompt order.
 
-    Parts follow the order of prompts, not of arrival, so that each run scores the same answers together and
-    gets bitwise the same scores.
+    Parts follow the order of prompts, not of arrival. Each run thus scores the same answers together and gets
+    bitwise identical scores.
     """
     taken = setup.order.take(position, count)
     groups: list[list[Rollout]] = [[] for _ in taken]

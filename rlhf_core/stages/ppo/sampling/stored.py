@@ -1,5 +1,5 @@
-"""Writes answers that wait for training into a resume state, and reads them back, bit for bit; likewise the
-answers of an iteration with their rewards, for a run that trains only on them."""
+"""Writes answers that wait for training into a resume state, and reads them back bit for bit. Does the same
+for an iteration's answers and rewards, for a run that trains only on them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ COLLECTED = "collected.jsonl"
 
 
 def write_ahead(folder: Path, ahead: Sampled) -> None:
-    """Writes an iteration's answers that were sampled ahead, with their log-probs, experts and age."""
+    """Writes the answers of an iteration that was sampled ahead, with their log-probs, expert choices and
+    age."""
     _write(folder / AHEAD, {"age": ahead.age, "position": ahead.position}, ahead.rollouts)
 
 
 def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
-    """Reads the data of `write_ahead`, `n` answers per prompt; None if there is none."""
+    """Reads the data written by `write_ahead`, `n` answers per prompt. Returns None if there is none."""
     if not (folder / AHEAD).is_file():
         return None
     head, rows, experts = _read(folder / AHEAD)
@@ -70,7 +71,7 @@ def write_collected(folder: Path, collected: Collected) -> None:
 
 
 def read_collected(folder: Path, order: PromptOrder) -> Collected:
-    """Reads the data of `write_collected`; an empty state if there is none."""
+    """Reads the data written by `write_collected`. Returns an empty state if there is none."""
     if not (folder / COLLECTED).is_file():
         return Collected()
     head, rows, experts = _read(folder / COLLECTED)
@@ -106,8 +107,8 @@ def write_kept(
     rewards: Rewards,
     statistics: Mapping[str, Running],
 ) -> None:
-    """Writes the answers that an iteration, the first being 1, trains on, with their rewards. `statistics`:
-    the running ones of rewards, as the iteration used them."""
+    """Writes the answers and rewards that an iteration, counted from 1, trains on. `statistics` are the
+    running statistics of rewards that the iteration used."""
     folder.mkdir(exist_ok=True)
     place = {id(prompt.row): index for index, prompt in enumerate(setup.order.prompts)}
     head = {
@@ -122,9 +123,9 @@ def write_kept(
 
 
 def read_kept(folder: Path, iteration: int, setup: Setup) -> Sampled:
-    """Reads what `write_kept` wrote. Its position is the number of the iteration. For the first iteration,
-    prints a note if another actor sampled the rollouts. Raises ValueError for rollouts that do not fit the
-    recipe."""
+    """Reads the data written by `write_kept`. The position is the iteration's number. For the first
+    iteration, prints a note if another actor sampled the rollouts. Raises ValueError for rollouts that do not
+    match the recipe."""
     file = folder / f"iteration{iteration}.jsonl"
     head, rows, experts = _read(file)
     unlike = unlike_recipe(head, rows, setup)
@@ -142,7 +143,8 @@ def read_kept(folder: Path, iteration: int, setup: Setup) -> Sampled:
 
 
 def kept_by(setup: Setup) -> dict[str, Any]:
-    """Returns what must be equal in the run that keeps rollouts and in one that trains on them, as JSON."""
+    """Returns, as JSON, the settings that must be equal in the run that keeps rollouts and the run that
+    trains on them."""
     config = setup.config
     return {
         "n_samples_per_prompt": config.n_samples_per_prompt,
@@ -155,7 +157,7 @@ def kept_by(setup: Setup) -> dict[str, Any]:
 
 
 def unlike_recipe(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], setup: Setup) -> list[str]:
-    """Returns, in words, what in kept rollouts does not fit the recipe; empty if everything fits."""
+    """Returns phrases that describe how kept rollouts differ from the recipe; empty if they match."""
     known = head.get("kept_by", {})
     told = [
         f"{name} {known.get(name)} (here {value})"
@@ -177,8 +179,9 @@ def unlike_recipe(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], se
 
 
 def answers_prompt(row: Mapping[str, Any], prompt: Prompt | None, of_row: str | None) -> bool:
-    """Returns whether a kept rollout answers a prompt; None: the data has too few prompts. `of_row`: for an
-    episode, whose environment may write the prompt, the digest of the prompt's row."""
+    """Returns whether a kept rollout answers a prompt; a `prompt` of None means that the data has too few
+    prompts. `of_row` is the digest of the prompt's row, for an episode whose environment may write the
+    prompt."""
     if prompt is None:
         return False
     if "own" in row:
@@ -188,13 +191,14 @@ def answers_prompt(row: Mapping[str, Any], prompt: Prompt | None, of_row: str | 
 
 
 def digest_of_row(prompt: Prompt) -> str:
-    """Returns a digest of a prompt's row in the data; values that JSON lacks count as their text."""
+    """Returns a digest of a prompt's row in the data. Values that JSON does not support count as their
+    text."""
     return digest(json.dumps(prompt.row, sort_keys=True, default=str))
 
 
 def remove_kept(folder: Path, after: int) -> None:
-    """Removes the kept rollouts of the iterations from `after` + 1 on: an attempt before the resume made
-    them."""
+    """Removes the kept rollouts of iteration `after` + 1 and all later ones, which an attempt before the
+    resume wrote."""
     for file in folder.glob("iteration*"):
         number = file.stem.removeprefix("iteration")
         if number.isdigit() and int(number) > after:
@@ -202,8 +206,8 @@ def remove_kept(folder: Path, after: int) -> None:
 
 
 def kept_iterations(config: PPO, most: int) -> int:
-    """Returns how many iterations, counted from the first, the folder of `train_only` has, at most `most`.
-    Raises ValueError if it has none."""
+    """Returns how many iterations, counted from the first, are in the folder of `train_only`, at most `most`.
+    Raises ValueError if there are none."""
     assert config.train_only is not None
     folder = Path(config.train_only)
     count = 0
@@ -228,7 +232,7 @@ def _write(file: Path, head: Mapping[str, Any], rollouts: Sequence[Rollout]) -> 
 
 
 def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[np.ndarray | None]]:
-    """Returns the head, the rollouts in the form of `stored`, and their experts."""
+    """Returns the header, the rollouts in the form of `stored`, and their expert choices."""
     head, *rows = map(json.loads, file.read_text().splitlines())
     arrays = file.with_suffix(".npz")
     known: Mapping[str, np.ndarray] = np.load(arrays, allow_pickle=False) if arrays.is_file() else {}

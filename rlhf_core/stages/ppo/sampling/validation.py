@@ -1,9 +1,9 @@
-"""Validates the actor during training: answers to prompts that are not trained on, their rewards with
-intervals, and the best iteration.
+"""Validates the actor during training: answers prompts that are not trained on, reports rewards with
+intervals, and finds the best iteration.
 
-Each prompt has the same seed at every validation, so that two validations differ only by the weights. The
-largest of several noisy means is biased upwards, so the best iteration answers again, with seeds that played
-no part in the choice.
+Each prompt has the same seed at every validation, so that two validations differ only in the weights. The
+largest of several noisy means is biased upwards. The best iteration therefore answers again, with seeds that
+played no part in its selection.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sampled_answers import ScoringModels
 from rlhf_core.system.files import write_text
 
-BEST = f"{STATE}/best"  # folder of the exports of the best iterations, until the stage is done
+BEST = f"{STATE}/best"  # folder with the exports of the best iterations, until the stage is done
 REWARD, LOW, HIGH = (f"eval/reward/{name}" for name in ("mean", "ci_low", "ci_high"))
-ROUNDING = 1e-6  # a sum of weighted rewards may be this far from its exact value
+ROUNDING = 1e-6  # largest error of a sum of weighted rewards
 
 
 class Validation(NamedTuple):
-    """Specifies the prompts and their scoring. `groups`: indices of the prompts of each data source (of
-    generated questions: each task; with several environments: each of them), if there are several;
-    `allowed_failures`: the number of answers on which a reward source may fail; `fresh_seeds`: seeds for the
-    best iteration's second answers."""
+    """Specifies the prompts and their scoring.
+
+    `groups` holds the indices of the prompts of each data source, if there are several. For generated
+    questions each task is a source; with several environments, each of them is. `allowed_failures` is the
+    number of answers on which a reward source may fail. `fresh_seeds` are the seeds for the best iteration's
+    second answers.
+    """
 
     prompts: Sequence[Prompt]
     groups: Mapping[str, Sequence[int]]
@@ -57,8 +60,9 @@ class Validation(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Holds the iteration whose answers had the highest mean reward (0: before training), its metrics, the
-    number of validations since, and the metrics of its second answers if these cannot be sampled later."""
+    """Holds the iteration whose answers had the highest mean reward (0: before training), its metrics, and
+    the number of validations since. Also holds the metrics of its second answers if these cannot be sampled
+    later."""
 
     iteration: int
     metrics: dict[str, float]
@@ -78,8 +82,8 @@ def load_validation(
     stop_token_ids: Sequence[int],
     seed: int,
 ) -> Validation | None:
-    """Loads `eval_prompts` without those that are also training prompts; None if the recipe has none. Raises
-    ValueError when none is left."""
+    """Loads `eval_prompts` without prompts that are also in the training data. Returns None if the recipe has
+    none. Raises ValueError if no prompt is left."""
     if config.eval_prompts is None:
         return None
     known = {prompt.key for prompt in training}
@@ -134,7 +138,7 @@ def load_validation(
 
 
 def sampling_of(config: PPO, n: int, stop_token_ids: Sequence[int]) -> Sampling:
-    """Returns the sampling options for `eval_prompts`: as in training, unless the recipe sets others."""
+    """Returns the sampling options for `eval_prompts`: as in training, unless the recipe overrides them."""
     sampling = Sampling.of(config, n, stop_token_ids, logprobs=False)
     if config.eval_temperature is not None:
         sampling = sampling._replace(temperature=config.eval_temperature)
@@ -155,8 +159,8 @@ def validate(
 def answer_again(
     engines: RolloutGroup, models: ScoringModels, validation: Validation, run: RunDir
 ) -> dict[str, float]:
-    """Like `validate`, but with fresh seeds, whose answers played no part in the choice. Writes them to
-    `validation/checkpoint.jsonl`."""
+    """Works like `validate`, but with fresh seeds, whose answers played no part in the selection. Writes the
+    answers to `validation/checkpoint.jsonl`."""
     file = run / VALIDATION / "checkpoint.jsonl"
     return _validate(engines, models, validation, validation.fresh_seeds, file)
 
@@ -172,7 +176,7 @@ def answer_as(
         metrics = answer_again(engines, models, validation, run)
         if engines.revivals == revivals:
             return metrics
-        # An engine died meanwhile, and its revival sent the actor's weights to all engines.
+        # An engine died in the meantime, and its restart sent the actor's weights to all engines.
 
 
 def _validate(
@@ -190,8 +194,8 @@ def _validate(
 
 
 def measured(rewards: Rewards, rollouts: Sequence[Rollout], validation: Validation) -> dict[str, float]:
-    """Returns metrics of all answers, and of the answers to each data source's prompts. Answers without a
-    reward do not count."""
+    """Returns metrics of all answers, and of the answers to the prompts of each data source. Answers without
+    a reward do not count."""
     n = validation.sampling.n
     table = plain_sum(rewards.by_source, validation.terms).reshape(-1, n)
     if np.isnan(table).all():
@@ -219,7 +223,7 @@ def measured(rewards: Rewards, rollouts: Sequence[Rollout], validation: Validati
 
 
 def _of(name: str, table: np.ndarray, right: float | None) -> dict[str, float]:
-    """Returns metrics of rewards (prompts, n), nan for missing ones. Intervals are over prompts."""
+    """Returns metrics of rewards (prompts, n), nan where missing. Intervals are over prompts."""
     given = ~np.isnan(table)
     metrics = _interval(f"{name}/reward", np.nanmean(table[given.any(1)], axis=1))
     if right is None:
@@ -244,8 +248,8 @@ def pass_at(n: int, right: int, k: int) -> float:
 
 
 def _interval(name: str, values: np.ndarray) -> dict[str, float]:
-    """Returns the mean over prompts and its 95 % interval: that of a rate for rewards from 0 to 1, otherwise
-    Student's, which needs at least two prompts with different rewards."""
+    """Returns the mean over prompts and its 95 % interval. For rewards from 0 to 1 this is the interval of a
+    rate; otherwise it is Student's, which needs at least two prompts with different rewards."""
     if ((values >= -ROUNDING) & (values <= 1 + ROUNDING)).all():
         return _rate(name, values.clip(0, 1))
     mean = float(values.mean())
@@ -257,19 +261,19 @@ def _interval(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _rate(name: str, shares: np.ndarray) -> dict[str, float]:
-    """Returns the mean over prompts of shares from 0 to 1, and its 95 % interval."""
+    """Returns the mean over prompts of fractions from 0 to 1, and its 95 % interval."""
     low, high = mean_interval(shares, np.ones(len(shares)))
     return {f"{name}/mean": float(shares.mean()), f"{name}/ci_low": low, f"{name}/ci_high": high}
 
 
 def write_rollouts(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes the rows of `shown`."""
+    """Writes the rows returned by `shown`."""
     file.parent.mkdir(exist_ok=True)
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def keep_best(run: RunDir, iterations: Collection[int]) -> None:
-    """Removes the exports of all iterations but these."""
+    """Removes the exports of all iterations except these."""
     for folder in (run / BEST).glob("iteration*"):
         if folder.name not in {f"iteration{iteration}" for iteration in iterations}:
             shutil.rmtree(folder)
