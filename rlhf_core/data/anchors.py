@@ -1,4 +1,4 @@
-"""Loads anchors: pairs of answers with past verdicts, which a judge judges again. Torch-free."""
+"""Loads anchors: pairs of answers with past verdicts, which a judge then judges again. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ POINTS = {"A": 0.0, "tie": 0.5, "B": 1.0}  # points of answer B
 
 
 class AnchorPairs(NamedTuple):
-    """Holds anchors: N questions, two answers to each, and answer B's points in the past verdicts, (N,)."""
+    """Holds anchors: N questions, two answers to each, and the points that the past verdicts give to answer
+    B, (N,)."""
 
     questions: list[Question]
     answers: dict[str, list[str]]
@@ -24,7 +25,7 @@ class AnchorPairs(NamedTuple):
 
 
 def load_anchors(source: Source, seed: int) -> AnchorPairs:
-    """Reads anchors. Raises ValueError, naming the row, if a prompt, answer or verdict is missing."""
+    """Reads the anchors. Raises ValueError, naming the row, if a prompt, answer or verdict is missing."""
     rows = load_rows(Data(sources=(source,)), seed)
     questions = [
         to_question({**row, "uid": f"anchor {number}"}, source, number) for number, row in enumerate(rows, 1)

@@ -1,5 +1,5 @@
-"""Writes the data report of a stage before it trains: `data_report.json`, `.md` for readers, `.svg` with the
-lengths. Torch-free."""
+"""Writes the data report of a stage before it trains: `data_report.json`, `.md` for readers, and `.svg` with
+the lengths. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlhf_core.system.markdown_table import table
 JSON = "data_report.json"
 MARKDOWN = "data_report.md"
 CHART = "data_report.svg"
-NUMBERS = ("margin ", "reward ")  # prefixes of facts that are not shares
+NUMBERS = ("margin ", "reward ")  # prefixes of facts that are not fractions
 
 
 def write_data_report(run: RunDir, name: str, **parts: DataReport | None) -> None:
-    """Writes the three files for a stage's data sets, which are given by config field, and prints their
+    """Writes the three files for a stage's data sets, which are passed by config field, and prints their
     warnings."""
     surveys = surveys_of(parts)
     run.path.mkdir(parents=True, exist_ok=True)
@@ -36,8 +36,8 @@ def write_data_report(run: RunDir, name: str, **parts: DataReport | None) -> Non
 
 
 def surveys_of(parts: Mapping[str, DataReport | None]) -> dict[str, Survey]:
-    """Returns the surveys by field. The survey of `eval_data` or `eval_prompts` also has the share of its
-    prompts that are trained on."""
+    """Returns the surveys by field. The survey of `eval_data` or `eval_prompts` also contains the fraction of
+    its prompts that are trained on."""
     reports = {field: report for field, report in parts.items() if report is not None}
     surveys = {field: report.survey for field, report in reports.items()}
     for trained, held_out in (("data", "eval_data"), ("prompts", "eval_prompts")):
@@ -52,7 +52,7 @@ def surveys_of(parts: Mapping[str, DataReport | None]) -> dict[str, Survey]:
 
 
 def warnings(surveys: Mapping[str, Survey]) -> list[str]:
-    """Returns one sentence per finding: field, problem, and an example row."""
+    """Returns one sentence per finding, with the field, the problem and an example row."""
     return [
         f"{field}: {finding.sentence}{f' (for instance {finding.example})' if finding.example else ''}"
         for field, survey in surveys.items()
@@ -61,7 +61,7 @@ def warnings(surveys: Mapping[str, Survey]) -> list[str]:
 
 
 def stored_warnings(run_dir: Path) -> list[str]:
-    """Returns the warnings in a run directory's report; empty without a readable report."""
+    """Returns the warnings in a run directory's report, or an empty list if there is no readable report."""
     try:
         content = json.loads((run_dir / JSON).read_text())
         return warnings({field: Survey.model_validate(survey) for field, survey in content.items()})
@@ -96,7 +96,7 @@ def markdown(surveys: Mapping[str, Survey]) -> str:
 
 
 def chart(surveys: Mapping[str, Survey]) -> str:
-    """Returns histograms of the lengths before cutting as SVG; the dashed line is the limit."""
+    """Returns histograms of the lengths before cutting, as SVG. The dashed line is the limit."""
     from matplotlib.figure import Figure  # takes half a second to import
 
     figure = Figure(figsize=(7, 1 + 1.8 * len(surveys)), layout="constrained")

@@ -1,9 +1,9 @@
 """Stores documents in memory-mapped files, so that a data set can be larger than memory. Torch-free.
 
-One pass over the rows writes flat files. A training step maps them and reads only the documents it needs. A
-token and its mask bit share one int32. The files stay in `state/` of the run directory until the stage is
-done, so a resumed stage does not tokenise again, and the ranks of a stage tokenise once. A folder gets its
-final name only when it is complete.
+One pass over the rows writes flat files. A training step maps these files and reads only the documents it
+needs. A token and its mask bit share one int32. The files stay in `state/` of the run directory until the
+stage is done. A resumed stage therefore does not tokenise again, and the ranks of a stage tokenise only once.
+A folder gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ItemShape(NamedTuple):
 
 
 class Writer:
-    """Appends items to the files in a folder. `items`, `tokens` and `images` count the written ones."""
+    """Appends items to the files in a folder. `items`, `tokens` and `images` count what has been written."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -54,7 +54,8 @@ class Writer:
         self.items = self.tokens = self.images = 0
 
     def add(self, place: int, documents: Sequence[Document], value: float) -> None:
-        """Appends an item. `place` is its position in the final order; ties keep the order of writing."""
+        """Appends an item. `place` is its position in the final order. Items with the same place keep the
+        order of writing."""
         for document in documents:
             coded = np.array(document.tokens, dtype=np.int32) << 1 | np.array(document.mask, dtype=np.int32)
             self.tokens += len(document)
@@ -84,7 +85,7 @@ def stored(
     """Returns the items stored under `key` in a folder; `build` writes them if they are missing. Without a
     folder, uses a temporary one.
 
-    If several processes call this, one builds and the others wait. Raises TimeoutError when that takes a day.
+    If several processes call this, one builds and the others wait. Raises TimeoutError if that takes a day.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="alignflow-data-") as temporary:
@@ -115,10 +116,10 @@ def _built(
 
 
 def _opened(folder: Path, shape: ItemShape) -> Loaded[Any]:
-    """Returns the items in a folder. Raises OSError, ValueError or EOFError when a file is missing or
+    """Returns the items in a folder. Raises OSError, ValueError or EOFError if a file is missing or
     truncated."""
     tokens, ends, values, order = (
-        # a plain array of the mapped memory: faster to slice
+        # a plain array of the mapped memory is faster to slice
         np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray)
         for name, kind in ((TOKENS, np.int32), (ENDS, np.int64), (VALUES, np.float64), (ORDER, np.int64))
     )

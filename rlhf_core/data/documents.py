@@ -1,9 +1,9 @@
-"""Defines data items: documents (tokens with a mask), pairs, labelled answers, prompts, lazy sequences.
+"""Defines data items: documents (tokens with a mask), pairs, labelled answers, prompts, and lazy sequences.
 Torch-free.
 
 Conditional SFT appends an answer's reward to its prompt, ` <rm_score>: 0.73`, standardised over the stage's
 data, so that a prompt can request a reward. Sampling appends the suffix of the best answer, which the
-checkpoint stores. A model of a later stage, trained on prompts without rewards, has no such file.
+checkpoint stores. The model of a later stage that trains on prompts without rewards has no such file.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rlhf_core.system.files import write_text
 Item = TypeVar("Item")
 Other = TypeVar("Other")
 Message = dict[str, Any]  # role, content; with tools also tool_calls, tool_call_id, name
-# Conditional SFT: an answer's reward, appended to its prompt, and the checkpoint file with the best answer's
-# suffix.
+# For conditional SFT: an answer's reward, appended to its prompt, and the checkpoint file that holds the
+# suffix of the best answer.
 SUFFIX = " <rm_score>: {:.2f}"
 SUFFIX_FILE = "prompt_suffix.json"
 
@@ -37,7 +37,7 @@ Mask: TypeAlias = "list[bool] | array[int] | memoryview[int]"  # arrays and memo
 
 
 def to_send(values: Sequence[Any]) -> Any:
-    """Returns an array or a memoryview in a form that pickle does not copy, so that the processes of a node
+    """Converts an array or a memoryview to a form that pickle does not copy, so that the processes of a node
     read it in Ray's store."""
     return np.asarray(values) if isinstance(values, array | memoryview) else values
 
@@ -49,15 +49,15 @@ def received(values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Document:
-    """Holds one sequence. `mask[t]` is true when `tokens[t]` is in the loss: answers and their end-of-turn
-    token.
+    """Holds one sequence. `mask[t]` is true if `tokens[t]` is in the loss, as for answers and their
+    end-of-turn tokens.
 
-    `starts`: the indices at which further sequences begin, for an episode with several conversations. Each
-    attends only to itself, and its first token is predicted from nothing; losses count the document as one.
-    `shared`: number of leading tokens that are not repeated in the row, because they equal those of the last
-    document before it with `shared` 0. `experts` (T - 1, layers, k): the experts that the sampler chose for
-    each token but the last, if known. `pictures`: the images in the order of their tokens; encoded, until a
-    batch is collated.
+    `starts` holds the indices at which further sequences begin, for an episode with several conversations.
+    Each sequence attends only to itself, and its first token has no log-prob; losses count the document as
+    one. `shared` is the number of leading tokens that are not repeated in the row, because they equal those
+    of the last document before it with `shared` 0. `experts` (T - 1, layers, k) holds the experts that the
+    sampler chose for each token except the last, if known. `pictures` holds the images in the order of their
+    tokens; they stay encoded until a batch is collated.
     """
 
     tokens: Tokens
@@ -100,21 +100,21 @@ class Document:
 
     @property
     def mask_array(self) -> np.ndarray:
-        """Returns the mask, (T,) bool; a copy only if it is a list."""
+        """Returns the mask, (T,) bool. Copies it only if it is a list."""
         mask = np.asarray(self.mask)
         return mask.view(bool) if mask.itemsize == 1 else mask.astype(bool)
 
     @property
     def answer_start(self) -> int:
-        """Returns the index of the first token under the mask; the length if there is none."""
+        """Returns the index of the first token in the mask, or the length if there is none."""
         return indexOf(self.mask, True) if True in self.mask else len(self)
 
     def after(self, trunk: Document) -> Document:
-        """Returns the document with its prompt shared with `trunk`, if both have the same prompt and are
-        single sequences without images, and the document has an answer; else unchanged.
+        """Returns the document with its prompt shared with `trunk`, or unchanged. Shares the prompt if both
+        have the same one and are single sequences without images, and the document has an answer.
 
         The shared document starts at a position that `trunk` and the documents after it have already passed,
-        so positions show where it starts.
+        so the positions show where it starts.
         """
         prompt = self.answer_start
         same = (
@@ -129,8 +129,8 @@ class Document:
         return replace(self, shared=prompt) if same else self
 
     def cut(self, max_len: int) -> Document:
-        """Returns the first `max_len` tokens; no end-of-turn token is added. An image that does not fit is
-        left out as a whole, with all after it."""
+        """Returns the first `max_len` tokens without adding an end-of-turn token. An image that does not fit
+        is left out completely, together with everything after it."""
         if len(self) <= max_len:
             return self
         max_len = min([max_len, *(image.start for image in self.pictures if image.stop > max_len)])
@@ -181,9 +181,9 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Holds a prompt for sampling. `messages`: the whole prompt as in the data; JSON, an image is only named.
-    `tokens`: cut to the limit. `row`: all columns of its row. `pictures`: the images, which any process of
-    the machine can read."""
+    """Holds a prompt for sampling. `messages` is the whole prompt from the data, as JSON with images only
+    named. `tokens` are cut to the limit. `row` holds all columns of its row. `pictures` holds the images,
+    which any process of the machine can read."""
 
     messages: tuple[Message, ...]
     tokens: list[int]
@@ -193,13 +193,13 @@ class Prompt:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Returns what is equal for prompts with equal tokens and images."""
+        """Returns a key that is equal for prompts with equal tokens and images."""
         return (*self.tokens, *(picture.source.identity for picture in self.pictures))
 
 
 class Lazy(Sequence[Item]):
-    """A sequence of `count` items, each computed by `get(index)` on access; a slice is a list. Two are equal
-    if all items are equal."""
+    """Represents a sequence of `count` items, each computed by `get(index)` on access; a slice is a list. Two
+    sequences are equal if all their items are equal."""
 
     def __init__(self, count: int, get: Callable[[int], Item]):
         self._count = count
@@ -236,7 +236,7 @@ def mapped(items: Sequence[Item], make: Callable[[Item], Other]) -> Sequence[Oth
 
 
 def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
-    """Returns the concatenation of two sequences, without copying."""
+    """Concatenates two sequences without copying."""
     return Lazy(
         len(first) + len(second),
         lambda index: first[index] if index < len(first) else second[index - len(first)],
@@ -244,7 +244,8 @@ def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
 
 
 def answered(prompt: list[int], response: list[int], pictures: tuple[EncodedPicture, ...] = ()) -> Document:
-    """Returns prompt and response as a document, with the mask on the response. `pictures`: of the prompt."""
+    """Returns prompt and response as a document, with the mask on the response. `pictures` are the prompt's
+    images."""
     mask = [False] * len(prompt) + [True] * len(response)
     return Document(prompt + response, mask, pictures=pictures)
 
@@ -255,8 +256,8 @@ def compact(
     experts: np.ndarray | None = None,
     pictures: tuple[EncodedPicture, ...] = (),
 ) -> Document:
-    """Like `answered`, but stores 5 bytes per token, which are sent between processes without conversion.
-    `pictures`: those of the prompt."""
+    """Works like `answered`, but stores 5 bytes per token, which are sent between processes without
+    conversion. `pictures` are the prompt's images."""
     start = len(prompt)
     tokens = np.empty(start + len(response), np.int32)
     mask = np.zeros(start + len(response), np.int8)
@@ -267,7 +268,7 @@ def compact(
 
 
 def check_limit(limit: int, frame_len: int) -> None:
-    """Raises ValueError when `limit` is not larger than `frame_len`, the number of the template's own
+    """Raises ValueError unless `limit` is larger than `frame_len`, the number of the template's own
     tokens."""
     if limit <= frame_len:
         raise ValueError(
@@ -277,10 +278,10 @@ def check_limit(limit: int, frame_len: int) -> None:
 
 
 def reward_suffix(rewards: Sequence[float]) -> Callable[[float], str]:
-    """Returns a function that maps an answer's reward to the suffix of its prompt: the reward standardised
-    with the mean and standard deviation of `rewards`.
+    """Returns a function that maps an answer's reward to the suffix of its prompt. The suffix contains the
+    reward, standardised with the mean and standard deviation of `rewards`.
 
-    Raises ValueError when all rewards are equal.
+    Raises ValueError if all rewards are equal.
     """
     mean = statistics.fmean(rewards)
     std = statistics.pstdev(rewards)
@@ -293,7 +294,7 @@ def reward_suffix(rewards: Sequence[float]) -> Callable[[float], str]:
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """Returns messages as one string, for judges and digests. Several messages are each prefixed with their
+    """Returns messages as one string, for judges and digests. If there are several, each is prefixed with its
     role."""
     return (
         content_text(messages[0]["content"])
@@ -317,7 +318,7 @@ def store_suffix(checkpoint: Path, suffix: str) -> None:
 
 
 def stored_suffix(model: str) -> str:
-    """Returns the suffix that requests a model's best answers; "" for a model trained without rewards, or a
-    Hub id."""
+    """Returns the suffix that requests a model's best answers, or "" for a model trained without rewards and
+    for a Hub id."""
     file = Path(model) / SUFFIX_FILE
     return str(json.loads(file.read_text())["prompt_suffix"]) if file.is_file() else ""

@@ -1,4 +1,4 @@
-"""Says whether a local data file may have images, and which image files it names. Opens no image.
+"""Determines whether a local data file may contain images, and which image files it names. Opens no images.
 Torch-free."""
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from rlhf_core.data.pictures.picture_source import PictureFault, PictureSource
 from rlhf_core.data.rows.compressed import data_suffix, open_binary
 from rlhf_core.data.rows.row_files import raw_rows
 
-# names of columns, and types of parts
+# Names of columns and types of message parts.
 NAMES = tuple(dict.fromkeys([*COLUMNS, *IMAGE_KINDS]))
 FIELD = re.compile(f'"({"|".join(NAMES)})"'.encode())
 BLOCK = 1 << 20  # bytes
-LONGEST = 32  # bytes of a match, at most
+LONGEST = 32  # most bytes of a match
 
 
 def may_hold_images(path: str, limit: int | None = None) -> bool:
-    """Returns whether a file may have rows with images: False if no column and no part of a message has the
-    name of an image. `limit`: bytes to look at; what is beyond is taken for more of the same. True for
-    everything else than a readable local file."""
+    """Returns whether a file may have rows with images. Returns False if no column and no message part has an
+    image name. `limit` is the number of bytes to search; the rest is assumed to be similar. Returns True for
+    anything that is not a readable local file."""
     file = Path(path)
     if not file.is_file():
         return True
@@ -38,7 +38,7 @@ def may_hold_images(path: str, limit: int | None = None) -> bool:
             return _in_header(path)
         return _in_text(path, limit)
     except (OSError, ValueError, EOFError):
-        return True  # the check before the run names the fault
+        return True  # the check before the run reports the fault
 
 
 def _in_schema(file: Path) -> bool:
@@ -52,7 +52,7 @@ def _in_schema(file: Path) -> bool:
         names.add(field.name)
         if pyarrow.types.is_nested(field.type):
             fields += [field.type.field(index) for index in range(field.type.num_fields)]
-    # parts of messages are structs, whose types are in the rows
+    # message parts are structs, whose types are in the rows
     return bool(names & {*NAMES, "type"})
 
 
@@ -75,8 +75,8 @@ def _in_text(path: str, limit: int | None) -> bool:
 
 
 def image_names(path: Path) -> list[str]:
-    """Returns the paths of images in a data file's rows, as they are written, sorted. Rows after one that
-    cannot be read do not count, since no stage reads such a file."""
+    """Returns the image paths in a data file's rows, as written, sorted. Ignores rows after one that cannot
+    be read, because no stage reads such a file."""
     if not may_hold_images(str(path)):
         return []
     names: set[str] = set()
@@ -87,8 +87,8 @@ def image_names(path: Path) -> list[str]:
 
 
 def image_files(path: str, names: Iterable[str]) -> dict[str, Path]:
-    """Returns the places of the images that a data file names, without those outside of its folder, which are
-    not read."""
+    """Returns the files of the images that a data file names. Leaves out files outside its folder, which are
+    never read."""
     found = {}
     for name in names:
         with contextlib.suppress(PictureFault):
@@ -132,7 +132,7 @@ def _names_of(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _name_of(cell: Any) -> str:
-    """Returns the path of an image; "" for bytes, for a URL, and for something else than an image."""
+    """Returns the path of an image, or "" for bytes, a URL, or anything that is not an image."""
     if isinstance(cell, Mapping):
         if cell.get("bytes") is not None:
             return ""

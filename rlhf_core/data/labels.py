@@ -2,10 +2,11 @@
 
 {"id", "uid", "prompt": [messages], "answer_a", "answer_b", "verdict": "A>>B" | "A>B" | "A=B" | "B>A" | "B>>A"
 | null (skipped), "annotator", "repeat_of": id | null, "undone": id | null} and, if known, "shown_first": "a"
-| "b" and "seconds"; further keys are ignored. A verdict refers to `answer_a` and `answer_b`, regardless of
-the order in which they were shown. A line with `undone` withdraws the label with that id and needs no other
-keys. A label with `repeat_of` repeats a pair for the same annotator. It measures whether people agree with
-themselves, and is not a second vote.
+| "b" and "seconds". Other keys are ignored.
+
+A verdict refers to `answer_a` and `answer_b`, regardless of the order in which they were shown. A line with
+`undone` withdraws the label with that id and needs no other keys. A label with `repeat_of` repeats a pair for
+the same annotator. It measures whether annotators agree with themselves, and is not a second vote.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from rlhf_core.records import POINTS, Frozen, Label
 from rlhf_core.system.files import digest
 
 VERDICTS: tuple[Label, ...] = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
-SHOWN_FAULTS = 20  # faults of a file shown in one message
+SHOWN_FAULTS = 20  # most faults of a file shown in one message
 
 
 class LabelLine(Frozen):
-    """Holds one label. `sign`: 1 if answer A is better, -1 if B is, 0 for a tie. `shown_first`, `seconds`:
-    None if the file has none."""
+    """Holds one label. `sign` is 1 if answer A is better, -1 if B is better, and 0 for a tie. `shown_first`
+    and `seconds` are None if the file does not have them."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -48,7 +49,7 @@ class LabelLine(Frozen):
 
     @cached_property
     def key(self) -> str:
-        """Returns a key shared by all labels of a pair, whichever of its answers is A."""
+        """Returns a key that all labels of a pair share, whichever of its answers is A."""
         return digest([self.uid, list(self.prompt), *sorted((self.answer_a, self.answer_b))])
 
     @property
@@ -58,8 +59,8 @@ class LabelLine(Frozen):
 
     @property
     def strength(self) -> int:
-        """Returns the verdict's index in VERDICTS: 0 (A is much better) to 4 (B is). The label must not be
-        skipped."""
+        """Returns the verdict's index in VERDICTS, from 0 (A is much better) to 4 (B is much better). The
+        label must not be skipped."""
         assert self.verdict is not None, "a skipped pair has no verdict"
         return VERDICTS.index(self.verdict)
 
@@ -69,7 +70,7 @@ class LabelLine(Frozen):
         return 1 - self.sign
 
     def turned(self) -> LabelLine:
-        """Returns the same label with the answers swapped."""
+        """Returns the label with its answers swapped."""
         sides: dict[str | None, Literal["a", "b"] | None] = {"a": "b", "b": "a", None: None}
         changes: dict[str, Any] = {
             "answer_a": self.answer_b,
@@ -82,9 +83,9 @@ class LabelLine(Frozen):
 
 
 class LabelledPair(NamedTuple):
-    """Holds a pair of answers with each annotator's sign (1: A is better, 0: a tie, -1: B). `uid`: the
-    question's, shared by all pairs of that question. `key`: unique to the pair. `repeats`: (first, second)
-    sign for each time an annotator was asked again."""
+    """Holds a pair of answers with each annotator's sign (1: A is better, 0: a tie, -1: B is better). `uid`
+    identifies the question, and is shared by all its pairs. `key` is unique to the pair. `repeats` holds the
+    (first, second) sign for each time an annotator was asked again."""
 
     uid: str
     key: str
@@ -96,7 +97,7 @@ class LabelledPair(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """Returns the sign that most annotators gave; 0, a tie, if no sign has the most votes."""
+        """Returns the sign that most annotators gave, or 0 (a tie) if no sign has the most votes."""
         (first, most), *others = Counter(self.votes.values()).most_common()
         return first if not others or others[0][1] < most else 0
 
@@ -106,7 +107,7 @@ def load_labels(path: str | Path, max_labels: int | None = None) -> list[Labelle
     `max_labels` (None: all).
 
     An annotator's later label of a pair replaces the earlier one. Raises ValueError like `read_label_file`,
-    and when the file has no label that counts.
+    and if the file has no label that counts.
     """
     pairs = _pairs({label.id: label for label in read_label_file(path) if label.verdict is not None})
     if not pairs:
@@ -121,8 +122,8 @@ def read_label_file(path: str | Path) -> list[LabelLine]:
     All labels of a pair get the answer order of its first label, even if their lines have the answers
     swapped.
 
-    A last line without a newline that is not JSON was cut off by a crash and is left out. Raises ValueError
-    with the file's faults, each with its line.
+    Leaves out a last line without a newline that is not JSON: a crash cut it off. Raises ValueError with the
+    file's faults and their lines.
     """
     faults: list[str] = []
     labels: dict[str, LabelLine] = {}
@@ -140,7 +141,7 @@ def read_label_file(path: str | Path) -> list[LabelLine]:
                 )
             labels[label.id] = label
             lines[label.id] = number
-    if not faults:  # otherwise ids of faulty lines would seem missing
+    if not faults:  # otherwise ids of faulty lines would be reported as missing
         faults += [
             f"line {n}: takes back the label {target!r}, which is not here"
             for target, n in undone.items()
@@ -175,7 +176,7 @@ def _rows(path: Path, faults: list[str]) -> Iterator[tuple[int, dict[str, Any]]]
             continue
         try:
             row = json.loads(line.decode())
-            # rejects lone surrogates, which no request can carry
+            # rejects lone surrogates, which no request can contain
             json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             faults.append(f"line {number}: is not JSON in UTF-8 ({str(error)[:100]})")
@@ -220,9 +221,9 @@ def _wrong(field: str, given: object) -> str:
 
 
 def _pairs(labels: Mapping[str, LabelLine]) -> list[LabelledPair]:
-    """Collects the labels of each pair, with one vote per annotator.
+    """Groups the labels by pair, with one vote per annotator.
 
-    A repetition counts as a vote if the label that it repeats does not count.
+    A repeated label counts as a vote if the label that it repeats does not count.
     """
     votes: dict[str, dict[str, int]] = {}
     repeats: dict[str, list[tuple[int, int]]] = {}
@@ -233,7 +234,7 @@ def _pairs(labels: Mapping[str, LabelLine]) -> list[LabelledPair]:
         if before is not None:
             repeats.setdefault(label.key, []).append((before.sign, label.sign))
             continue
-        # reinserted at the end: pairs are in the order of their last labels
+        # reinserted at the end, so that pairs are in the order of their last labels
         given = votes.pop(label.key, {})
         votes[label.key] = given | {label.annotator: label.sign}
     uids = Counter(about[key].uid for key in votes)

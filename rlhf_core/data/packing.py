@@ -15,16 +15,16 @@ from typing import NamedTuple, TypeVar
 from rlhf_core.data.documents import Document, Lazy, Pair
 
 Item = TypeVar("Item")
-# maximum number of keys and values that a pass gathers per own token, which keeps their memory a small part
-# of the pass's
+# The most keys and values that a pass gathers per token of its own. The limit keeps their memory small
+# compared with the memory of the pass.
 KEYS = 3
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Returns bins of indices into `lengths` (tokens): no bin exceeds `capacity` tokens, and every index is
+    """Returns bins of indices into `lengths` (tokens). No bin exceeds `capacity` tokens, and every index is
     in exactly one bin.
 
-    Each document, longest first, goes into the bin where it leaves the least space, or into a new one.
+    Each document, longest first, goes into the bin where it leaves the least space, or into a new bin.
     Deterministic, in about n log n. Raises ValueError for a length under 1 or over `capacity`.
     """
     for index, length in enumerate(lengths):
@@ -86,8 +86,8 @@ def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]
 
 
 def consecutive(documents: Sequence[Document], width: int) -> list[list[Document]]:
-    """Returns rows of consecutive documents, each of at most `width` tokens, or of as many as the longest
-    document has. The order stays."""
+    """Returns rows of consecutive documents, in order. A row has at most `width` tokens, or as many as the
+    longest document if that has more."""
     width = max([width, *map(len, documents)])
     rows: list[list[Document]] = []
     held = width
@@ -101,8 +101,8 @@ def consecutive(documents: Sequence[Document], width: int) -> list[list[Document
 
 
 class Parts(Lazy[list[Item]]):
-    """A sequence of consecutive parts of `items`, each read on access. `starts`: the index of each part's
-    first item."""
+    """Represents a sequence of consecutive parts of `items`, each read on access. `starts` holds the index of
+    each part's first item."""
 
     def __init__(self, items: Sequence[Item], starts: Sequence[int]):
         self.starts = starts
@@ -115,11 +115,12 @@ class Passes(NamedTuple):
     """Describes how documents are grouped into forward passes: `rows` padded documents or, with `tokens`, one
     row of at most `tokens` tokens.
 
-    The other fields apply with `tokens`. `width`: a pass has several rows, of at most `width` tokens or one
-    longer document, for attention that computes whole rows and masks other documents. `ranks`: the number of
-    passes is a multiple of it if there are enough documents, so that no rank waits for another. `share`: a
-    prompt that a document shares with an earlier one is stored once (`Document.shared`). `apart`: each
-    document has its own row, and a pass has at most `tokens` tokens including padding.
+    The other fields apply only with `tokens`. With `width`, a pass has several rows, each of at most `width`
+    tokens or one longer document. This suits attention that computes whole rows and masks other documents.
+    The number of passes is a multiple of `ranks` if there are enough documents, so that no rank waits for
+    another. With `share`, a prompt that a document shares with an earlier one is stored once
+    (`Document.shared`). With `apart`, each document has its own row, and a pass has at most `tokens` tokens
+    including padding.
     """
 
     rows: int
@@ -130,8 +131,8 @@ class Passes(NamedTuple):
     width: int | None = None
 
     def split(self, items: Sequence[Item], length: Callable[[Item], int]) -> list[list[Item]]:
-        """Returns the items of each pass. `length` returns an item's tokens. With `rows` the items stay in
-        order, with `apart` the longest come first."""
+        """Returns the items of each pass. `length` returns an item's number of tokens. With `rows` the items
+        stay in order; with `apart` the longest come first."""
         if self.tokens is None:
             return [list(items[i : i + self.rows]) for i in range(0, len(items), self.rows)]
         if not items:
@@ -145,7 +146,7 @@ class Passes(NamedTuple):
 
     def in_order(self, items: Sequence[Item], length: Callable[[Item], int]) -> Parts[Item]:
         """Returns passes of consecutive items, read on access. With `tokens`, a pass has as many items as
-        fit, at least one."""
+        fit, and at least one."""
         if self.tokens is None:
             return Parts(items, array("q", range(0, len(items), self.rows)))
         starts = array("q")
@@ -161,7 +162,7 @@ class Passes(NamedTuple):
         return Parts(items, starts)
 
     def rows_of(self, documents: Sequence[Document]) -> list[list[Document]]:
-        """Returns the rows of a pass. Raises ValueError for a document of several sequences with `apart`."""
+        """Returns the rows of a pass. With `apart`, raises ValueError for a document of several sequences."""
         if self.apart and any(document.starts for document in documents):
             raise ValueError(
                 "an episode has several conversations, which this model cannot keep apart in one row: take"
@@ -173,7 +174,7 @@ class Passes(NamedTuple):
 
     def branched(self, documents: Sequence[Document]) -> list[Document]:
         """Returns the documents of one row. With `share`, a document shares its prompt with the last unshared
-        document before it if they are equal."""
+        document before it if their prompts are equal."""
         if not self.share or self.tokens is None:
             return list(documents)
         row: list[Document] = []
@@ -184,7 +185,7 @@ class Passes(NamedTuple):
         return row
 
     def row_tokens(self, pair: Pair) -> int:
-        """Returns the number of tokens of a pair in one row, or in two padded rows."""
+        """Returns the number of tokens that a pair takes in one row, or in two padded rows."""
         if self.apart:
             return 2 * max(len(pair.chosen), len(pair.rejected))
         return sum(
@@ -192,11 +193,11 @@ class Passes(NamedTuple):
         )
 
     def together(self, documents: Sequence[Document]) -> list[list[int]]:
-        """Groups the indices of documents that share a prompt, longest first; without `share`, each index is
-        a group.
+        """Groups the indices of documents that share a prompt, longest first. Without `share`, each index is
+        a group of its own.
 
-        With several ranks a group has at most half of a rank's tokens, so that all ranks get equal parts. A
-        group attends to at most `KEYS` times its own tokens.
+        With several ranks, a group has at most half of a rank's tokens, so that all ranks receive parts of
+        equal size. A group attends to at most `KEYS` times its own tokens.
         """
         order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
         if not self.share or self.tokens is None:

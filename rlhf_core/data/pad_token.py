@@ -1,9 +1,9 @@
-"""Chooses a pad token for tokenizers without their own.
+"""Chooses a pad token for tokenizers that have none of their own.
 
-Many base models ship without one, or use their end-of-sequence token. This project does not recognise padding
-by its token: masks and positions come from the lengths of documents. But a reward model's config names its
-pad token, since other tools read the score at the last token that is not padding, so the pad token must not
-end a document.
+Many base models have no pad token, or use their end-of-sequence token. This project does not recognise
+padding by its token: masks and positions come from the lengths of documents. However, a reward model's config
+names its pad token, and other tools read the score at the last token that is not padding. The pad token must
+therefore not end a document.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MEDIA = re.compile(r"image|video|audio|vision", re.IGNORECASE)  # replaced by em
 
 
 def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Sets another token of the vocabulary as pad token, if possible, when the tokenizer has none or uses its
-    end-of-sequence token."""
+    """Sets another token of the vocabulary as the pad token, if possible, if the tokenizer has none or uses
+    its end-of-sequence token."""
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         found = _unused_token(tokenizer)
         if found is not None:
@@ -30,9 +30,9 @@ def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
 
 
 def _unused_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Returns a special token that ends no document and is not in the chat template: one meant for padding,
-    else a reserved one, the unknown token, or any other. None if the model has an embedding for none of
-    them."""
+    """Returns a special token that ends no document and is not in the chat template. Prefers a padding token,
+    then a reserved token, the unknown token, and any other. Returns None if the model has no embedding for
+    any of them."""
     ends = {tokenizer.eos_token, tokenizer.bos_token}
     rows = embedding_rows(str(tokenizer.name_or_path))
     written = str(tokenizer.chat_template or "")
@@ -49,7 +49,7 @@ def _unused_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def embedding_rows(place: str) -> int | None:
-    """Returns how many tokens the model in a tokenizer's folder has embeddings for; None if config.json is
+    """Returns how many tokens the model in a tokenizer's folder has embeddings for, or None if config.json is
     missing or does not specify it."""
     file = Path(place) / "config.json"
     if not file.is_file():
@@ -60,8 +60,8 @@ def embedding_rows(place: str) -> int | None:
 
 
 def names_its_end(folder: str) -> bool:
-    """Returns whether files in a tokenizer's folder name its end-of-sequence token; else it is the tokenizer
-    class's default. True if there are no such files, as for Hub ids."""
+    """Returns whether files in a tokenizer's folder name its end-of-sequence token; otherwise it is the
+    default of the tokenizer's class. Returns True if there are no such files, as for Hub ids."""
     named = [Path(folder) / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
     files = [file for file in named if file.is_file()]
     return not files or any(json.loads(file.read_text()).get("eos_token") for file in files)

@@ -1,4 +1,5 @@
-"""Builds prompts from rows, and says which stages sample no answers to prompts with images. Torch-free."""
+"""Builds prompts from rows, and determines which stages cannot sample answers to prompts with images.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ if TYPE_CHECKING:  # chat imports transformers
 
 
 def prompt_within(renderer: Renderer, limit: int, located: Located) -> tuple[Prompt | None, BuiltItems]:
-    """Returns the prompt of a row, and what is counted of it. A prompt of more than `limit` tokens keeps its
-    end (`Renderer.prompt_within`). One with images is None if it is longer, or an image cannot be used.
-    Raises ValueError, with the row's place, for wrong types and for a row that the template rejects."""
+    """Returns the prompt of a row, and the counts for the data report. A prompt of more than `limit` tokens
+    keeps its end (`Renderer.prompt_within`). A prompt with images is None if it is too long or an image
+    cannot be used. Raises ValueError, with the row's place, for wrong types and for a row that the template
+    rejects."""
     messages = pictured_prompt_of(located)
     sources = sources_in(messages)
     try:
@@ -47,9 +49,9 @@ def prompt_within(renderer: Renderer, limit: int, located: Located) -> tuple[Pro
 
 
 def has_pictures(config: StageConfig, prompts: Sequence[Prompt], own_tokens: Iterable[str] = ()) -> bool:
-    """Returns whether some prompts have images, or an environment may send some. `own_tokens`: the titles of
-    reward models with another tokenizer than the policy. Raises ValueError if there are images that the stage
-    or these do not read."""
+    """Returns whether any prompt has images, or an environment may send some. `own_tokens` holds the titles
+    of reward models whose tokenizer is not the policy's. Raises ValueError if there are images that the stage
+    or these reward models cannot read."""
     if any(prompt.pictures for prompt in prompts):
         have = "the rows have images"
     elif environment_sends(config):
@@ -73,7 +75,7 @@ def environment_sends(config: StageConfig) -> bool:
 
 
 def engine_refusal(engine: EngineConfig) -> str:
-    """Returns why engines read no images, in a sentence; "" if they do."""
+    """Returns a sentence that says why engines cannot read images, or "" if they can."""
     if engine.kind != "vllm":
         return ""
     if engine.adapters == "alone":
@@ -84,8 +86,8 @@ def engine_refusal(engine: EngineConfig) -> str:
 
 
 def picture_refusal(config: StageConfig, have: str = "the rows have images") -> str:
-    """Returns why a stage does not read the images of its rows, in a sentence; "" if it does. `have`: the
-    beginning of the sentence."""
+    """Returns a sentence that says why a stage cannot read the images of its rows, or "" if it can. `have` is
+    the beginning of the sentence."""
     has = f"{have}, which"
     if getattr(config, "sequence_parallel_size", 1) > 1:
         return f"{has} ranks do not split: set sequence_parallel_size to 1"

@@ -1,5 +1,5 @@
-"""Loads the questions of an evaluation: rows in this project's format, Arena-Hard v2.0's {uid, category,
-prompt} and v0.1's {question_id, category, turns}."""
+"""Loads the questions of an evaluation from rows in this project's format, in Arena-Hard v2.0's {uid,
+category, prompt}, or in v0.1's {question_id, category, turns}."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rlhf_core.system.files import digest
 
 @dataclass(frozen=True)
 class Question:
-    """Holds a prompt as chat messages; content with images is a list of parts (`message_parts`). `row`: the
-    whole row, with the known answer that a rule judge needs. `where`: the row's file and number."""
+    """Holds a prompt as chat messages; content with images is a list of parts (`message_parts`). `row` is the
+    whole row, including the known answer that a rule judge needs. `where` is the row's file and number."""
 
     uid: str
     category: str
@@ -31,7 +31,7 @@ class Question:
 
     @property
     def prompt(self) -> str:
-        """Returns the prompt as one string, for the judge, with `<image>` for each image."""
+        """Returns the prompt as one string for the judge, with `<image>` in place of each image."""
         return as_text([{**each, "content": marked_text(each["content"])} for each in self.messages])
 
     @property
@@ -52,7 +52,7 @@ class Question:
                 " drop the row"
             )
         prompt = self.row.get("prompt", self.row)
-        # the prompt is in the row under both its names
+        # the row contains the prompt under both of these names
         others = [name for name, other in self.row.items() if other is not prompt]
         raise ValueError(
             f"{where}: there is no column {key!r}, which the rule judge compares answers with; "
@@ -64,8 +64,8 @@ class Question:
 def load_questions(source: Source, max_questions: int | None, seed: int) -> list[Question]:
     """Returns the first `max_questions` questions of a file or Hub data set (None: all).
 
-    Raises ValueError when there are no questions, when a row has no prompt, when an image cannot be read, or
-    when two questions have the same uid.
+    Raises ValueError if there are no questions, if a row has no prompt, if an image cannot be read, or if two
+    questions have the same uid.
     """
     placed = placed_rows(Data(sources=(source,), max_samples=max_questions), seed, None)
     located = [each.located for each in sorted(placed, key=lambda each: each.place)]
@@ -82,7 +82,8 @@ def load_questions(source: Source, max_questions: int | None, seed: int) -> list
 
 
 def cannot_see(config: Evaluation) -> Iterator[str]:
-    """Yields sentences about the parts of an evaluation that read no images, for questions with images."""
+    """Yields sentences about the parts of an evaluation that cannot read images, for questions with
+    images."""
     models = {config.baseline, *config.models, *(config.parents or {}).values()}
     if models - config.endpoints.keys() and (refusal := engine_refusal(config.engine)):
         yield f"they have images, which these engines do not read: {refusal}"
@@ -93,10 +94,10 @@ def cannot_see(config: Evaluation) -> Iterator[str]:
 
 
 def to_question(row: Mapping[str, Any], source: Source, number: int, folder: str | None = None) -> Question:
-    """Converts a row of `load_rows` to a question; a digest of the prompt replaces a missing uid.
+    """Converts a row of `load_rows` to a question. A digest of the prompt replaces a missing uid.
 
-    `number` (from 1) is for error messages. `folder`: of the row's images. Raises ValueError when the prompt
-    is missing or empty, and when an image cannot be read.
+    `number` (counted from 1) is for error messages. `folder` is the folder of the row's images. Raises
+    ValueError if the prompt is missing or empty, or if an image cannot be read.
     """
     where = f"{source.path}, row {number}"
     value = row.get("prompt")
@@ -116,7 +117,7 @@ def to_question(row: Mapping[str, Any], source: Source, number: int, folder: str
 
 
 def _identity(messages: Sequence[Message], where: str) -> list[Message]:
-    """Returns the messages with the digest of each image's content in its place."""
+    """Returns the messages with each image replaced by a digest of its content."""
     return [
         message
         if isinstance(message["content"], str)

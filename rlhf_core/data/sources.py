@@ -1,7 +1,7 @@
 """Builds documents, pairs and prompts from rows, with a survey of the data. Torch-free.
 
 Rows are read one at a time, in the order of the files. Documents and pairs are written to disk
-(document_files.py) and read back one by one, in the order of the mixture. Prompts, which contain their row,
+(`document_files.py`) and read back one by one, in the order of the mixture. Prompts, which contain their row,
 stay in memory.
 """
 
@@ -66,9 +66,9 @@ def sft_documents(
     """Builds documents of at most `max_len` tokens from conversations (`messages`, or `prompt` and
     `response`).
 
-    A longer document is cut on the right and counted, without an added end-of-turn token. A document without
-    an answer within the limit is dropped and counted. `folder` keeps the documents for a resumed stage.
-    Raises ValueError like `load_rows`, for missing columns and wrong types, and when no row is left.
+    Cuts a longer document on the right and counts it, without adding an end-of-turn token. Drops and counts a
+    document without an answer within the limit. `folder` keeps the documents for a resumed stage. Raises
+    ValueError like `load_rows`, for missing columns and wrong types, and if no row is left.
     """
 
     make = maker_of("sft", renderer, max_len)
@@ -81,9 +81,9 @@ def preference_pairs(
 ) -> Loaded[Pair]:
     """Builds pairs of documents of at most `max_len` tokens with the same prompt tokens.
 
-    If a pair is longer, the prompt is cut first, down to half of `max_len`, and keeps its end; then the
-    answers are cut on the right. Both count as truncated. Rows without a preference and pairs whose answers
-    are (or become) equal are dropped and counted. Folder and errors as in `sft_documents`.
+    If a pair is longer, cuts the prompt first, down to half of `max_len`, and keeps its end; then cuts the
+    answers on the right. Both count as truncated. Drops and counts rows without a preference, and pairs whose
+    answers are (or become) equal. Folder and errors are as in `sft_documents`.
     """
 
     make = maker_of("preference", renderer, max_len)
@@ -92,8 +92,8 @@ def preference_pairs(
 
 
 def maker_of(kind: Kind, renderer: Renderer, limit: int, suffix_of: SuffixOf | None = None) -> Maker:
-    """Returns the function from a row to a stage's items within `limit` tokens. `suffix_of`: maps a reward to
-    a prompt suffix, for scored rows.
+    """Returns a function from a row to a stage's items within `limit` tokens. `suffix_of` maps a reward to a
+    prompt suffix, for scored rows.
 
     The function raises ValueError, with the row's place, for wrong types and for rows that the template
     rejects.
@@ -188,10 +188,10 @@ def _answer_within(
 
 
 def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> Loaded[Prompt]:
-    """Builds prompts of at most `prompt_max_len` tokens. A longer one keeps its end
-    (`Renderer.prompt_within`) and is counted; one with images is dropped.
+    """Builds prompts of at most `prompt_max_len` tokens. A longer prompt keeps its end
+    (`Renderer.prompt_within`) and is counted; a longer prompt with images is dropped.
 
-    Errors as in `sft_documents`.
+    Errors are as in `sft_documents`.
     """
     check_limit(prompt_max_len, renderer.frame_len)
     mixture = mixture_of(data, seed)
@@ -225,7 +225,7 @@ def collect(
 ) -> Loaded[Any]:
     """Writes the items that `make` returns for each row to disk, and returns them with their report.
 
-    Raises ValueError, with the reason `why`, when there are none.
+    Raises ValueError, with the reason `why`, if there are no items.
     """
     check_limit(limit, renderer.frame_len)
 
@@ -233,7 +233,7 @@ def collect(
         mixture = mixture_of(data, seed)
         surveyor = Surveyor(data, kind, limit, renderer.control_tokens)
         rows = 0
-        faults: Counter[str] = Counter()  # of images
+        faults: Counter[str] = Counter()  # faults of images
         printed = time.monotonic()
         for placed in placed_rows(data, seed, kind, mixture):
             lacks = unusable(placed.located, kind)
@@ -272,10 +272,10 @@ def answers_within(
     """Builds documents of at most `max_len` tokens, with the same prompt tokens, from answers to one prompt.
 
     Returns the documents, the lengths in tokens of the prompt and the answers before cutting, and whether
-    anything was cut. The prompt is cut first, down to half of `max_len`, and keeps its end and the images of
-    its last message; then the answers are cut on the right. Raises PictureFault for an image that cannot be
-    used, and if those images do not fit. `cut`: which answers were ended by the length limit of sampling;
-    they get no end-of-turn token. `tools`: described in the prompt.
+    anything was cut. Cuts the prompt first, down to half of `max_len`, and keeps its end and the images of
+    its last message; then cuts the answers on the right. Raises PictureFault for an image that cannot be
+    used, and if those images do not fit. `cut` says which answers the length limit of sampling ended; they
+    get no end-of-turn token. `tools` are described in the prompt.
     """
     prompt: Document = at(where, renderer.prompt_document, messages, tools)
     answers = [at(where, renderer.response_tokens, messages, text, tools) for text in texts]
@@ -301,8 +301,8 @@ def answers_within(
 
 
 def at(where: str, render: Any, *values: Any) -> Any:
-    """Calls the renderer and adds the row's place to its ValueErrors, except those of an image that cannot be
-    used."""
+    """Calls the renderer and adds the row's place to its ValueErrors, except to errors about an image that
+    cannot be used."""
     try:
         return render(*values)
     except PictureFault:
@@ -332,7 +332,7 @@ def _key(data: Data, renderer: Renderer, kind: Kind, limit: int, seed: int) -> s
 
 class AnswerDocuments(NamedTuple):
     """Holds documents to train on. With a reward condition, `suffix_of` maps a reward to its prompt's suffix,
-    and `best_suffix` belongs to the highest reward."""
+    and `best_suffix` is the suffix of the highest reward."""
 
     documents: Loaded[Document]
     best_suffix: str = ""
@@ -342,10 +342,10 @@ class AnswerDocuments(NamedTuple):
 def labelled_answers(
     data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None
 ) -> Loaded[Labelled]:
-    """Builds labelled answers of at most `max_len` tokens, cut like pairs. A preference pair gives a
-    desirable and an undesirable answer.
+    """Builds labelled answers of at most `max_len` tokens, cut like pairs. A preference pair gives one
+    desirable and one undesirable answer.
 
-    The report counts answers, so a pair counts as two rows. Folder and errors as in `sft_documents`.
+    The report counts answers, so a pair counts as two rows. Folder and errors are as in `sft_documents`.
     """
 
     make = maker_of("labelled", renderer, max_len)
@@ -374,9 +374,9 @@ def answer_documents(
     """Builds documents of at most `max_len` tokens from prompts and responses, cut like pairs, with the mask
     only on the response.
 
-    With condition `reward`, each prompt ends with `suffix_of` of its response's reward. For held-out data,
-    pass the training data's `suffix_of`. Without it the rewards are standardised over all rows, which reads
-    the data once more. Folder and errors as in `sft_documents`.
+    With condition `reward`, each prompt ends with `suffix_of` applied to its response's reward. For held-out
+    data, pass the training data's `suffix_of`. Without it, the rewards are standardised over all rows, which
+    requires reading the data once more. Folder and errors are as in `sft_documents`.
     """
     kind: Literal["scored", "answer"] = "scored" if condition == "reward" else "answer"
     best_suffix = ""

@@ -2,7 +2,7 @@
 line. Lines are only added. Torch-free.
 
 {"uid", "prompt": text or [messages], "reason", "added": ISO time, "source", "category", and, if known,
-"answer" (the right answer, for a rule judge) and "reference" (a good answer, for people)}.
+"answer" (the correct answer, for a rule judge) and "reference" (a good answer, for people)}.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rlhf_core.data.rows.columns import Located, prompt_of
 from rlhf_core.records import Frozen
 from rlhf_core.system.files import digest, locked, write_text
 
-WAIT_SECONDS = 30.0  # for another process that adds questions
+WAIT_SECONDS = 30.0  # time to wait for another process that adds questions
 
 
 class SuiteQuestion(Frozen):
-    """Holds a question of a suite and the reason for it."""
+    """Holds a question of a suite and the reason for including it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -55,10 +55,10 @@ class SuiteQuestion(Frozen):
 
 
 def read_suite(file: Path, reason: str = "") -> list[SuiteQuestion]:
-    """Returns the questions in a file. A question without a uid gets the digest of its prompt. `reason`: for
-    questions without one.
+    """Returns the questions in a file. A question without a uid gets the digest of its prompt. `reason`
+    applies to questions without one.
 
-    Raises ValueError for a missing file, or with all faults of the file, each with its line.
+    Raises ValueError for a missing file, or with all faults of the file and their lines.
     """
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file: give a file of questions (.jsonl)")
@@ -90,11 +90,11 @@ def read_suite(file: Path, reason: str = "") -> list[SuiteQuestion]:
 
 
 def add_to_suite(suite: Path, questions: Iterable[SuiteQuestion]) -> list[SuiteQuestion]:
-    """Adds the questions whose prompt is not in the suite, with the current time, and returns them. A
-    question whose uid is taken by another prompt gets a longer uid.
+    """Adds the questions whose prompt is not yet in the suite, with the current time, and returns them. A
+    question whose uid belongs to another prompt gets a longer uid.
 
     Replaces the whole file, keeping its earlier lines unchanged. Raises ValueError for an invalid suite, and
-    TimeoutError when another process holds it for 30 seconds.
+    TimeoutError if another process holds it for 30 seconds.
     """
     suite.parent.mkdir(parents=True, exist_ok=True)
     with locked(suite.with_name(f".{suite.name}.lock"), WAIT_SECONDS) as ours:

@@ -1,8 +1,9 @@
 """Counts lengths, duplicates, and empty and damaged texts while the rows of a data set are read, before
 training. Torch-free.
 
-Memory per row is a few dozen bytes: digests of its text and its prompt, its source and number, its lengths in
-tokens. A finding describes a fact beyond its limit in LIMITS or BALANCE, in a sentence with an example row.
+Memory per row is a few dozen bytes: digests of its text and its prompt, its source and number, and its
+lengths in tokens. A finding is a sentence, with an example row, about a fact beyond its limit in LIMITS or
+BALANCE.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from rlhf_core.records import Frozen
 DAMAGE = re.compile("[\ufffd\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\x80-\xbf]|\u00e2\u20ac")
 PERCENTILES = {"p5": 5, "p50": 50, "p95": 95, "max": 100}
 BINS = 24
-# Facts about the rows: the share above which a fact becomes a finding, and its sentence.
+# Facts about the rows: the fraction above which a fact becomes a finding, and its sentence.
 FACTS = {
     "duplicate rows": (0.01, "rows that equal another one"),
     "duplicate prompts": (0.2, "prompts that repeat an earlier one"),
@@ -60,23 +61,24 @@ FACTS = {
     **PICTURE_FACTS,
 }
 LIMITS = {name: limit for name, (limit, _) in FACTS.items()}
-# with at least FEWEST values, shares outside these bounds are findings
+# with at least FEWEST values, fractions outside these bounds are findings
 BALANCE = {"desirable": (0.2, 0.8), "chosen longer": (0.3, 0.7)}
 UNBALANCED = {
     "desirable": "the labels are out of balance, desirable answers",
     "chosen longer": "length predicts which answer was chosen, chosen ones that are longer",
 }
 FEWEST = 20
-# kinds whose prompts should not repeat; sampled answers have several per prompt
+# kinds whose prompts should not repeat; sampled answers have several rows per prompt
 REPEATS = ("sft", "prompt", "preference")
 ANSWER_CUT = "no answer within the token limit"
 
 
 class BuiltItems(NamedTuple):
-    """Holds the items built from a row, each a tuple of documents and a number.
+    """Holds the items built from a row; each item is a tuple of documents and a number.
 
-    `cut`: how many were cut. `rows`: how many items the row should give. `dropped`: why there are fewer.
-    Lengths are in tokens before cutting; None or empty if nothing was tokenised. `marks`: the row's facts.
+    `cut` is the number of items that were cut. `rows` is the number of items that the row should give.
+    `dropped` says why there are fewer. Lengths are in tokens before cutting, and None or empty if nothing was
+    tokenised. `marks` holds the row's facts.
     """
 
     items: Sequence[tuple[Sequence[Document], float]]
@@ -97,8 +99,8 @@ class Finding(Frozen):
 
 
 class SourceUse(Frozen):
-    """Describes a source of the mixture: its share in the recipe (`asked`), and how many of its rows were
-    used."""
+    """Describes a source of the mixture: its share in the recipe (`asked`), and the number of its rows that
+    were used."""
 
     path: str
     asked: float
@@ -106,9 +108,10 @@ class SourceUse(Frozen):
 
 
 class Survey(Frozen):
-    """Holds facts about one data set. `rows`: used from the files. `items`: expected from these rows. `kept`:
-    items built. `truncated`: kept items that were cut. `tokens`, `images`: in kept items (for a pair, in both
-    documents). `facts` are shares of the rows, except statistics of margins and rewards.
+    """Holds facts about one data set. `rows` counts the rows used from the files, `items` the items expected
+    from these rows, `kept` the items built, and `truncated` the kept items that were cut. `tokens` and
+    `images` count those in kept items (for a pair, in both documents). `facts` are fractions of the rows,
+    except statistics of margins and rewards.
 
     `histogram` has counts of lengths in equal bins, followed by the upper edge of the last bin in tokens; the
     first bin starts at 0.
@@ -139,8 +142,8 @@ class DataReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Returns the number of items expected from the rows, of items kept, truncated (among the kept) and
-        dropped, and of tokens in kept items."""
+        """Returns the numbers of items expected from the rows, kept, truncated (among the kept) and dropped,
+        and the number of tokens in kept items."""
         found = self.survey
         dropped = found.items - found.kept
         return {
@@ -157,7 +160,7 @@ class DataReport:
 
 
 class Surveyor:
-    """Collects the facts of a data set: call `see` once per row, then `finish`."""
+    """Collects the facts of a data set. Call `see` once per row, then `finish`."""
 
     def __init__(self, data: Data, kind: Kind, limit: int, control_tokens: re.Pattern[str]):
         self._data = data
@@ -179,7 +182,7 @@ class Surveyor:
         ) = 0
 
     def see(self, placed: Placed, made: BuiltItems) -> None:
-        """Counts a row and the items built from it."""
+        """Adds a row and the items built from it to the counts."""
         located = placed.located
         self._items += made.rows
         self._kept += len(made.items)
@@ -214,7 +217,8 @@ class Surveyor:
         self._numbers.append(placed.number)
 
     def finish(self, mixture: Mixture | None, tokens: int, images: int = 0) -> DataReport:
-        """Returns the report on the rows seen, read by `mixture`. `tokens`, `images`: in the items kept."""
+        """Returns the report on all rows counted so far, read by `mixture`. `tokens` and `images` are the
+        numbers in the kept items."""
         rows = len(self._rows)
         columns = ((self._prompts, np.uint64), (self._sources, np.uint16), (self._numbers, np.uint64))
         numbers = np.stack(
@@ -222,7 +226,7 @@ class Surveyor:
         )
         for name, digests in (("duplicate rows", self._rows), ("duplicate prompts", self._prompts)):
             if name == "duplicate rows" and self._kind == "prompt":
-                continue  # a prompt is its whole row
+                continue  # the whole row is the prompt
             self._count_repeats(name, np.frombuffer(digests, dtype=np.uint64), numbers)
         facts = {
             name: self._counts[name] / rows for name in LIMITS if name in self._counts or name == "truncated"
@@ -275,7 +279,7 @@ class Surveyor:
         return DataReport(survey, numbers)
 
     def _texts(self, located: Located) -> tuple[str, list[str], list[str]]:
-        """Returns the prompt, the answers, and the messages between answers as strings. Also counts labels,
+        """Returns as strings the prompt, the answers, and the messages between answers. Also counts labels,
         margins, rewards and comparisons."""
         if self._kind == "sft":
             messages = conversation_of(located)
@@ -352,8 +356,8 @@ class Surveyor:
 
 
 def shared_prompts(train: DataReport, held_out: DataReport) -> tuple[float, Finding | None]:
-    """Returns the share of held-out prompts that are also in the training data, and a finding if it is above
-    the limit."""
+    """Returns the fraction of held-out prompts that are also in the training data, and a finding if it is
+    above the limit."""
     same = np.flatnonzero(np.isin(held_out.prompts[:, 0], train.prompts[:, 0]))
     share = len(same) / len(held_out.prompts)
     total = len(held_out.prompts)
@@ -391,8 +395,8 @@ def _histogram(lengths: dict[str, array[int]]) -> dict[str, list[int]]:
 
 
 class Loaded(NamedTuple, Generic[Item]):
-    """Holds items in the order of the data, and their report. `sources`: for prompts, the index of each
-    prompt's source."""
+    """Holds items in the order of the data, and their report. `sources` holds the index of each prompt's
+    source, for prompts."""
 
     items: Sequence[Item]
     report: DataReport

@@ -1,4 +1,4 @@
-"""Renders messages to text with a chat template or a plain one, and finds the answers in the text."""
+"""Renders messages to text with a chat template or a plain template, and finds the answers in the text."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class MessageTemplate:
-    """The chat template of a tokenizer ("chat"), or a plain template with one {}.
+    """Renders with the chat template of a tokenizer ("chat"), or with a plain template that contains one {}.
 
-    `end_of_turn_id` is the token that the template puts after an answer, and `end_of_turn` its text; None if
-    there is none. `arguments` are given to the chat template by name. Raises ValueError when the template
-    cannot be used, or never reads an argument.
+    `end_of_turn_id` is the token that the template puts after an answer, and `end_of_turn` is its text; both
+    are None if there is no such token. `arguments` are passed to the chat template by name. Raises ValueError
+    if the template cannot be used, or never reads an argument.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class MessageTemplate:
         first = tokenizer("a").input_ids[0]
         has_bos = tokenizer.bos_token is not None and first == tokenizer.bos_token_id
         self._bos = str(tokenizer.bos_token) if has_bos else ""
-        self._writes_calls: bool | None = None  # tool calls; determined at the first message with some
+        self._writes_calls: bool | None = None  # tool calls; determined at the first message that has some
         self._chat_template = ""
         self.end_of_turn_id: int | None = tokenizer.eos_token_id
         if template == "chat":
@@ -85,9 +85,10 @@ class MessageTemplate:
     def answer_text(
         self, prompt_messages: Sequence[Message], message: Message, tools: Tools = ()
     ) -> str | None:
-        """Returns the text that the template makes of an answer; None if it cannot be found.
+        """Returns the text that the template renders for an answer, or None if it cannot be found.
 
-        Raises ValueError if arguments of the template make its prompt end differently than the answer begins.
+        Raises ValueError if arguments of the template make the end of the prompt differ from the beginning of
+        the answer.
         """
         self._require_calls([message])
         hidden = self._encoder.hide_messages([*prompt_messages, message])
@@ -102,8 +103,8 @@ class MessageTemplate:
     def after_answer(
         self, messages: Sequence[Message], new: Sequence[Message], tools: Tools = ()
     ) -> str | None:
-        """Returns the text between the last answer in `messages` and the answer to the `new` messages; None
-        if the template does not show where the answer ends."""
+        """Returns the text between the last answer in `messages` and the answer to the `new` messages.
+        Returns None if the template does not show where the answer ends."""
         before = self._encoder.hide_messages(messages[:-1])
         following = self._encoder.hide_messages(new)
         after = self._after_answer(before, {"role": "assistant", "content": MARK}, following, tools)
@@ -115,8 +116,8 @@ class MessageTemplate:
     def _after_answer(
         self, before: list[Message], answer: Message, new: list[Message], tools: Tools
     ) -> str | None:
-        """Returns the template's text between an answer and the next one; None if it does not show where the
-        answer ends."""
+        """Returns the template's text between an answer and the next one, or None if it does not show where
+        the answer ends."""
         if self.template != "chat":
             text = self._plain([*before, answer, *new])[0]
         else:
@@ -124,7 +125,7 @@ class MessageTemplate:
                 text = self._render([*before, answer, *new], True, tools)[0]
             except ValueError:
                 if answer["content"] == MARK and any(message["role"] == "tool" for message in new):
-                    return None  # the template may require results to follow calls
+                    return None  # the template may require that results follow calls
                 raise
         if answer["content"] == MARK:
             _, found, after = text.rpartition(MARK)
@@ -133,8 +134,7 @@ class MessageTemplate:
         return (self.end_of_turn or "") + text[len(through) :] if text.startswith(through) else None
 
     def _require_calls(self, messages: Sequence[Message]) -> None:
-        """Raises ValueError when messages call tools and the template leaves the calls out or is a plain
-        one."""
+        """Raises ValueError if messages call tools, and the template omits the calls or is a plain one."""
         if not any(message.get("tool_calls") for message in messages):
             return
         if self._writes_calls is None:
@@ -152,8 +152,8 @@ class MessageTemplate:
             )
 
     def _answer_in(self, text: str, hidden: list[Message], index: int, tools: Tools = ()) -> Span | None:
-        """Returns the span of the answer `hidden[index]` in `text`; None if the template renders the messages
-        before it differently."""
+        """Returns the span of the answer `hidden[index]` in `text`, or None if the template renders the
+        messages before it differently."""
         start = self._answer_start(text, hidden, index, tools)
         if start is None:
             return None
@@ -165,9 +165,9 @@ class MessageTemplate:
         return start, found + len(self.end_of_turn) if found >= 0 else len(text)
 
     def _answer_start(self, text: str, hidden: list[Message], index: int, tools: Tools) -> int | None:
-        """Returns where the answer `hidden[index]` begins in `text`: after its prompt. A template may leave
-        out the end of the generation prompt (an empty thought) before an answer that others follow; there it
-        is where the template puts the content."""
+        """Returns where the answer `hidden[index]` begins in `text`, after its prompt. A template may omit
+        the end of the generation prompt (an empty thought) before an answer that other messages follow. The
+        answer then begins where the template puts its content."""
         prompt, _ = self._render(hidden[:index], True, tools)
         if text.startswith(prompt):
             return len(prompt)
@@ -179,7 +179,7 @@ class MessageTemplate:
         return len(header) if found and header.startswith(before) and text.startswith(header) else None
 
     def _refuse_other_beginning(self, text: str, hidden: list[Message], tools: Tools) -> None:
-        """Raises ValueError if the prompt of the last message is not the beginning of `text`."""
+        """Raises ValueError if `text` does not begin with the prompt of the last message."""
         if not text.startswith(self._render(hidden[:-1], True, tools)[0]):
             raise ValueError(
                 f"with template_args ({', '.join(self._arguments)}) the chat template begins message"
@@ -200,7 +200,7 @@ class MessageTemplate:
                 **self.tokenizer.special_tokens_map,
                 **self._arguments,
             )
-        except Exception as error:  # a template is a program and can raise anything
+        except Exception as error:  # a template is a program and may raise any error
             roles = ", ".join(message["role"] for message in messages)
             what = (
                 first_line(error)
@@ -242,7 +242,8 @@ class MessageTemplate:
             ) from error
 
     def _find_end_of_turn(self) -> int | None:
-        """Returns the first special token that the template puts after an answer; None if there is none."""
+        """Returns the first special token that the template puts after an answer, or None if there is
+        none."""
         word = "answer-to-find"
         text, _ = self._render(
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}], False

@@ -1,5 +1,6 @@
-"""Image processors of families whose own processor class in transformers 5.19 needs torchvision: the tokens
-of an image, and the tensors for its encoder. transformers' Pillow classes resize the pixels."""
+"""Defines image processors for families whose own class in transformers 5.19 requires torchvision. They
+compute the tokens of an image and the tensors for its encoder; transformers' Pillow classes resize the
+pixels."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 class Mistral3Pictures:
-    """Mistral 3: an image token for each square of merged patches, a break token between rows, and an end
-    token (Pixtral 12B, arXiv:2410.07073, section 2). `stored`: the content of processor_config.json."""
+    """Processes images for Mistral 3: an image token for each square of merged patches, a break token between
+    rows, and an end token (Pixtral 12B, arXiv:2410.07073, section 2). `stored` is the content of
+    processor_config.json."""
 
     def __init__(
         self,
@@ -30,14 +32,14 @@ class Mistral3Pictures:
         self.picture_options = {"patch_size": self._side}
 
     def replace_image_token(self, features: Mapping[str, Any], index: int) -> str:
-        """Returns the text that stands for the image with this index in `features`."""
+        """Returns the text that represents the image with this index in `features`."""
         height, width = features["image_sizes"][index]
         row = self.image_token * int(width // self._side)
         rows = [row] * int(height // self._side)
         return self._break.join(rows) + self._end
 
     def picture_tensors(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Returns the pixels of one image as one dimension, since sizes differ, and its height and width,
+        """Returns the pixels of one image in one dimension, because sizes differ, and its height and width,
         (1, 2)."""
         return {
             "pixel_values": np.asarray(features["pixel_values"]).reshape(-1),
@@ -46,8 +48,8 @@ class Mistral3Pictures:
 
 
 class Gemma4Pictures:
-    """Gemma 4: an image token for each square of pooled patches, between a token that begins an image and one
-    that ends it. `stored` is not used."""
+    """Processes images for Gemma 4: an image token for each square of pooled patches, between a begin token
+    and an end token. `stored` is not used."""
 
     def __init__(
         self,
@@ -68,15 +70,15 @@ class Gemma4Pictures:
         self.picture_options = {"do_convert_rgb": True}
 
     def replace_image_token(self, features: Mapping[str, Any], index: int) -> str:
-        """Returns the text that stands for the image with this index in `features`."""
+        """Returns the text that represents the image with this index in `features`."""
         count = int(features["num_soft_tokens_per_image"][index])
         return self._begin + self.image_token * count + self._end
 
     def picture_tensors(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Returns the patches of one image, (1, patches, values), and their columns and rows in it, (1,
-        patches, 2), -1 for padding."""
+        """Returns the patches of one image, (1, patches, values), and their columns and rows in the image,
+        (1, patches, 2). Columns and rows are -1 for padding."""
         return {name: np.asarray(features[name]) for name in ("pixel_values", "image_position_ids")}
 
 
-# by the family's `model_type`
+# Keyed by the family's `model_type`.
 OWN_PROCESSORS = {"gemma4": Gemma4Pictures, "mistral3": Mistral3Pictures}

@@ -1,10 +1,9 @@
-"""Expands the placeholders of images in a rendered text with the model's own processor, and turns images into
-the tensors of its image encoder.
+"""Expands image placeholders in rendered text with the model's own processor, and turns images into the
+tensors for its image encoder.
 
-The text is expanded before it is encoded, as the processor itself does, so that the text around an image
-gets the same tokens. The number of tokens of an image depends only on its size. The processor resizes with
-Pillow on every machine, with or without torchvision. Video processors, which need torchvision, are not
-loaded.
+The text is expanded before it is encoded, as the processor itself does, so that the text around an image gets
+the same tokens. The number of tokens of an image depends only on its size. The processor resizes with Pillow
+on every machine, with or without torchvision. Video processors, which require torchvision, are not loaded.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ from rlhf_core.hub.model_config import PICTURE_FAMILIES
 from rlhf_core.hub.snapshots import cached
 from rlhf_core.system.files import read_json
 
-SIZES = 4096  # image sizes whose expansion is cached
-OWN_ARGUMENTS = ("image_seq_length",)  # arguments of processors, besides their parts
+SIZES = 4096  # number of image sizes whose expansions are cached
+OWN_ARGUMENTS = ("image_seq_length",)  # arguments of processors other than their parts
 
 
 class PictureRenderer:
-    """The image processor in a tokenizer's folder. `token_id`: the token that a feature replaces.
+    """Renders images with the processor in a tokenizer's folder. `token_id` is the token that an image
+    feature replaces.
 
     Raises ValueError for a model that cannot be trained on images, or whose folder has no processor.
     """
@@ -46,15 +46,15 @@ class PictureRenderer:
         self.token_id = int(AutoConfig.from_pretrained(folder).image_token_id)
         self._token = str(tokenizer.convert_ids_to_tokens(self.token_id))
         self._options: dict[str, Any] = self._processor.picture_options
-        self._sizes: dict[str, tuple[int, int]] = {}  # by the images' identities
+        self._sizes: dict[str, tuple[int, int]] = {}  # keyed by the images' identities
         self._expansion = lru_cache(maxsize=SIZES)(self._expansion_of)
 
     def expanded(
         self, text: str, spans: Sequence[Span], sources: Sequence[PictureSource]
     ) -> tuple[str, list[Span], list[int]]:
-        """Returns the text with each placeholder expanded, its spans moved accordingly, and the number of
-        image tokens of each image. Raises ValueError if the template wrote more or fewer placeholders, and
-        PictureFault for an image that cannot be used."""
+        """Returns the text with all placeholders expanded, its spans shifted accordingly, and the number of
+        image tokens of each image. Raises ValueError if the template wrote more or fewer placeholders than
+        there are images. Raises PictureFault for an image that cannot be used."""
         placeholder = str(self._processor.image_token)
         places = [match.start() for match in re.finditer(re.escape(placeholder), text)]
         if len(places) != len(sources):
@@ -77,7 +77,8 @@ class PictureRenderer:
         return "".join([*parts, text[last:]]), [(moved(begin), moved(end)) for begin, end in spans], counts
 
     def _size(self, source: PictureSource) -> tuple[int, int]:
-        """Returns width and height. Decodes an image once, however often its row is rendered to be cut."""
+        """Returns width and height. Decodes each image only once, even if its row is rendered several times
+        to be cut."""
         identity = source.identity
         if identity not in self._sizes:
             if len(self._sizes) >= SIZES:
@@ -88,7 +89,7 @@ class PictureRenderer:
     def located(
         self, tokens: Sequence[int], sources: Sequence[PictureSource], counts: Sequence[int]
     ) -> tuple[EncodedPicture, ...]:
-        """Returns the images with the range of tokens of each. Raises ValueError if there are more or fewer
+        """Returns the images, each with its range of tokens. Raises ValueError if there are more or fewer
         image tokens than the images need."""
         places = np.flatnonzero(np.asarray(tokens) == self.token_id)
         if len(places) != sum(counts):
@@ -103,19 +104,19 @@ class PictureRenderer:
         )
 
     def tensors(self, source: PictureSource) -> dict[str, np.ndarray]:
-        """Returns the inputs of the model's image encoder for one image, by name; the first dimension is
+        """Returns the inputs of the model's image encoder for one image, by name. Their first dimension is
         images, patches or pixels. Raises PictureFault for an image that cannot be used."""
         tensors: dict[str, np.ndarray] = self._processor.picture_tensors(self._processed(decoded(source)))
         return tensors
 
     def seen(self, source: PictureSource) -> tuple[dict[str, np.ndarray], int]:
-        """Returns `tensors`, and the number of image tokens. Safe to call in several threads."""
+        """Returns `tensors` and the number of image tokens. Can be called from several threads."""
         features = self._processed(decoded(source))
         tokens = str(self._processor.replace_image_token(features, 0)).count(self._token)
         return self._processor.picture_tensors(features), tokens
 
     def _expansion_of(self, size: tuple[int, int]) -> str:
-        """Returns the text that stands for an image of size (width, height)."""
+        """Returns the text that represents an image of size (width, height)."""
         from PIL import Image
 
         features = self._processed(Image.new("RGB", size))
@@ -132,19 +133,19 @@ class PictureRenderer:
 
 
 class _OfImages:
-    """Lets a processor be built without its video processor, and returns what is sent to the encoder."""
+    """Allows a processor to be built without its video processor, and returns what is sent to the encoder."""
 
     image_processor: Any
     unused_input_names: Sequence[str]
 
     @property
     def picture_options(self) -> dict[str, Any]:
-        """The arguments that the processor passes to its image processor."""
+        """Returns the arguments that the processor passes to its image processor."""
         defaults = getattr(type(self).valid_processor_kwargs, "_defaults", {})  # type: ignore[attr-defined]
         return dict(defaults.get("images_kwargs", {}))
 
     def picture_tensors(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Returns the inputs of the encoder among the outputs of the image processor, by name."""
+        """Returns, by name, those outputs of the image processor that are inputs of the encoder."""
         names = set(self.image_processor.model_input_names) - set(self.unused_input_names)
         return {name: np.asarray(features[name]) for name in sorted(names)}
 

@@ -1,4 +1,5 @@
-"""Renders messages to tokens: prompts, conversations and answers. `rlhf_core.data.chat` says how."""
+"""Renders messages to tokens: prompts, conversations and answers. `rlhf_core.data.chat` describes the
+rules."""
 
 from __future__ import annotations
 
@@ -29,16 +30,18 @@ if TYPE_CHECKING:
 
 class Renderer:
     """Renders messages `{"role": ..., "content": ...}` with one tokenizer and one template ("chat", or a
-    plain one with one {}).
+    plain template with one {}). A plain template puts system messages before the next user message, and the
+    end-of-sequence token after each answer.
 
     `stop_token_ids` are the tokens that end an answer: end-of-sequence, and the template's end-of-turn token
     if it differs. `end_token_id` is the token that training puts after an answer. `frame_len` is the
-    template's own length in tokens. A plain template puts system messages before the next user message, and
-    the end-of-sequence token after each answer. `prompt_suffix` is appended to the last message of every
-    prompt (`rlhf_core.data.documents`), not to conversations. `verbatim`: the data's answers were sampled, so
-    they already contain the template's prefix of an answer (a space, an empty thought), and `response_tokens`
-    does not add it. `template_args`: further arguments of the chat template, by
-    name. The constructor raises ValueError when the template cannot be used with this tokenizer.
+    template's own length in tokens. `prompt_suffix` is appended to the last message of every prompt
+    (`rlhf_core.data.documents`), but not to conversations.
+
+    `verbatim` means that the data's answers were sampled. They then already contain the template's prefix of
+    an answer (a space, an empty thought), and `response_tokens` does not add it. `template_args` are further
+    arguments of the chat template, by name. The constructor raises ValueError if the template cannot be used
+    with this tokenizer.
     """
 
     def __init__(
@@ -65,19 +68,21 @@ class Renderer:
 
     @cached_property
     def pictures(self) -> PictureRenderer:
-        """The model's processor of images. Raises ValueError for a model that is not trained with images."""
-        # imports processors, which texts do not need
+        """Returns the model's image processor. Raises ValueError for a model that cannot be trained on
+        images."""
+        # imports processors, which are not needed for text
         from rlhf_core.data.chat.picture_rendering import PictureRenderer
 
         return PictureRenderer(self.tokenizer)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Returns the tokens of the messages and of the generation prompt. Raises ValueError when the last
-        message is the assistant's."""
+        """Returns the tokens of the messages and the generation prompt. Raises ValueError if the last message
+        is the assistant's."""
         return list(self.prompt_document(messages, tools).tokens)
 
     def prompt_document(self, messages: Sequence[Message], tools: Tools = ()) -> Document:
-        """Returns `prompt` as a document with its images. Raises PictureFault for one that cannot be used."""
+        """Returns `prompt` as a document with its images. Raises PictureFault for an image that cannot be
+        used."""
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError(
                 "a prompt needs at least one message, and its last one must not be the assistant's"
@@ -99,12 +104,12 @@ class Renderer:
     def follow_document(
         self, messages: Sequence[Message], new: Sequence[Message], ended: bool, tools: Tools = ()
     ) -> Document:
-        """Returns what is between the last answer in `messages` and the answer to the `new` messages, with
-        the images of `new`; the mask is False. `ended`: the tokens of the last answer already include its
-        end-of-turn token. The answers themselves are not rendered: sampled tokens stay unchanged. Images in
-        `messages` need only be named.
+        """Returns the document between the last answer in `messages` and the answer to the `new` messages,
+        including the images of `new`. Its mask is False. `ended` means that the tokens of the last answer
+        already include its end-of-turn token. The answers themselves are not rendered: sampled tokens stay
+        unchanged. Images in `messages` need only a name.
 
-        Raises ValueError when the template rejects the messages or does not show where the answer ends, and
+        Raises ValueError if the template rejects the messages or does not show where the answer ends, and
         PictureFault for an image that cannot be used.
         """
         if messages[-1]["role"] != "assistant" or not new or new[-1]["role"] == "assistant":
@@ -133,7 +138,7 @@ class Renderer:
         return len(self.prompt([{"role": "user", "content": ""}], tools)) if tools else self.frame_len
 
     def least_of(self, messages: Sequence[Message], tools: Tools = ()) -> int:
-        """Returns the length of the shortest prompt that `document_within` makes of the messages."""
+        """Returns the length of the shortest prompt that `document_within` can make from the messages."""
         last = messages[-1]
         if not sources_in([last]):
             return self.frame_of(tools)
@@ -142,7 +147,7 @@ class Renderer:
             return len(self.prompt([{**last, "content": content}], tools))
         except PictureFault:
             raise
-        except ValueError:  # from a template that wants other messages before, such as calls before results
+        except ValueError:  # from a template that requires other messages first, such as calls before results
             return len(self.prompt([{"role": "user", "content": content}], tools))
 
     def prompt_within(
@@ -158,9 +163,9 @@ class Renderer:
         """Returns at most `limit` tokens of a prompt with its images, and whether the prompt was cut.
 
         Keeps the template's own tokens and the end of the prompt. Drops the oldest turns first, then the
-        beginning of the last message's text, and system messages only if they and the template fill the
-        limit. The images of the last message stay. Raises ValueError like `check_limit`, and PictureFault if
-        these images and the template are longer than the limit.
+        beginning of the last message's text. Drops system messages only if they and the template fill the
+        limit. Keeps the images of the last message. Raises ValueError like `check_limit`. Raises PictureFault
+        if these images and the template exceed the limit.
         """
         frame_len = self.frame_of(tools)
         check_limit(limit, frame_len)
@@ -202,21 +207,22 @@ class Renderer:
             cut += len(document) - limit
 
     def _ends(self, texts: Sequence[str], words: Sequence[list[int]], cut: int) -> list[str]:
-        """Returns the texts without their first `cut` tokens in all. `words`: the tokens of each."""
+        """Returns the texts without their first `cut` tokens in total. `words` holds the tokens of each
+        text."""
         ends = []
         for text, tokens in zip(texts, words, strict=True):
             kept = str(self.tokenizer.decode(tokens[cut:], clean_up_tokenization_spaces=False))
-            # a cut inside a character leaves replacement characters at the beginning
+            # A cut inside a character leaves replacement characters at the beginning.
             ends.append(kept.lstrip("\ufffd") if cut else text)
             cut = max(0, cut - len(tokens))
         return ends
 
     def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> Document:
-        """Returns the messages as a document, with the mask on all answers and their end-of-turn tokens,
+        """Returns the messages as a document. The mask covers all answers and their end-of-turn tokens,
         except answers of weight 0.
 
-        Tokens after the last trained answer are left out. Without such an answer the mask is all False.
-        Images have as many tokens as the model's processor gives them. Raises PictureFault for an image that
+        Leaves out tokens after the last trained answer. Without such an answer the mask is all False. The
+        model's processor determines the number of tokens of an image. Raises PictureFault for an image that
         cannot be used.
         """
         document = self._encoded(messages, False, tools)
@@ -253,22 +259,22 @@ class Renderer:
             raise ValueError("a plain template has no place for images: use 'chat'")
 
     def answer(self, prompt_messages: Sequence[Message], response: str) -> Document:
-        """Returns the prompt's tokens, the response and the end-of-turn token, with the mask on the last two,
-        as a sampler produces them."""
+        """Returns the prompt's tokens, the response and the end-of-turn token, as a sampler produces them.
+        The mask covers the response and the end-of-turn token."""
         return self.answer_tokens(self.prompt(prompt_messages), response)
 
     def answer_tokens(self, prompt_tokens: list[int], response: str) -> Document:
-        """Like `answer`, but for given prompt tokens, which may be cut."""
+        """Works like `answer`, but for given prompt tokens, which may already be cut."""
         return answered(prompt_tokens, self._sampled(response))
 
     def response_tokens(
         self, prompt_messages: Sequence[Message], response: str | Message, tools: Tools = ()
     ) -> list[int]:
-        """Returns the tokens of an answer (a string or a message that calls tools) as in `conversation`, with
-        the template's prefix and the end-of-turn token.
+        """Returns the tokens of an answer (a string, or a message that calls tools) as in `conversation`,
+        with the template's prefix and the end-of-turn token.
 
-        For `verbatim` answers, and for answers that cannot be found in the rendered template, returns only
-        the response and the end-of-turn token. Raises ValueError when an answer with tool calls cannot be
+        Returns only the response and the end-of-turn token for `verbatim` answers, and for answers that
+        cannot be found in the rendered template. Raises ValueError if an answer with tool calls cannot be
         found.
         """
         message = {"role": "assistant", "content": response} if isinstance(response, str) else response

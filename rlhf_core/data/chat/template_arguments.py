@@ -1,4 +1,5 @@
-"""Compares the arguments that a recipe gives to a chat template with the variables that it reads."""
+"""Compares the arguments that a recipe passes to a chat template with the variables that the template
+reads."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.data import passed_by_alignflow
 
-TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # known only to transformers
+TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # only transformers supports these tags
 
 
 def variables_of(chat_template: str) -> set[str]:
-    """Returns the names that a Jinja template may read from its arguments; also those of its own that it sets
-    only in some branches. Raises ValueError for one with wrong syntax."""
+    """Returns the names that a Jinja template may read from its arguments. These include variables that the
+    template itself sets only in some branches. Raises ValueError for a template with invalid syntax."""
     try:
         jinja = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
         parsed = jinja.parse(TAGS.sub("", chat_template))
@@ -27,7 +28,7 @@ def variables_of(chat_template: str) -> set[str]:
 
 
 def read_arguments(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of the arguments that the tokenizer's chat template reads."""
+    """Returns the arguments that the tokenizer's chat template reads."""
     if not given:
         return {}
     known = variables_of(str(tokenizer.get_chat_template()))
@@ -35,7 +36,7 @@ def read_arguments(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any])
 
 
 def refuse_unread(chat_template: str, given: Mapping[str, Any], place: str) -> None:
-    """Raises ValueError when the template of the model at `place` never reads one of the arguments."""
+    """Raises ValueError if the template of the model at `place` never reads one of the arguments."""
     if not given:
         return
     known = variables_of(chat_template)

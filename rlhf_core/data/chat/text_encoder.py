@@ -1,4 +1,4 @@
-"""Encodes rendered text, in which placeholders stand for the control tokens that were typed in messages."""
+"""Encodes rendered text, in which placeholders represent the control tokens that were typed in messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_core.data.documents import Document, Message
 
-# Unicode noncharacters, which text should not contain. OPEN in a text is itself replaced by a placeholder.
+# Unicode noncharacters, which text should not contain. An OPEN in the text is itself replaced by a
+# placeholder.
 OPEN = "\ufdd0"
 CLOSE = "\ufdd1"
 PLACEHOLDER = re.compile(f"{OPEN}([0-9]+){CLOSE}")
@@ -21,7 +22,7 @@ Span = tuple[int, int]
 
 class TextEncoder:
     """Hides control tokens in messages, and encodes text with one tokenizer. `control_tokens` finds control
-    tokens that are written as plain text."""
+    tokens that are typed as plain text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
@@ -40,7 +41,7 @@ class TextEncoder:
         self._anchored = self.ids(self._eos) == [tokenizer.eos_token_id]
 
     def hide(self, content: str) -> str:
-        """Puts placeholders in place of control tokens."""
+        """Replaces control tokens with placeholders."""
         return self._hidden_pattern.sub(
             lambda match: f"{OPEN}{self._hidden.index(match.group())}{CLOSE}", content
         )
@@ -71,7 +72,7 @@ class TextEncoder:
         return list(encoded.input_ids)
 
     def encode_part(self, text: str, first: bool) -> list[int]:
-        """Returns the tokens of a text with placeholders. `first`: nothing is before it."""
+        """Returns the tokens of a text with placeholders. `first` means that nothing precedes the text."""
         tokens: list[int] = []
         for number, piece in enumerate(PLACEHOLDER.split(text)):
             if number % 2:
@@ -90,7 +91,7 @@ class TextEncoder:
         untrained: Collection[int] = (),
     ) -> Document:
         """Encodes a text part by part. In each span the mask ends with the first stop token, which is in the
-        span or right after it. `untrained`: indices of the spans that the mask leaves out."""
+        span or directly after it. `untrained` holds the indices of the spans that the mask leaves out."""
         tokens: list[int] = []
         mask: list[bool] = []
         unended = False
@@ -114,13 +115,14 @@ class TextEncoder:
 
 
 def first_stop(tokens: Sequence[int], stop_token_ids: Collection[int]) -> int | None:
-    """Returns the index of the first token that ends an answer; None if there is none."""
+    """Returns the index of the first token that ends an answer, or None if there is none."""
     return next((index for index, token in enumerate(tokens) if token in stop_token_ids), None)
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Returns the object of the tokenizers library that encodes for `tokenizer`, whose own call takes three
-    times as long for a short text; None if its class changes what a call does."""
+    """Returns the object of the tokenizers library that encodes for `tokenizer`; calling `tokenizer` itself
+    takes three times as long for a short text. Returns None if the tokenizer's class changes what a call
+    does."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     plain = all(

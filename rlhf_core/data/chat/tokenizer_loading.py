@@ -16,10 +16,10 @@ from rlhf_core.hub.vocabulary import tokenizer_place
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a model folder or Hub id, optionally at a commit (`owner/name@COMMIT`). For an
-    adapter without one, loads its base's.
+    adapter without a tokenizer, loads the tokenizer of its base.
 
     A tokenizer without its own pad token gets one of its special tokens (`with_pad_token`). Raises ValueError
-    when the tokenizer cannot be loaded, encodes text to nothing, or lacks an end-of-sequence token or a
+    if the tokenizer cannot be loaded, encodes text to nothing, or lacks an end-of-sequence token or a
     possible pad token.
     """
     folder = tokenizer_place(path)
@@ -33,7 +33,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         KeyError,
         TypeError,
         AttributeError,
-    ) as error:  # the last two: for JSON that is not an object
+    ) as error:  # the last two are raised for JSON that is not an object
         why = first_line(error)
         if Path(folder).is_dir() and not any(any(Path(folder).glob(pattern)) for pattern in VOCABULARIES):
             why = f"there is no {', '.join(VOCABULARIES)}: save the model's tokenizer into this folder"
@@ -63,8 +63,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def check_embedding_rows(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> None:
-    """Raises ValueError when the model in the tokenizer's folder has no embedding for one of these
-    tokens."""
+    """Raises ValueError if the model in the tokenizer's folder has no embedding for one of these tokens."""
     place = str(tokenizer.name_or_path)
     rows = embedding_rows(place)
     if rows is not None and max(tokens) >= rows:

@@ -1,8 +1,8 @@
-"""Reads the content of an environment's messages, texts and images. Runs in an environment process and uses
+"""Reads the content of an environment's messages: texts and images. Runs in an environment process and uses
 only the standard library.
 
-Images leave the process as base64, so that a file may change afterwards. What they contain is checked where
-they are decoded (`picture_decoding.py`).
+Images leave the process as base64, so that a file may change afterwards. Their content is checked where they
+are decoded (`picture_decoding.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NO_IMAGES = (
 
 
 def sent_content(content: Any, images: bool, folder: str | None) -> Content:
-    """Returns content as JSON: a text, or a list of texts and images in base64 URLs. `images`: whether the
-    stage reads images. `folder`: that of image files; None: no file is read.
+    """Returns content as JSON: a text, or a list of texts and images in base64 URLs. `images` says whether
+    the stage reads images. `folder` is the folder of image files; with None, no file is read.
 
     Raises ValueError for other content, for images that the stage does not read, and for files outside the
     folder.
@@ -44,8 +44,8 @@ def sent_content(content: Any, images: bool, folder: str | None) -> Content:
 
 
 def check_size(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError if the images of new messages have more than MAX_BYTES together: they are sent in one
-    line."""
+    """Raises ValueError if the images of new messages have more than MAX_BYTES in total, because they are
+    sent in one line."""
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
     sizes = [len(part.get("image", "")) for part in itertools.chain.from_iterable(contents)]
     if sum(sizes) * 3 / 4 > MAX_BYTES:
@@ -73,12 +73,13 @@ def _sent(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_base64(content: bytes) -> str:
-    """Returns bytes as a URL that contains them."""
+    """Returns bytes as a data URL in base64."""
     return f"data:;base64,{base64.b64encode(content).decode()}"
 
 
 def _with_bytes(part: Any) -> Any:
-    """Returns a part with a PNG's bytes in place of an image of Pillow, and a text as a part."""
+    """Returns a part in which the bytes of a PNG replace any Pillow image. Returns a string as a text
+    part."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
@@ -96,7 +97,7 @@ def _png(value: Any) -> Any:
 
 
 def compared_content(content: Content) -> str:
-    """Returns a string that is equal for equal content, but for space around it."""
+    """Returns a string that is equal for content that is equal except for surrounding whitespace."""
     if isinstance(content, str):
         return content.strip()
     return "".join(_compared(part) for part in content).strip()

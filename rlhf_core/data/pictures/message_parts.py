@@ -1,9 +1,9 @@
-"""Reads the parts of a message's content, and the columns with images. Opens no file. Torch-free.
+"""Reads the parts of a message's content and the image columns. Opens no files. Torch-free.
 
-Content that is a list has parts: `{"type": "text", "text": ...}` and `{"type": "image", ...}` or
-`{"type": "image_url", ...}`. A part without an image takes the next one of the row's column `images` or
-`image`, and so does `<image>` in a text. If a row has such a column but marks no place, its images go
-before the text of the first user message.
+Content that is a list has parts: `{"type": "text", "text": ...}` and `{"type": "image", ...}` or `{"type":
+"image_url", ...}`. A part without an image takes the next image of the row's column `images` or `image`, and
+so does `<image>` in a text. If a row has such a column but marks no place, its images go before the text of
+the first user message.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rlhf_core.data.pictures.picture_source import KNOWN_SUFFIXES, PictureSource
 
 COLUMNS = ("images", "image")
 MARKER = "<image>"  # the place of an image in a text
-MAX_PICTURES = 256  # in a row: all are decoded before its length is known
+MAX_PICTURES = 256  # most images in a row, because all are decoded before its length is known
 IMAGE_KINDS = ("image", "image_url", "input_image")
-GIVEN = ("image", "image_url", "url", "path", "bytes")  # keys of a part under which the image may be
+GIVEN = ("image", "image_url", "url", "path", "bytes")  # keys of a part that may hold the image
 OTHER_MEDIA = re.compile("video|audio")
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
 Content = str | list[dict[str, Any]]
 
 
 def parts_of(value: Sequence[Any], place: str, folder: str | None) -> Content:
-    """Returns content in parts: one text if all parts are texts, else texts and images,
-    `{"type": "image", "picture": PictureSource | None}`. `place`: the message, for errors.
+    """Returns content in parts: one text if all parts are texts, otherwise texts and images, `{"type":
+    "image", "picture": PictureSource | None}`. `place` names the message in errors.
 
     Raises ValueError for parts of other kinds, such as video and audio, and for URLs.
     """
@@ -60,8 +60,8 @@ def parts_of(value: Sequence[Any], place: str, folder: str | None) -> Content:
 
 
 def source_of(cell: Any, place: str, folder: str | None) -> PictureSource:
-    """Returns where an image is. `cell`: a path, bytes, a base64 URL, or an object with some of these, as in
-    `datasets` and in OpenAI's messages. Raises ValueError for other values, and for other URLs."""
+    """Returns the source of an image. `cell` is a path, bytes, a base64 URL, or an object with some of these,
+    as in `datasets` and in OpenAI's messages. Raises ValueError for other values and for other URLs."""
     if isinstance(cell, Mapping):
         inner = {key: value for key, value in cell.items() if value is not None}
         name = inner.get("path") if isinstance(inner.get("path"), str) else ""
@@ -87,8 +87,8 @@ def source_of(cell: Any, place: str, folder: str | None) -> PictureSource:
 def with_pictures(
     messages: Sequence[dict[str, Any]], row: Mapping[str, Any], where: str, folder: str | None
 ) -> list[dict[str, Any]]:
-    """Returns the messages with the images of the row's columns put in their places. Raises ValueError when
-    there are more or fewer images than places, or an answer has an image."""
+    """Returns the messages with the images of the row's columns put in their places. Raises ValueError if
+    there are more or fewer images than places, or if an answer has an image."""
     cells = _cells(row) or _missing_cells(row, messages)
     if not cells and all(isinstance(message["content"], str) for message in messages):
         return list(messages)
@@ -122,8 +122,8 @@ def with_pictures(
 
 
 def _cells(row: Mapping[str, Any]) -> list[Any]:
-    """Returns the values of the row's image column, with {} for a missing image among others. Empty if the
-    row has no such column, or if it holds something else."""
+    """Returns the values of the row's image column, with {} for each missing image. Returns an empty list if
+    the row has no such column, or if the column holds something else."""
     column = next((name for name in COLUMNS if row.get(name) not in (None, [], "")), None)
     value = [] if column is None else row[column]
     cells = [{} if cell is None else cell for cell in value] if isinstance(value, list | tuple) else [value]
@@ -132,7 +132,7 @@ def _cells(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _missing_cells(row: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> list[Any]:
-    """Returns a missing image for each `<image>` in the messages of a row whose image column is empty."""
+    """Returns a missing image for each `<image>` in the messages of a row with an empty image column."""
     is_empty = any(name in row and row[name] in (None, [], "") for name in COLUMNS)
     marks = sum(message["content"].count(MARKER) for message in messages if _is_marked(message))
     return [{}] * marks if is_empty else []
@@ -197,7 +197,7 @@ def _from_base64(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        return b"\0"  # a finding, like any other bytes that are not an image
+        return b"\0"  # reported as a finding, like any other bytes that are not an image
 
 
 def sources_in(messages: Sequence[Mapping[str, Any]]) -> list[PictureSource]:
@@ -211,7 +211,8 @@ def sources_in(messages: Sequence[Mapping[str, Any]]) -> list[PictureSource]:
 
 
 def without_sources(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages as chat templates read them, with just `{"type": "image"}` for an image."""
+    """Returns the messages in the form that chat templates read, with only `{"type": "image"}` for an
+    image."""
     return [
         {**message, "content": [_shown(part) for part in message["content"]]}
         if isinstance(message.get("content"), list)
@@ -225,7 +226,7 @@ def _shown(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_texts(content: Content, texts: Sequence[str]) -> Content:
-    """Returns content with other texts in place of its own (`texts_of`)."""
+    """Returns content with its texts (`texts_of`) replaced by `texts`."""
     if isinstance(content, str):
         return texts[0]
     own = iter(texts)
@@ -242,8 +243,8 @@ def texts_of(content: Content) -> list[str]:
 def with_sources(
     messages: Sequence[Mapping[str, Any]], sources: Iterable[PictureSource]
 ) -> list[dict[str, Any]]:
-    """Returns messages whose images are named (`named_pictures`) with the images themselves. `sources`: in
-    order. Raises ValueError if there are more or fewer."""
+    """Returns messages in which `sources`, in order, replace the names of images (`named_pictures`). Raises
+    ValueError if there are more or fewer sources than images."""
     left = iter(sources)
     found = []
     for message in messages:
@@ -260,8 +261,8 @@ def with_sources(
 
 
 def named_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages as JSON, with `{"type": "image", "image": name}` for an image; one without a name
-    has a digest of its content instead."""
+    """Returns the messages as JSON, with `{"type": "image", "image": name}` for an image. An image without a
+    name gets a digest of its content instead."""
     return [
         dict(message)
         if isinstance(message["content"], str)
@@ -278,8 +279,8 @@ def _with_name(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def content_text(content: Content) -> str:
-    """Returns content as text, with each image replaced by its identity, or by its name if that is all that
-    is known of it (`named_pictures`)."""
+    """Returns content as text. Each image is replaced by its identity, or by its name if nothing else is
+    known (`named_pictures`)."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else _marker(part) for part in content)
@@ -293,7 +294,7 @@ def shown_text(content: Content) -> str:
 
 
 def marked_text(content: Content) -> str:
-    """Returns content as text, with `<image>` for each image."""
+    """Returns content as text, with `<image>` in place of each image."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else MARKER for part in content)

@@ -1,4 +1,4 @@
-"""Decodes images with Pillow into upright RGB, from an allow-list of formats. Torch-free."""
+"""Decodes images with Pillow into upright RGB, and accepts only a fixed list of formats. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ MAX_SCANS = 100  # a progressive JPEG has about 10, and each costs a pass over a
 
 
 def decoded(source: PictureSource) -> PilImage:
-    """Returns the image in RGB, rotated by its EXIF orientation, with transparent areas in white as in vLLM.
-    Raises PictureFault for an image that is missing, too large, animated, damaged or in another format."""
+    """Returns the image in RGB, rotated according to its EXIF orientation. Fills transparent areas with
+    white, as vLLM does. Raises PictureFault for an image that is missing, too large, animated, damaged or in
+    another format."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     data = source.encoded()
@@ -45,7 +46,7 @@ def decoded(source: PictureSource) -> PilImage:
                 )
             if image.format in ("JPEG", SEVERAL_VIEWS) and data.count(SCAN) > MAX_SCANS:
                 raise PictureFault(DAMAGED, f"{named} has more than {MAX_SCANS} scans: save it again")
-            # not n_frames, which reads all frames
+            # n_frames would read all frames
             if image.format != SEVERAL_VIEWS and getattr(image, "is_animated", False):
                 raise PictureFault(ANIMATED, f"{named} is animated: store one of its frames")
             image.load()
@@ -62,8 +63,8 @@ def decoded(source: PictureSource) -> PilImage:
 
 @cache
 def _silence_pillow() -> None:
-    """Ignores Pillow's warnings for the whole process: images are decoded in threads, in which
-    `warnings.catch_warnings` is not safe."""
+    """Ignores Pillow's warnings in the whole process. `warnings.catch_warnings` is not safe in the threads
+    that decode images."""
     warnings.filterwarnings("ignore", module=r"PIL\.")
 
 

@@ -1,7 +1,7 @@
-"""Says where the encoded bytes of an image are, and reads them within limits. Torch-free.
+"""Locates the encoded bytes of an image, and reads them within limits. Torch-free.
 
-Images may come from strangers, so only files in the data file's folder are read. A path is checked as it is
-written: a link inside this folder may lead elsewhere. Nothing is downloaded.
+Images may come from untrusted sources, so only files in the data file's folder are read. The path is checked
+as written: a link inside this folder may lead elsewhere. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ OTHER_FORMAT = "image in another format"
 DAMAGED = "image damaged"
 ANIMATED = "image animated"
 TOO_THIN = "image refused by the model's processor"
-MISNAMED = "image with another suffix"  # but used
+MISNAMED = "image with another suffix"  # the image is still used
 CUT_AWAY = "images cut away"
 TOO_LONG = "prompt with images too long"
-# Why a row is dropped for an image, as text for the data report.
+# Reasons for dropping a row because of an image, as text for the data report.
 PICTURE_FAULTS = {
     MISSING: "missing images (no such file, or an empty cell)",
     OUTSIDE: "images whose path leads out of the data file's folder",
@@ -33,7 +33,7 @@ PICTURE_FAULTS = {
     ANIMATED: "animated images, with several frames",
     TOO_THIN: "images whose shape the model's processor refuses",
 }
-# Facts of the data report about images: the share of rows above which each is a finding, and its text.
+# Image facts in the data report: the fraction of rows above which each becomes a finding, and its text.
 PICTURE_FACTS = {
     **{fact: (0.0, sentence) for fact, sentence in PICTURE_FAULTS.items()},
     MISNAMED: (0.0, "images with another format's suffix (they are read by their content)"),
@@ -52,7 +52,7 @@ KNOWN_SUFFIXES = frozenset(suffix for suffixes in SUFFIXES.values() for suffix i
 
 
 class PictureFault(ValueError):
-    """Says why an image cannot be used; `fact` is its name in the data report."""
+    """Reports why an image cannot be used. `fact` is the name of the reason in the data report."""
 
     def __init__(self, fact: str, sentence: str):
         super().__init__(sentence)
@@ -60,14 +60,14 @@ class PictureFault(ValueError):
 
 
 class PictureSource(NamedTuple):
-    """An image of the data: encoded bytes (`data`), or the file `name` in the data file's `folder`.
+    """Locates an image of the data: encoded bytes (`data`), or the file `name` in the data file's `folder`.
 
-    `name` is as written in the data, and may be set for bytes too. `folder` is None for data without one.
+    `name` is written as in the data, and may also be set for bytes. `folder` is None for data without one.
     """
 
     name: str = ""
     folder: str | None = None
-    data: Any = b""  # bytes, or a view of a mapped file
+    data: Any = b""  # bytes, or a memoryview of a mapped file
 
     @property
     def identity(self) -> str:
@@ -78,15 +78,16 @@ class PictureSource(NamedTuple):
 
     @property
     def version(self) -> bytes:
-        """Returns bytes that change with the image: of a file its path, size and time of change."""
+        """Returns bytes that change with the image. For a file these are its path, size and modification
+        time."""
         if len(self.data):
             return self.identity.encode()
         about = os.stat(self.file)
         return os.fsencode(f"{self.file} {about.st_size} {about.st_mtime_ns}")
 
     def anywhere(self) -> PictureSource:
-        """Returns the image with an absolute path or bytes of its own, for processes in other folders. Raises
-        PictureFault if its path is outside the data's folder."""
+        """Returns the image with an absolute path or with its own bytes, for processes in other folders.
+        Raises PictureFault if its path is outside the data's folder."""
         if len(self.data):
             return PictureSource(self.name, None, bytes(self.data))
         folder, name = os.path.split(self.file)
@@ -94,8 +95,8 @@ class PictureSource(NamedTuple):
 
     @property
     def content_digest(self) -> str:
-        """Returns a digest of the encoded image, wherever it is stored. Raises PictureFault like
-        `encoded`."""
+        """Returns a digest of the encoded image, wherever it is stored. Raises PictureFault as `encoded`
+        does."""
         return hashlib.blake2b(self.encoded(), digest_size=16).hexdigest()
 
     @property
@@ -132,7 +133,7 @@ class PictureSource(NamedTuple):
 
     @property
     def is_misnamed(self) -> bool:
-        """Returns whether the name's suffix does not match the format that the first bytes show."""
+        """Returns whether the suffix of the name does not match the format that the first bytes indicate."""
         suffix = os.path.splitext(self.name)[1].lower()
         if suffix not in KNOWN_SUFFIXES:
             return False
@@ -154,8 +155,8 @@ def _check_bytes(count: int, name: str) -> None:
 
 
 class EncodedPicture(NamedTuple):
-    """An image of a document. Its tokens are `tokens[start:stop]`, the first and the last of which are image
-    tokens; the model's features replace the image tokens among them."""
+    """Holds an image of a document. Its tokens are `tokens[start:stop]`; the first and last of these are
+    image tokens. The model's features replace the image tokens in this range."""
 
     start: int
     stop: int

@@ -1,4 +1,4 @@
-"""Stores the images of documents beside the documents' files, as encoded bytes or as paths. Torch-free."""
+"""Stores the images of documents next to the documents' files, as encoded bytes or as paths. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlhf_core.data.pictures.picture_source import EncodedPicture, PictureSource
 
 RECORDS = "pictures.i64"
 CONTENT = "pictures.bin"
-# columns of the records: index of the document, `EncodedPicture.start` and `stop`, whether the content is a
-# path, and its start and end in `CONTENT`
+# Columns of the records: index of the document, `EncodedPicture.start` and `stop`, whether the content is a
+# path, and its start and end in `CONTENT`.
 WIDTH = 6
 
 
@@ -47,7 +47,7 @@ class StoredPictures:
     """Reads the images of documents. Bytes stay in the mapped file until they are decoded."""
 
     def __init__(self, folder: Path):
-        """Raises OSError when a file is missing, and ValueError when one is truncated."""
+        """Opens the files. Raises OSError if a file is missing, and ValueError if a file is truncated."""
         records = np.fromfile(folder / RECORDS, dtype=np.int64)
         self._records = records.reshape(-1, WIDTH)
         size = (folder / CONTENT).stat().st_size

@@ -1,5 +1,5 @@
-"""Removes the nulls that Arrow adds to tool calls and schemas: all structs in a column have the same fields,
-which are null if a row lacks them.
+"""Removes the nulls that Arrow adds to tool calls and schemas. All structs in an Arrow column have the same
+fields, which are null if a row lacks them.
 
 Only rows read by Arrow have this padding. In JSON, including JSON strings in a column, a null is a value
 (`"default": null`). Torch-free.
@@ -13,8 +13,8 @@ MESSAGES = ("messages", "prompt", "chosen", "rejected")
 
 
 def without_padding(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns an Arrow row without null fields inside `tools` and the `tool_calls` of its messages, even if
-    they were values."""
+    """Returns an Arrow row without null fields in `tools` and in the `tool_calls` of its messages. This also
+    removes nulls that were real values."""
     found = dict(row)
     for column in MESSAGES:
         if isinstance(row.get(column), list):

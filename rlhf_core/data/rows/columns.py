@@ -1,6 +1,6 @@
 """Reads messages, answers, labels and rewards from rows. Torch-free.
 
-Every reader raises ValueError with the row's place when a column has the wrong type.
+Every reader raises ValueError with the row's place if a column has the wrong type.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ OTHER_NAMES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model
 
 
 class Located(NamedTuple):
-    """Holds a row with standard column names. `where`: its file and number, for error messages.
-    `no_preference`: why the row prefers no answer, if so. `folder`: of its file, None for a data set without
-    one."""
+    """Holds a row with standard column names. `where` is its file and number, for error messages.
+    `no_preference` says why the row prefers no answer, if that is so. `folder` is the folder of its file, or
+    None for a data set without one."""
 
     where: str
     row: Row
@@ -39,7 +39,7 @@ class Located(NamedTuple):
 
 class Preference(NamedTuple):
     """Holds a prompt with two answers; an answer that calls tools is a message. `margin` is 0.0 if the data
-    has none. `cut`: whether the length limit ended (chosen, rejected)."""
+    has none. `cut` says whether the length limit ended (chosen, rejected)."""
 
     prompt: list[Message]
     chosen: str | Message
@@ -49,7 +49,7 @@ class Preference(NamedTuple):
 
 
 def conversation_of(located: Located) -> list[Message]:
-    """Returns the messages of an SFT row; `weight: 0` marks an answer that is not trained on. The content of
+    """Returns the messages of an SFT row. `weight: 0` marks an answer that is not trained on. The content of
     a message with images is a list of parts (`message_parts`)."""
     return with_pictures(_conversation_of(located), located.row, located.where, located.folder)
 
@@ -72,16 +72,16 @@ def _conversation_of(located: Located) -> list[Message]:
 
 
 def prompt_of(located: Located) -> list[Message]:
-    """Returns the messages of a prompt; a string is one user message. Weights are left out, since prompts are
-    not trained on. Raises ValueError for a row with images."""
+    """Returns the messages of a prompt; a string becomes one user message. Removes weights, because prompts
+    are not trained on. Raises ValueError for a row with images."""
     messages = _prompt_of(located)
     _refuse_pictures(located, messages)
     return messages
 
 
 def pictured_prompt_of(located: Located) -> list[Message]:
-    """Returns `prompt_of` a row that may have images. The content of a message with images is a list of parts
-    (`message_parts`)."""
+    """Works like `prompt_of`, but for a row that may have images. The content of a message with images is a
+    list of parts (`message_parts`)."""
     return with_pictures(_prompt_of(located), located.row, located.where, located.folder)
 
 
@@ -108,7 +108,7 @@ def preference_of(located: Located) -> Preference:
     """Returns the prompt and the two answers of a preference row.
 
     An answer is a string, a list with one assistant message, or a whole conversation that begins with the
-    prompt. Images are in the prompt, whose content is then a list of parts (`message_parts`).
+    prompt. Images belong to the prompt, whose content is then a list of parts (`message_parts`).
     """
     where = located.where
     row = located.row
@@ -154,20 +154,20 @@ def preference_of(located: Located) -> Preference:
 
 
 def text_preference_of(located: Located) -> Preference:
-    """Returns `preference_of` a row of texts. Raises ValueError for a row with images."""
+    """Works like `preference_of`, but raises ValueError for a row with images."""
     preference = preference_of(located)
     _refuse_pictures(located, preference.prompt)
     return preference
 
 
 def _require_same_prompt(located: Located, start: list[Message]) -> None:
-    """Raises ValueError when a preference's column `prompt` contradicts the messages before its answers, or
-    has other images."""
+    """Raises ValueError if a preference's column `prompt` contradicts the messages before its answers, or has
+    different images."""
     given = located.row.get("prompt")
     if not given or not isinstance(given, str | list):
         return
     messages = _messages(given, located, "prompt")
-    images = sources_in(messages)  # None: the next one of the row's column
+    images = sources_in(messages)  # None means the next image of the row's column
     seen = sources_in(with_pictures(start, located.row, located.where, located.folder))
     last = seen[max(0, len(seen) - len(images)) :]
     same = [one is None or one == other for one, other in zip(images, last, strict=False)]
@@ -199,7 +199,7 @@ def reward_of(located: Located) -> float:
 
 
 def labelled_of(located: Located) -> tuple[list[Message], list[tuple[str | Message, bool]]]:
-    """Returns a row's prompt and its labelled responses: one, or the two of a preference."""
+    """Returns a row's prompt and its labelled responses: one response, or both responses of a preference."""
     if "label" not in located.row:
         preference = preference_of(located)
         return preference.prompt, [(preference.chosen, True), (preference.rejected, False)]
@@ -249,7 +249,7 @@ def _messages(value: Any, located: Located, column: str) -> list[Message]:
         if message.get("function_call"):
             raise ValueError(f"{place} has a function_call, an old form: write it as tool_calls")
         role = message["role"]
-        meant = OTHER_NAMES.get(role.lower(), role.lower())  # templates render any role, even a misnamed one
+        meant = OTHER_NAMES.get(role.lower(), role.lower())  # templates render any role, even a misspelt one
         if meant != role and meant in USUAL_ROLES:
             raise ValueError(
                 f"{where}: message {number} of column {column!r} has the role {role!r}, which is no chat"
@@ -264,7 +264,7 @@ def _messages(value: Any, located: Located, column: str) -> list[Message]:
 
 def _weight(message: Message, place: str) -> dict[str, int]:
     """Reads a message's `weight`, as in OpenAI's fine-tuning format. Returns {"weight": 0} for an answer that
-    is not trained on, else {}."""
+    is not trained on, otherwise {}."""
     weight = message.get("weight")
     if weight is None:
         return {}
@@ -278,13 +278,13 @@ def _weight(message: Message, place: str) -> dict[str, int]:
 
 
 def without_weights(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages without `weight`, as templates get them."""
+    """Returns the messages without `weight`, as templates expect them."""
     return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
 
 
 def _calls(calls: Any, place: str, role: str) -> list[dict[str, Any]]:
-    """Reads a message's `tool_calls`, each {"function": {"name", "arguments"}} as in OpenAI's format, or only
-    the inner object."""
+    """Reads a message's `tool_calls`. Each call is {"function": {"name", "arguments"}}, as in OpenAI's
+    format, or only the inner object."""
     if role != "assistant" or not isinstance(calls, (list, tuple)):
         raise ValueError(f"{place}: tool_calls must be a list, and of an assistant message")
     read = []
@@ -318,7 +318,7 @@ def written(answer: str | Message) -> str:
 
 def tools_of(located: Located) -> list[dict[str, Any]]:
     """Returns the tools in a row's column `tools`: a list of JSON schemas of functions, or such a list as a
-    JSON string. Without the column the result is empty."""
+    JSON string. Returns an empty list if there is no such column."""
     tools = located.row.get("tools")
     if isinstance(tools, str):
         tools = (_json(tools) or "no JSON") if tools.strip() else []
@@ -339,7 +339,7 @@ def _json(text: str) -> Any:
 
 
 def text_of(value: Any, where: str, column: str) -> str:
-    """Returns a row's value if it is a string. Raises ValueError for another type."""
+    """Returns a row's value if it is a string. Raises ValueError for any other type."""
     if not isinstance(value, str):
         raise _wrong(value, where, column, "a string")
     return value

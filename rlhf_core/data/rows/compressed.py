@@ -1,7 +1,7 @@
-"""Opens data files as text. Compressed files (`.gz`, `.zst`) are unpacked while they are read. Torch-free.
+"""Opens data files as text. Decompresses files (`.gz`, `.zst`) while they are read. Torch-free.
 
-A small compressed file can unpack to any size, so its rows, and lists that are read whole, have a maximum
-size. Archives of several files are not supported.
+A small compressed file can decompress to any size. Its rows, and lists that are read whole, therefore have a
+maximum size. Archives of several files are not supported.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import IO
 from rlhf_core.system.machine import MachineLacks
 
 COMPRESSED = (".gz", ".zst")
-LARGEST_ROW = 16 << 20  # characters in a compressed file
-LARGEST_LIST = 1 << 30  # characters in a compressed .json file with one list
+LARGEST_ROW = 16 << 20  # most characters of a row in a compressed file
+LARGEST_LIST = 1 << 30  # most characters of a compressed .json file with one list
 
 
 def data_suffix(path: str | Path) -> str:
-    """Returns the suffix for a file's content: `.jsonl` for rows.jsonl and for rows.jsonl.gz; "" if there is
-    none."""
+    """Returns the suffix that describes a file's content: `.jsonl` for both rows.jsonl and rows.jsonl.gz.
+    Returns "" if there is none."""
     place = Path(path)
     return Path(place.stem).suffix if place.suffix in COMPRESSED else place.suffix
 
 
 def open_binary(path: str) -> IO[bytes] | gzip.GzipFile:
-    """Opens a file for reading and unpacks it. Raises OSError like `open`, and MachineLacks for .zst without
-    pyarrow."""
+    """Opens a file for reading and decompresses it. Raises OSError like `open`, and MachineLacks for .zst
+    without pyarrow."""
     suffix = Path(path).suffix
     if suffix == ".gz":
         return gzip.open(path, "rb")
@@ -49,7 +49,7 @@ def open_binary(path: str) -> IO[bytes] | gzip.GzipFile:
 @contextmanager
 def opened_rows(path: str, newline: str | None = None) -> Iterator[RowLines]:
     """Yields a text file's lines, without a byte order mark. Raises ValueError for a file that cannot be
-    unpacked, OSError like `open`, UnicodeDecodeError for a file that is not UTF-8."""
+    decompressed, OSError like `open`, and UnicodeDecodeError for a file that is not UTF-8."""
     packed = Path(path).suffix in COMPRESSED
     with open_binary(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as text:
         try:
@@ -62,8 +62,8 @@ def opened_rows(path: str, newline: str | None = None) -> Iterator[RowLines]:
 
 
 class RowLines:
-    """Iterates over the lines of a text file. Raises ValueError when more than `largest` characters are read
-    without `end_row`; None: no limit."""
+    """Iterates over the lines of a text file. Raises ValueError if more than `largest` characters are read
+    without a call of `end_row`; None means no limit."""
 
     def __init__(self, path: str, text: io.TextIOWrapper, largest: int | None):
         self._path = path
@@ -97,8 +97,8 @@ class RowLines:
         self._of_row = 0
 
     def whole(self) -> str:
-        """Returns the rest of the file. Raises ValueError for more than LARGEST_LIST characters in a
-        compressed file."""
+        """Returns the rest of the file. Raises ValueError if a compressed file has more than LARGEST_LIST
+        characters."""
         if self._largest is None:
             return self._text.read()
         text = self._text.read(LARGEST_LIST + 1)
@@ -110,8 +110,8 @@ class RowLines:
         return text
 
     def first_character(self) -> str:
-        """Reads up to and including the first non-whitespace character and returns that; "" if there is
-        none."""
+        """Reads up to and including the first non-whitespace character and returns that character, or "" if
+        there is none."""
         character = self._text.read(1)
         while character.isspace():
             character = self._text.read(1)

@@ -1,11 +1,11 @@
-"""Converts rows of published chat and preference formats to the standard columns, one function per format.
-Torch-free.
+"""Converts rows of published chat and preference formats to the standard columns, with one function per
+format. Torch-free.
 
-`columns` is a table whose columns are named in the recipe. The others are UltraFeedback (raw, with
+`columns` is a table whose columns are named in the recipe. The other formats are UltraFeedback (raw, with
 `completions`, and binarized, with `score_chosen`), LMSYS arena battles, Anthropic's HH dialogues and
 ShareGPT's `conversations`. A row that prefers no answer (a tie, one completion, equal scores) has the reason
 in `no_preference`; stages that need a preference drop and count it. Every converter accepts the row's place
-and the row, and raises ValueError when a column has the wrong type.
+and the row, and raises ValueError if a column has the wrong type.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ TIES = ("tie", "tie (bothbad)", "tie (both bad)", "bothbad")
 
 
 class Standard(NamedTuple):
-    """Holds standard columns to add to a row. `no_preference`: why none of its answers is preferred, or
-    ''."""
+    """Holds standard columns to add to a row. `no_preference` says why none of its answers is preferred, or
+    is ''."""
 
     columns: dict[str, Any]
     no_preference: str = ""
 
 
 def recognise(row: Row) -> str:
-    """Returns the format of a data set according to its first row: `columns` unless it is clearly another."""
+    """Returns the format of a data set, determined from its first row: `columns` unless it is clearly
+    another."""
     if {"conversation_a", "conversation_b", "winner"} <= row.keys():
         return "arena"
     if {"instruction", "completions"} <= row.keys() or {
@@ -59,9 +60,9 @@ def recognise(row: Row) -> str:
 def ultrafeedback(where: str, row: Row) -> Standard:
     """Converts a row of UltraFeedback (Cui et al. 2023).
 
-    Raw: chosen and rejected are the best and the worst completion by `overall_score` (else the mean of the
-    ratings in `annotations`, else `fine-grained_score`). Binarized: unchanged. `margin` is the difference of
-    the two scores.
+    In a raw row, chosen and rejected are the best and the worst completion by `overall_score` (otherwise by
+    the mean of the ratings in `annotations`, otherwise by `fine-grained_score`). A binarized row stays
+    unchanged. `margin` is the difference of the two scores.
     """
     if "completions" not in row:
         scores = [number_of(row.get(name), where, name) for name in ("score_chosen", "score_rejected")]
@@ -83,10 +84,10 @@ def ultrafeedback(where: str, row: Row) -> Standard:
 
 def arena(where: str, row: Row) -> Standard:
     """Converts a battle from LMSYS's arena (Zheng et al. 2023): two conversations with the same questions,
-    and the winner's name.
+    and the name of the winner.
 
-    The pair is the two last answers, so the conversations must be equal before them, which is rare for
-    battles of several turns.
+    The pair consists of the two last answers. The conversations must be equal before these answers, which is
+    rare for battles of several turns.
     """
     first, second = (_chat(row.get(name), where, name) for name in ("conversation_a", "conversation_b"))
     winner = str(row.get("winner"))
@@ -118,7 +119,7 @@ def hh(where: str, row: Row) -> Standard:
 
 
 def sharegpt(where: str, row: Row) -> Standard:
-    """Converts `conversations` of {from, value}; the prompt is all turns before the last answer."""
+    """Converts `conversations` of {from, value}. The prompt consists of all turns before the last answer."""
     messages = []
     for number, turn in enumerate(_list(row.get("conversations"), where, "conversations"), start=1):
         role = SHAREGPT_ROLES.get(str(turn.get("from")).lower())

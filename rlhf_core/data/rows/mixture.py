@@ -17,8 +17,8 @@ from rlhf_core.data.rows.formats import FORMATS, recognise
 from rlhf_core.data.rows.required_columns import require_columns
 from rlhf_core.data.rows.row_files import is_arrow, is_file, raw_rows
 
-FIRST_ROWS = 8  # determine the columns and the format
-CHECKED_ROWS = 20_000  # checked in a file before any work; with rows of a kilobyte this takes 0.3 seconds
+FIRST_ROWS = 8  # rows that determine the columns and the format
+CHECKED_ROWS = 20_000  # rows of a file checked before a run; with rows of a kilobyte this takes 0.3 seconds
 
 
 class Placed(NamedTuple):
@@ -34,9 +34,9 @@ class Placed(NamedTuple):
 class Mixture(NamedTuple):
     """Describes which rows of each source a mixture uses, and their order.
 
-    `places[s][r]` is the place of row r of source s, -1 if it is unused; `rows` is the number of used rows.
-    `ended_by` is the source whose rows ran out and ended the mixture, None if `max_samples` ended it. `left`
-    is the number of unused rows of the other sources if a source ran out, else 0.
+    `places[s][r]` is the place of row r of source s, or -1 if the row is unused; `rows` is the number of used
+    rows. `ended_by` is the source whose rows ran out and ended the mixture, or None if `max_samples` ended
+    it. `left` is the number of unused rows of the other sources if a source ran out, otherwise 0.
     """
 
     places: list[array[int]]
@@ -49,18 +49,19 @@ def load_rows(data: Data, seed: int, kind: Kind | None = None) -> list[Row]:
     """Returns all rows of a mixture, with their columns under the standard names (messages, prompt, response,
     chosen, rejected, margin).
 
-    A single source keeps its order. Several are each shuffled with the seed; then the source furthest behind
-    its share gives the next row, until that source has none left (no row is used twice). So every prefix of
-    the list has the recipe's shares, even after `max_samples`, which is applied last. With a kind, rows it
-    cannot use (no preference) are left out. Raises ValueError for a missing, unreadable or empty file.
+    A single source keeps its order. Several sources are each shuffled with the seed. The source furthest
+    behind its share then provides the next row, until that source has none left (no row is used twice). Every
+    prefix of the list therefore has the recipe's shares, even after `max_samples`, which is applied last.
+    With a kind, rows that it cannot use (no preference) are left out. Raises ValueError for a missing,
+    unreadable or empty file.
     """
     rows = sorted(placed_rows(data, seed, kind), key=lambda row: row.place)
     return [row.located.row for row in rows if not unusable(row.located, kind)]
 
 
 def check_columns(data: Data, kind: Kind) -> None:
-    """Reads the first rows of each source (`checked_rows`), and raises ValueError like a stage for a missing
-    file, no rows, a missing column or an invalid row."""
+    """Reads the first rows of each source (`checked_rows`). Raises ValueError, as a stage would, for a
+    missing file, no rows, a missing column or an invalid row."""
     for located in checked_rows(data, kind):
         if not unusable(located, kind):
             READERS[kind](located)
@@ -68,9 +69,9 @@ def check_columns(data: Data, kind: Kind) -> None:
 
 
 def checked_rows(data: Data, kind: Kind) -> Iterator[Located]:
-    """Yields the rows that are checked before any work, including rows that a stage of this kind leaves out:
-    CHECKED_ROWS of a single file; FIRST_ROWS of a Hub data set, which is not downloaded, and of each source
-    of a mixture, which may not use later rows."""
+    """Yields the rows that are checked before a run, including rows that a stage of this kind leaves out.
+    These are CHECKED_ROWS of a single file, and FIRST_ROWS of a Hub data set, which is not downloaded. They
+    are also FIRST_ROWS of each source of a mixture, because it may not use later rows."""
     alone = len(data.sources) == 1
     for source in data.sources:
         first = CHECKED_ROWS if alone and is_file(source) else FIRST_ROWS
@@ -79,7 +80,7 @@ def checked_rows(data: Data, kind: Kind) -> Iterator[Located]:
 
 def unusable(located: Located, kind: Kind | None) -> str:
     """Returns why a stage of this kind leaves a row out (it prefers no answer and the stage needs a
-    preference), or ""."""
+    preference), or "" if it does not."""
     needed = kind in ("preference", "labelled") and "label" not in located.row
     no_answer = (
         kind in ("sft", "answer", "scored")
@@ -90,8 +91,8 @@ def unusable(located: Located, kind: Kind | None) -> str:
 
 
 def used_rows(data: Data, seed: int, kind: Kind) -> Iterator[Located]:
-    """Yields all rows that a stage uses if all sources are files (a second for about 65,000 rows of a
-    kilobyte), else those of `checked_rows`."""
+    """Yields all rows that a stage uses if all sources are files, otherwise the rows of `checked_rows`. Takes
+    a second for about 65,000 rows of a kilobyte."""
     if all(map(is_file, data.sources)):
         yield from (placed.located for placed in placed_rows(data, seed, kind))
     else:
@@ -99,10 +100,10 @@ def used_rows(data: Data, seed: int, kind: Kind) -> Iterator[Located]:
 
 
 def placed_rows(data: Data, seed: int, kind: Kind | None, mixture: Mixture | None = None) -> Iterator[Placed]:
-    """Yields the rows of the mixture one at a time in the order of the files, each with its place in the
+    """Yields the rows of the mixture one at a time, in the order of the files, each with its place in the
     mixture's order. Includes rows that `load_rows` leaves out as unusable.
 
-    `mixture`: the result of `mixture_of`, computed if not given.
+    `mixture` is the result of `mixture_of`; it is computed if not passed.
     """
     mixture = mixture or mixture_of(data, seed)
     if mixture is None:
@@ -117,10 +118,10 @@ def placed_rows(data: Data, seed: int, kind: Kind | None, mixture: Mixture | Non
 
 
 def mixture_of(data: Data, seed: int) -> Mixture | None:
-    """Applies the mixture rule of `load_rows`, reading all files once to count rows. Returns None for a
+    """Applies the mixture rule of `load_rows`, and reads all files once to count rows. Returns None for a
     single source.
 
-    Uses 8 bytes per row for the result. Raises ValueError when a source has no rows or the mixture would have
+    The result takes 8 bytes per row. Raises ValueError if a source has no rows or the mixture would have
     none.
     """
     if len(data.sources) == 1:
@@ -161,8 +162,8 @@ def names(data: Data) -> str:
 
 
 def _read(source: Source, kind: Kind | None, first: int | None, most: int | None = None) -> Iterator[Located]:
-    """Yields the (first) rows of one source, at most `most`. Checks columns in the first FIRST_ROWS and
-    recognises the format."""
+    """Yields the (first) rows of one source, at most `most`. Checks the columns in the first FIRST_ROWS rows
+    and recognises the format."""
     rows = raw_rows(source, first)
     head = list(islice(rows, FIRST_ROWS))
     if not head:
@@ -200,7 +201,7 @@ def _located(source: Source, form: str, number: int, row: Row) -> Located:
         if key in row:
             standard[name] = row[key]
         else:
-            # the recipe names another column, so a column with the standard name is not used
+            # the recipe names another column, so a column that has the standard name is not used
             standard.pop(name, None)
     if is_arrow(source):
         standard = without_padding(standard)

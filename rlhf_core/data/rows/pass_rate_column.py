@@ -1,4 +1,4 @@
-"""The column of a curriculum: a prompt's pass rate that is known before the run. Torch-free."""
+"""Reads a curriculum's column of pass rates that are known before the run. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 
 def pass_rate_problem(key: str | None, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """Returns a sentence for the first row, given with its place, whose column `key` is not a pass rate, or a
-    sentence saying that no row has the column; "" if neither is the case, or there is no `key`."""
+    """Returns a sentence about the first row whose column `key` is not a pass rate, or about the column if no
+    row has it. Each row comes with its place. Returns "" if there is no problem or no `key`."""
     if key is None:
         return ""
     has_column = False
@@ -25,8 +25,8 @@ def pass_rate_problem(key: str | None, rows: Iterable[tuple[str, Mapping[str, An
 
 
 def pass_rates(key: str | None, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> np.ndarray:
-    """Returns the pass rate of each row, (N,), nan where it is not known. Raises ValueError like
-    `pass_rate_problem`."""
+    """Returns the pass rate of each row, (N,), nan where it is not known. Raises ValueError with the sentence
+    of `pass_rate_problem`."""
     known = list(rows)
     problem = pass_rate_problem(key, known)
     if problem:

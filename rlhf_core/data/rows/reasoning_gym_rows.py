@@ -1,5 +1,5 @@
-"""Rows with the questions of reasoning-gym's tasks, generated in a process of their own. Torch-free; does not
-import the package."""
+"""Generates rows with questions from reasoning-gym's tasks in a separate process. Does not import the
+package. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORKER = "rlhf_core.data.rows.reasoning_gym_worker"
 
 
 def installed_release() -> str:
-    """Returns the version of reasoning-gym on this machine; "" if it is not installed."""
+    """Returns the version of reasoning-gym on this machine, or "" if it is not installed."""
     try:
         return version(PACKAGE)
     except PackageNotFoundError:
@@ -30,10 +30,10 @@ def installed_release() -> str:
 
 
 def reasoning_gym_rows(source: ReasoningGymPrompts, first: int | None) -> Iterator[Row]:
-    """Yields the (first) rows: `prompt` (messages), `answer` (a right one, as text), `task` (its name), and
-    `reasoning_gym` (what scores an answer). The same fields give the same rows on every machine with the same
-    release of the package. Raises ValueError for a task or an option that the package does not have, and when
-    it is not installed."""
+    """Yields the (first) rows: `prompt` (messages), `answer` (a correct answer, as text), `task` (its name),
+    and `reasoning_gym` (the data for scoring an answer). The same fields give the same rows on every machine
+    with the same release of the package. Raises ValueError for a task or an option that the package does not
+    have, and if the package is not installed."""
     if not installed_release():
         raise ValueError(f"{GENERATED}: {MISSING}")
     asked = {
@@ -50,7 +50,7 @@ def reasoning_gym_rows(source: ReasoningGymPrompts, first: int | None) -> Iterat
 
 @lru_cache(maxsize=8)
 def _generated(asked: str) -> tuple[dict[str, Any], ...]:
-    # some tasks depend on the order of sets of strings, which differs between processes unless it is fixed
+    # some tasks depend on the order of string sets, which differs between processes unless it is fixed
     environment = child_environment() | {"PYTHONHASHSEED": "0"}
     command = [sys.executable, "-P", "-m", WORKER]
     done = subprocess.run(

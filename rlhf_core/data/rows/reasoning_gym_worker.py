@@ -1,6 +1,6 @@
-"""Generates questions of reasoning-gym's tasks: `python -m rlhf_core.data.rows.reasoning_gym_worker`.
+"""Generates questions from reasoning-gym's tasks: `python -m rlhf_core.data.rows.reasoning_gym_worker`.
 
-Reads a JSON object on stdin: the fields of `ReasoningGymPrompts`, with `options` and `shares` by task in
+Reads a JSON object from stdin: the fields of `ReasoningGymPrompts`, with `options` and `shares` by task in
 place of `tasks`, and `count`, the number of rows to write. Writes one row per line, or `{"problem":
 SENTENCE}`.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from reasoning_gym.factory import DATASETS
 
-COMPOSITE = "composite"  # a mixture of tasks, which `tasks` is already
+COMPOSITE = "composite"  # a mixture of tasks; `tasks` already is one
 
 
 def rows(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -32,7 +32,7 @@ def rows(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         name = max(data, key=lambda task: asked["shares"][task] * (place + 1) - used[task])
         try:
             entry = data[name][used[name]]
-        except Exception as error:  # whatever a task raises for its options
+        except Exception as error:  # any error that a task raises for its options
             raise ValueError(
                 f"the task {name} cannot generate its question {used[name] + 1}: {_told(error)}: change its"
                 " options, or leave it out"
@@ -42,8 +42,8 @@ def rows(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def row(name: str, entry: dict[str, Any], config: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the row of a question. Its entry and its task's config have tuples, sets and objects that JSON
-    would lose."""
+    """Returns the row of a question. Converts the tuples, sets and objects in its entry and its task's
+    config, which JSON would lose."""
     question = "\n\n".join(filter(None, [str(entry["question"]).strip(), asked["instruction"]]))
     messages = [{"role": "user", "content": question}]
     if asked["system"]:
@@ -59,10 +59,10 @@ def row(name: str, entry: dict[str, Any], config: Any, asked: Mapping[str, Any])
 
 
 def data_set(name: str, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
-    """Returns the data set of a task. Raises ValueError with a sentence when it cannot be made.
+    """Returns the data set of a task. Raises ValueError with a sentence if it cannot be created.
 
-    Its seed is drawn: most tasks seed question i with seed + i, so neighbouring seeds would give the same
-    questions, for instance to prompts and eval_prompts.
+    Derives the task's seed at random from the given seed. Most tasks use seed + i for question i, so
+    neighbouring seeds would give the same questions, for example to prompts and eval_prompts.
     """
     names = sorted(set(DATASETS) - {COMPOSITE})
     if name not in names:
@@ -83,7 +83,7 @@ def data_set(name: str, options: Mapping[str, Any], asked: Mapping[str, Any]) ->
     seed = random.Random(f"{asked['seed']}/{name}").getrandbits(31)
     try:
         return kind(config_kind(**given, seed=seed, size=asked["size"]))
-    except Exception as error:  # the config's own checks, and what a wrong type leads to
+    except Exception as error:  # from the config's own checks, or from a wrong type
         raise ValueError(f"the task {name} refuses its options: {_told(error)}: correct them") from error
 
 
@@ -98,7 +98,7 @@ def _told(error: Exception) -> str:
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what tasks print is not a row
+    os.dup2(2, 1)  # output that tasks print is not a row
     try:
         for made in rows(json.load(sys.stdin)):
             print(json.dumps(made), file=out)

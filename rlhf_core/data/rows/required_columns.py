@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from rlhf_core.config import Source
 from rlhf_core.data.rows.columns import Kind, Row
 
-# Column names in published data sets, besides names that contain ours.
+# Column names in published data sets, in addition to names that contain ours.
 USUAL = {
     "prompt": ("question", "instruction", "input", "query"),
     "response": ("answer", "output", "completion"),
@@ -18,8 +18,8 @@ USUAL = {
 
 
 def require_columns(source: Source, kind: Kind, columns: Sequence[str], row: Row) -> None:
-    """Raises ValueError when a source lacks columns of this kind. `row` is its first row, `columns` the
-    columns of its first rows."""
+    """Raises ValueError if a source lacks columns that this kind needs. `row` is its first row; `columns` are
+    the columns of its first rows."""
     if kind == "sft":
         if source.messages_key in columns:
             return
@@ -59,8 +59,8 @@ def require_columns(source: Source, kind: Kind, columns: Sequence[str], row: Row
 
 
 def key_to_set(key: str, column: str, columns: Iterable[str]) -> str:
-    """Returns `KEY: COLUMN` with the column that is probably meant, or only the key. `column`: the missing
-    name."""
+    """Returns `KEY: COLUMN` with the column that is probably meant, or only the key. `column` is the name
+    that is missing."""
     names = {name.lower(): name for name in columns if not name.lower().endswith(("id", "ids"))}
     for word in dict.fromkeys((column.lower(), key.removesuffix("_key"))):
         usual = [name for part in (word, *USUAL.get(word, ())) for name in names if part in name]

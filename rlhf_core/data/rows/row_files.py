@@ -1,9 +1,9 @@
 """Reads the rows of files and Hub data sets, one at a time. Torch-free.
 
-The standard library parses JSON and CSV files, since it keeps text unchanged: the readers of `datasets` guess
-types, and convert answers that look like dates, numbers or "None". `datasets` reads parquet, which has types,
-and Hub data sets (downloaded and read from disk). Only a .json file with one list is read whole. JSON and CSV
-files may be compressed (`compressed.py`).
+The standard library parses JSON and CSV files, because it keeps text unchanged. The readers of `datasets`
+guess types, and convert answers that look like dates, numbers or "None". `datasets` reads parquet, which has
+types, and Hub data sets (downloaded and read from disk). Only a .json file with one list is read whole. JSON
+and CSV files may be compressed (`compressed.py`).
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from rlhf_core.data.rows.reasoning_gym_rows import reasoning_gym_rows
 from rlhf_core.data.rows.verifiers_rows import verifiers_rows
 from rlhf_core.hub.ids import parted
 
-TEXT_SUFFIXES = (".jsonl", ".json", ".csv")  # these may be compressed
-# JSON escapes characters beyond \uffff as two of these; a truncated text may end with one
+TEXT_SUFFIXES = (".jsonl", ".json", ".csv")  # these files may be compressed
+# JSON escapes characters beyond \uffff as two of these; a truncated text may end with the first.
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def is_file(source: Source) -> bool:
-    """Returns whether a source is a local file, according to its name."""
+    """Returns whether a source is a local file, judging by its name."""
     return is_text(source.path) or Path(source.path).suffix == ".parquet"
 
 
-@lru_cache(maxsize=1024)  # asked for each row
+@lru_cache(maxsize=1024)  # called for each row
 def is_text(path: str) -> bool:
     """Returns whether a file's suffix is JSON or CSV, compressed or not."""
     return data_suffix(path) in TEXT_SUFFIXES
 
 
 def is_arrow(source: Source) -> bool:
-    """Returns whether Arrow reads a source, which holds for parquet and Hub data sets."""
+    """Returns whether Arrow reads a source; it reads parquet and Hub data sets."""
     return not is_text(source.path) and not source.is_generated
 
 
 def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
-    """Yields the (first) rows of a source, unchanged, but stored rows lose the column GENERATED, which a
-    verifier unpickles. Raises ValueError for a file or Hub data set that cannot be read."""
+    """Yields the (first) rows of a source unchanged, except that stored rows lose the column GENERATED, which
+    a verifier unpickles. Raises ValueError for a file or Hub data set that cannot be read."""
     if source.reasoning_gym is not None:
         yield from reasoning_gym_rows(source.reasoning_gym, first)
         return
@@ -92,7 +92,8 @@ def _stored_rows(source: Source, first: int | None) -> Iterator[Row]:
 
 
 def _nearest_name(path: Path) -> str | None:
-    """Returns the file name in the folder of `path` with the most similar stem; None if none is similar."""
+    """Returns the file name in the folder of `path` with the most similar stem, or None if none is
+    similar."""
     try:
         names = {Path(name).stem: name for name in os.listdir(path.parent)}
     except OSError:
@@ -206,8 +207,8 @@ def _hub_rows(source: Source, streaming: bool) -> Any:
 
 
 def _encoded(rows: Any) -> Any:
-    """Returns a data set whose images, sounds and videos stay encoded: {bytes, path}. Images are decoded
-    later, within limits (`picture_decoding`). Other columns stay as they are."""
+    """Returns a data set whose images, sounds and videos stay encoded as {bytes, path}. Images are decoded
+    later, within limits (`picture_decoding`). Other columns stay unchanged."""
     if rows.features is None:
         return rows
     encoded = {name: _without_decoding(feature) for name, feature in rows.features.items()}
@@ -220,7 +221,7 @@ def _encoded(rows: Any) -> Any:
 
 
 def _without_decoding(feature: Any) -> Any:
-    """Returns a feature of `datasets` in which media are not decoded."""
+    """Returns a `datasets` feature in which media are not decoded."""
     from datasets import Audio, Image, LargeList, List, Video
 
     if isinstance(feature, Audio | Image | Video):
@@ -235,7 +236,7 @@ def _without_decoding(feature: Any) -> Any:
 
 
 def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
-    # Imported here: it takes most of a second, and text files do not need it.
+    # Imported here, because it takes most of a second and text files do not need it.
     from datasets import load_dataset
 
     parquet = Path(source.path).suffix == ".parquet"

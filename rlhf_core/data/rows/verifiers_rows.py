@@ -1,5 +1,5 @@
-"""Rows with the tasks of an environment of the package `verifiers`, from the interpreter that has it. Starts
-`data/verifiers_driver` there. Torch-free; does not import verifiers."""
+"""Reads rows with the tasks of an environment of the package `verifiers`, using the interpreter that has the
+package. Starts `data/verifiers_driver` in that interpreter. Does not import verifiers. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf_core.data.rows.columns import Row
 from rlhf_core.system.processes import ROOT, child_environment, how_ended
 
 FOLDER = Path(__file__).parents[1] / "verifiers_driver"
-# imports the driver by its folder, since an interpreter that has verifiers need not have alignflow
+# Imports the driver by its folder, because an interpreter with verifiers may not have alignflow.
 START = (
     "import importlib.util as u, sys; f = sys.argv.pop(1); n = 'alignflow_verifiers_driver';"
     " s = u.spec_from_file_location(n, f + '/__init__.py', submodule_search_locations=[f]);"
@@ -27,8 +27,8 @@ START = (
     " import alignflow_verifiers_driver.driver_modes as d; d.main()"
 )
 RELEASE_SECONDS = 60.0
-ROWS_SECONDS = 1800.0  # an environment may download its data set
-TOLD = 400  # characters of its error output in a message
+ROWS_SECONDS = 1800.0  # an environment may have to download its data set
+TOLD = 400  # most characters of its error output in a message
 
 
 class NoSuchInstallation(ValueError):
@@ -36,13 +36,13 @@ class NoSuchInstallation(ValueError):
 
 
 def driver_command(python: str | None, *arguments: str) -> list[str]:
-    """Returns the command that runs the driver in an interpreter (None: in this one)."""
+    """Returns the command that runs the driver in an interpreter (None: this interpreter)."""
     return [python or sys.executable, "-P", "-c", START, str(FOLDER), *arguments]
 
 
 def driver_environment() -> dict[str, str]:
-    """Returns the driver's environment variables: this process's, without alignflow's module path and without
-    the variables that select an interpreter."""
+    """Returns the driver's environment variables: those of this process, without alignflow's module path and
+    without the variables that select an interpreter."""
     kept = child_environment()
     paths = [path for path in kept.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(ROOT))]
     for variable in ("PYTHONHOME", "VIRTUAL_ENV", "PYTHONPATH"):
@@ -53,13 +53,13 @@ def driver_environment() -> dict[str, str]:
 def verifiers_release(name: str, python: str | None) -> Mapping[str, str]:
     """Returns the version of verifiers in an interpreter, and a digest of the environment's Python files.
     Raises NoSuchInstallation with a sentence for a missing interpreter, package or environment, and
-    ValueError when these cannot be determined."""
+    ValueError if the version or digest cannot be determined."""
     (found,) = _answered(json.dumps({"name": name}), "release", python, RELEASE_SECONDS)
     return found
 
 
 def verifiers_problem(name: str, python: str | None) -> str:
-    """Returns the sentence that `verifiers_release` raises; "" if there is none."""
+    """Returns the sentence that `verifiers_release` raises, or "" if it raises none."""
     try:
         verifiers_release(name, python)
     except ValueError as error:
@@ -68,8 +68,8 @@ def verifiers_problem(name: str, python: str | None) -> str:
 
 
 def verifiers_rows(source: VerifiersPrompts, first: int | None) -> Iterator[Row]:
-    """Yields the (first) tasks as rows: `prompt` (messages), `answer` if the task has one that is text, and
-    `verifiers` (the task as JSON, which the environment takes). Raises ValueError."""
+    """Yields the (first) tasks as rows: `prompt` (messages), `answer` if the task has a text answer, and
+    `verifiers` (the task as JSON, which the environment accepts). Raises ValueError."""
     counts = [count for count in (source.size, first) if count is not None]
     asked = {
         "name": source.environment,

@@ -16,11 +16,11 @@ FOREIGN = (*(f"{os.sep}{name}{os.sep}" for name in OTHERS), "<")
 
 
 class Problem(Exception):
-    """Reports an environment that cannot be used, in a sentence."""
+    """Reports, in a sentence, an environment that cannot be used."""
 
 
 class Failure(Exception):
-    """Reports why an episode has no reward. `raised`: the type of the error at its root; "" if unknown."""
+    """Reports why an episode has no reward. `raised` is the type of the root error, or "" if unknown."""
 
     def __init__(self, text: str, raised: str = ""):
         super().__init__(text)
@@ -28,13 +28,13 @@ class Failure(Exception):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Returns an error of the environment with its place."""
+    """Converts an error of the environment to a Failure with the error's place."""
     return described(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
 
 def recorded_failure(error: Any) -> Failure:
-    """Returns an error that verifiers has recorded: a record, or a mapping in the output of a release before
-    0.2."""
+    """Converts an error that verifiers has recorded to a Failure. The error is a record, or a mapping in the
+    output of a release before 0.2."""
     if isinstance(error, Mapping):
         text = error.get("error_chain_repr") or error.get("error")
         return Failure(str(text or error))
@@ -42,8 +42,8 @@ def recorded_failure(error: Any) -> Failure:
 
 
 def described(kind: str, message: str, trace: str) -> Failure:
-    """Names the innermost line of the environment's own code in the first error of a traceback, which is the
-    cause of the others."""
+    """Returns a Failure that names the innermost line of the environment's own code. Uses the first error of
+    the traceback, which caused the others."""
     root = NEXT_ERROR.split(trace)[0]
     frames = FRAME.findall(root)
     own = [frame for frame in frames if not any(part in frame[0] for part in FOREIGN)]

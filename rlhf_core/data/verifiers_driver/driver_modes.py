@@ -1,4 +1,4 @@
-"""Reads what is asked, and answers it: the modes of the driver."""
+"""Implements the modes of the driver: reads requests and answers them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .old_environment import OldEnvironment
 from .seat_environment import SeatEnvironment
 from .supervision import begin_under_supervision
 
-KEY_VARIABLE = "ALIGNFLOW_API_KEY"  # because of its name, verifiers does not pass it to programs it starts
+KEY_VARIABLE = "ALIGNFLOW_API_KEY"  # because of this name, verifiers does not pass it to programs it starts
 LONGEST_LINE = 2**30  # bytes
 
 Say = Callable[..., None]
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def first_line() -> bytes:
-    """Reads a line, and nothing beyond it."""
+    """Reads one line, and nothing beyond it."""
     line = bytearray()
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
@@ -49,7 +49,7 @@ def first_line() -> bytes:
 
 
 def loaded(asked: Mapping[str, Any]) -> OldEnvironment | SeatEnvironment:
-    """Returns the environment. Raises Problem."""
+    """Returns the environment. Raises Problem if it cannot be loaded."""
     release_of(asked["name"])
     import verifiers
 
@@ -58,7 +58,7 @@ def loaded(asked: Mapping[str, Any]) -> OldEnvironment | SeatEnvironment:
         return kind(asked["name"], dict(asked["options"]))
     except Problem:
         raise
-    except Exception as error:  # whatever the environment's code raises
+    except Exception as error:  # the environment's code may raise any error
         traceback.print_exc()
         raise Problem(f"verifiers cannot load it: {failure_of(error)}; correct its options") from error
 
@@ -86,7 +86,7 @@ def serve(asked: dict[str, Any], say: Say) -> None:
 
 
 class EpisodeServer:
-    """Runs the episodes that stdin asks for, many at once."""
+    """Runs the episodes requested on stdin, many at once."""
 
     def __init__(self, environment: OldEnvironment | SeatEnvironment, say: Say):
         self._environment = environment
@@ -105,7 +105,7 @@ class EpisodeServer:
                 self._running[asked["start"]] = asyncio.create_task(self._episode(asked))
             elif (task := self._running.get(asked["cancel"])) is not None:
                 task.cancel()
-        os._exit(0)  # what it has started is killed by the process above
+        os._exit(0)  # the parent process kills what this process has started
 
     async def _episode(self, asked: Mapping[str, Any]) -> None:
         number = asked["start"]
@@ -115,7 +115,7 @@ class EpisodeServer:
             self._say(id=number, cancelled=True)
         except Failure as failure:
             self._say(id=number, error=str(failure), raised=failure.raised)
-        except Exception as error:  # whatever the environment's code raises
+        except Exception as error:  # the environment's code may raise any error
             told = failure_of(error)
             self._say(id=number, error=str(told), raised=told.raised)
         finally:

@@ -13,8 +13,8 @@ from .driver_errors import Problem
 
 
 def release_of(name: str) -> dict[str, str]:
-    """Returns the version of verifiers, and a digest of the environment's Python files. Raises Problem for a
-    missing one."""
+    """Returns the version of verifiers, and a digest of the environment's Python files. Raises Problem if
+    either is missing."""
     try:
         installed = version("verifiers")
     except PackageNotFoundError:
@@ -42,8 +42,8 @@ def _files_of(spec: ModuleSpec) -> list[Path]:
 
 
 def _shipped(module: str) -> list[Path]:
-    """Returns the files of a taskset that verifiers ships. Looks for them in its folder, since looking up the
-    module would import the package."""
+    """Returns the files of a taskset that verifiers ships. Searches the folder of verifiers, because looking
+    up the module would import the package."""
     package = importlib.util.find_spec("verifiers")
     folders = [] if package is None else list(package.submodule_search_locations or ())
     tasksets = [Path(folder, "v1", "tasksets", module) for folder in folders]

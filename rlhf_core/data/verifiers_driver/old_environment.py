@@ -1,4 +1,4 @@
-"""An environment of a release of verifiers before 0.2: `load_environment(NAME, **options)`."""
+"""Runs an environment of a verifiers release before 0.2: `load_environment(NAME, **options)`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from .driver_errors import Problem, failure_of, recorded_failure
 from .task_messages import messages_of
 
-POLICY_SECONDS = 86400.0  # for an answer, which alignflow itself limits
-# the running episode's errors of reward functions, which rubrics log and count as 0
+POLICY_SECONDS = 86400.0  # for one answer; alignflow applies its own limit
+# the current episode's errors in reward functions, which rubrics log and count as 0
 swallowed: contextvars.ContextVar[list[BaseException] | None] = contextvars.ContextVar(
     "swallowed", default=None
 )
@@ -29,7 +29,7 @@ class SwallowedErrors(logging.Handler):
 
 
 class OldEnvironment:
-    """Yields the environment's tasks, and runs the environment on one."""
+    """Yields the environment's tasks, and runs the environment on one task."""
 
     is_endless = False  # its tasks are a data set
 
@@ -40,7 +40,7 @@ class OldEnvironment:
         self._env = self._vf.load_environment(name.partition("@")[0], **options)
 
     def tasks(self, dataset: str) -> Iterator[dict[str, Any]]:
-        """Yields the rows of the data set: train or eval."""
+        """Yields the rows of the data set `train` or `eval`."""
         rows = self._env.get_eval_dataset() if dataset == "eval" else self._env.get_dataset()
         for row in rows:
             yield {"task": row, "prompt": messages_of(row["prompt"]), "answer": row.get("answer")}

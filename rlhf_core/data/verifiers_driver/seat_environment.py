@@ -1,4 +1,4 @@
-"""An environment of `verifiers.v1`, releases from 0.2 on: a taskset, and seats that harnesses play."""
+"""Runs an environment of `verifiers.v1`, releases from 0.2 on: a taskset, and seats that harnesses play."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 from .driver_errors import Failure, Problem, recorded_failure
 from .task_messages import messages_of
 
-HERE = {"type": "subprocess"}  # verifiers' own default is a sandbox in a cloud
-PLAIN = {"id": "null"}  # a conversation with the tools of the taskset
+HERE = {"type": "subprocess"}  # verifiers' own default is a cloud sandbox
+PLAIN = {"id": "null"}  # a conversation with the taskset's tools
 
 
 class SeatEnvironment:
-    """Yields the environment's tasks, and runs the environment on one.
+    """Yields the environment's tasks, and runs the environment on one task.
 
-    `options`: its `env` block without the taskset's ID. The policy plays the seat that has no client. If
+    `options` are its `env` block without the taskset's ID. The policy plays the seat that has no client. If
     neither options, seat nor taskset name a harness, the seat is a plain conversation; without a runtime it
-    runs on this machine. Raises Problem."""
+    runs on this machine. Raises Problem.
+    """
 
     def __init__(self, name: str, options: dict[str, Any]):
         import verifiers.v1
@@ -39,7 +40,7 @@ class SeatEnvironment:
 
     def _placed(self, given: dict[str, Any], seat: Any) -> dict[str, Any]:
         """Returns the options of the trained seat with a harness and a runtime. Raises Problem for a harness
-        that executes what the model writes, unless the options say where."""
+        that executes what the model writes, unless the options name a runtime."""
         from verifiers.v1.utils.loaders import default_harness_id, harness_class
 
         own = {**given.get(self._seat, {})}
@@ -50,7 +51,7 @@ class SeatEnvironment:
                 "failed attempts are repeated by max_attempts of environment: leave retries out of"
                 f" options.{self._seat}"
             )
-        # another try in the same episode would count the answers of the failed one
+        # a retry in the same episode would also count the answers of the failed attempt
         if hasattr(seat, "retries"):
             own["retries"] = type(seat.retries)().model_dump(mode="json")
         harness = default_harness_id(given["taskset"]["id"]) if seat.harness is None else seat.harness.id
@@ -68,12 +69,12 @@ class SeatEnvironment:
 
     @property
     def is_endless(self) -> bool:
-        """Whether the taskset says that its tasks do not end."""
+        """Returns whether the taskset declares that its tasks do not end."""
         taskset = self._env.taskset
         return not getattr(taskset, "bounded", not getattr(taskset, "INFINITE", False))
 
     def tasks(self, dataset: str) -> Iterator[dict[str, Any]]:
-        """Yields the tasks of the taskset, which its options choose."""
+        """Yields the tasks of the taskset, as its options select them."""
         for task in self._env.taskset:
             data = task.data.model_dump(mode="json")
             system = task.data.system_prompt
@@ -88,8 +89,8 @@ class SeatEnvironment:
             await serving()
 
     async def run(self, task: dict[str, Any], model: str) -> dict[str, Any]:
-        """Returns the reward and the metrics of one episode: means over the runs of the trained seat. Raises
-        Failure."""
+        """Returns the reward and the metrics of one episode, as means over the runs of the trained seat.
+        Raises Failure."""
         data = self._task_kind.data_type().model_validate(task)
         built = self._task_kind(data, self._env.config.taskset.task)
         episode = await self._env.run_episode(built, self._vf.ModelContext(model, self._client))
@@ -97,7 +98,7 @@ class SeatEnvironment:
             failed = [trace for trace in episode.traces if trace.errors]
             errors = [*episode.errors, *(trace.errors[-1] for trace in failed)]
             raise recorded_failure(errors[-1]) if errors else Failure("verifiers reports no reason")
-        # the only seat of a plain taskset has its traces under another name in some releases
+        # in some releases, the only seat of a plain taskset has its traces under another name
         own = [trace for trace in episode.traces if trace.agent.name == self._seat] or episode.traces
         for trace in own:
             if not trace.rewards or None in trace.rewards.values():

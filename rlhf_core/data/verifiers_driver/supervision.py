@@ -1,4 +1,4 @@
-"""Ends all processes of the driver with the process that started it. Standard library only."""
+"""Ends all processes of the driver when the process that started it ends. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_SECONDS = 0.2
 ENDING_LOOKS = 10
-KILLS = 100  # rounds, since a process may start another while they are being looked for
+KILLS = 100  # number of rounds, because a process may start another during the search
 
 
 def begin_under_supervision(alive: int) -> None:
     """Forks, and returns in the child. The parent supervises: when the process at the other end of the pipe
     `alive` ends, it kills the child and everything that the child started, in any session. When the child
-    ends, the parent kills the rest and then ends with the child's exit status or signal."""
+    ends, the parent kills the rest, then ends with the child's exit status or signal."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child = os.fork()
@@ -36,7 +36,7 @@ def _supervise(child: int, alive: int) -> None:
     status = None
     while status is None and not select.select([alive], [], [], LOOK_SECONDS)[0]:
         status = _reaped(child)
-    for _ in range(ENDING_LOOKS):  # the pipe is closed too because the child was seen to end
+    for _ in range(ENDING_LOOKS):  # the other process may close the pipe because the child ended
         if status is None:
             time.sleep(0.02)
             status = _reaped(child)
@@ -55,8 +55,8 @@ def _supervise(child: int, alive: int) -> None:
 
 
 def _reaped(child: int) -> int | None:
-    """Reaps the children that have ended, adopted ones too. Returns the status of `child`; None unless it
-    was among them."""
+    """Reaps the children that have ended, including adopted ones. Returns the status of `child`, or None if
+    it was not among them."""
     status = None
     with suppress(ChildProcessError):
         while True:

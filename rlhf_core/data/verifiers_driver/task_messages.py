@@ -6,7 +6,7 @@ from typing import Any
 
 
 def messages_of(prompt: Any) -> list[dict[str, str]]:
-    """Returns a prompt, given as text or as messages, as text messages."""
+    """Returns a prompt, given as text or as messages, in the form of text messages."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [{"role": message["role"], "content": _text_of(message.get("content"))} for message in prompt]
