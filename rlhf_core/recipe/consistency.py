@@ -1,5 +1,5 @@
-"""Checks that the stages of a recipe fit together, and reports one sentence for each name, gate or branch
-that does not. Torch-free, offline."""
+"""Checks that the stages of a recipe fit together. Reports one sentence for each name, gate or branch that
+does not fit. Torch-free, offline."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ def _misselected(name: str, config: Select, stages: Mapping[str, StageConfig]) -
 
 
 def _unjudged(name: str, config: Drift, expanded: Expanded) -> Iterator[str]:
-    """Yields a sentence for each model of a drift stage that does not answer in the stage's evaluation, and
-    for a KL that the stage cannot measure."""
+    """Yields a sentence for each model of a drift stage that does not answer in the stage's evaluation, and a
+    sentence for a KL that the stage cannot measure."""
     evaluation = expanded.stages.get(config.evaluation)
     if not isinstance(evaluation, Evaluation):
         return  # already reported as a wrong name

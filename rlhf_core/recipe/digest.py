@@ -3,8 +3,8 @@
 The digest covers the stage's configuration (without fields marked `NotInDigest`, and without fields marked
 `InDigestIfSet` that have their defaults), the digests of its parents and of its local data and model folders,
 the seed, and the version of its kind. A Hub id is included by name, so changes to the repository go
-unnoticed; `owner/name@REVISION` is included by commit (revisions.py). Image files that a data file names are
-included by content, wherever they are.
+unnoticed; `owner/name@REVISION` is included by commit (`revisions.py`). Image files that a data file names
+are included by content, wherever they are.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from rlhf_core.recipe.named_inputs import renamed
 from rlhf_core.records import InDigestIfSet, NotInDigest
 from rlhf_core.system.files import ABSENT, Digests, digest
 
-IMAGES_OF = "images of "  # key of `Reading.contents` before a data file's path
+IMAGES_OF = "images of "  # key of `Reading.contents` that precedes a data file's path
 
 
 class Reading(Digests):
-    """A `Digests` that also records the digest of each existing file and folder in `contents`, by absolute
-    path, and of the images that a data file names by `IMAGES_OF` and its path."""
+    """Computes digests like `Digests`, and records them in `contents`. A file or folder that exists is
+    recorded by its absolute path. The images that a data file names are recorded by `IMAGES_OF` followed by
+    the data file's path."""
 
     def __init__(self, digests: Digests):
         self._digests = digests
@@ -96,7 +97,7 @@ def deciding(value: Any, digests: Digests) -> Any:
     if isinstance(value, BaseModel):
         fields = [name for name, field in type(value).model_fields.items() if _decides(value, name, field)]
         content = {name: deciding(getattr(value, name), digests) for name in fields}
-        if isinstance(value, SFT):  # it had this field before others did
+        if isinstance(value, SFT):  # SFT had this field before other stages did
             content.setdefault("float8", False)
         if isinstance(value, Source) and value.reasoning_gym is not None:
             content["path"] = installed_release()
@@ -155,7 +156,7 @@ def _agent_content(environment: Environment, digests: Digests) -> dict[str, Any]
 
 def _package(environment: str, python: str | None) -> dict[str, str]:
     """Returns the digested content of a verifiers environment: its code and the release. Returns {} if it is
-    not installed, which the check before the run reports. Raises ValueError when the release cannot be
+    not installed, which the check before the run reports. Raises ValueError if the release cannot be
     determined."""
     try:
         return dict(found_release(environment, python))
@@ -174,7 +175,7 @@ def _content(place: str, digests: Digests) -> str:
 
 
 def images_content(path: str, digests: Digests) -> str:
-    """Returns the digest of the image files that a local data file names; `absent` if there are none."""
+    """Returns the digest of the image files that a local data file names, or `absent` if it names none."""
     if is_remote(path) or not os.path.isfile(path):
         return ABSENT
     names = digests.names_in(Path(path), image_names)
@@ -183,7 +184,7 @@ def images_content(path: str, digests: Digests) -> str:
 
 
 def content_now(place: str, digests: Digests) -> str:
-    """Returns the digest of what a key of `Reading.contents` stands for, as it is now."""
+    """Returns the current digest of what a key of `Reading.contents` refers to."""
     if place.startswith(IMAGES_OF):
         return images_content(place.removeprefix(IMAGES_OF), digests)
     return digests.of(Path(place))

@@ -5,7 +5,7 @@ names the model of that round, and X the model of the last one. An evaluation th
 every round; its gates that name X check the last round. An `iterative` stage expands in the same way, with
 the training stage of its post-processor: X.round1.kto, X.round1.sft. A publication P of X with `round_branch`
 also becomes P.round1, P.round2, ..., each of which depends only on its round. For a `ppo` stage P,
-P.iteration10 names the actor after iteration 10; S.ema names the moving average of a stage S.
+P.iteration10 names the actor after iteration 10. For a stage S, S.ema names its moving average.
 
 A stage S with `sweep: {beta: [0.1, 0.3]}` becomes S.beta=0.1 and S.beta=0.3. In an evaluation or a select
 stage, S means all of them; no other stage may name S.
@@ -39,9 +39,9 @@ from rlhf_core.recipe.sentences import unknown
 
 
 class Expanded(NamedTuple):
-    """The stages by name. `aliases` maps the names of loops, rounds and iterations to the stage that makes
-    their model; `rounds` maps each loop to the names of its rounds, and `variants` each swept stage to the
-    names of its variants."""
+    """Holds the stages by name. `aliases` maps the names of loops, rounds and iterations to the stage that
+    creates their model. `rounds` maps each loop to the names of its rounds. `variants` maps each swept stage
+    to the names of its variants."""
 
     stages: dict[str, StageConfig]
     aliases: dict[str, str]
@@ -50,8 +50,8 @@ class Expanded(NamedTuple):
 
 
 def expand(recipe: Recipe, refused: Collection[str] = ()) -> Expanded:
-    """Returns the single stages of a recipe. `refused`: rounds (LOOP.roundK) to leave out; the next round
-    starts from the last one that is left.
+    """Returns the single stages of a recipe. `refused` holds the rounds (LOOP.roundK) to leave out; the next
+    round starts from the last round that is kept.
 
     Raises ValueError if an evaluation's `parents` name a model that it does not judge.
     """
@@ -146,8 +146,8 @@ def _rounds_used(loop: str, count: int, refused: Collection[str]) -> list[tuple[
 
 
 def _before(title: str, used: Sequence[str], policy: str) -> str:
-    """Returns the model that a refused round started from: that of the last used round before it, else the
-    loop's first policy."""
+    """Returns the model that a refused round started from: the model of the last used round before it, or
+    else the loop's first policy."""
     number = int(title.rpartition("round")[2])
     return next((other for other in reversed(used) if int(other.rpartition("round")[2]) < number), policy)
 
@@ -241,7 +241,7 @@ def _parents(
         if model != baseline and config is not None and KINDS[config.stage].makes == "policy":
             named = getattr(config, KINDS[config.stage].start)
             parent = aliases.get(named, named)
-            if named.startswith(f"{parent}."):  # an additional model of the stage
+            if named.startswith(f"{parent}."):  # an additional model of that stage
                 found[model] = named
             elif parent in stages or parent == baseline:
                 found[model] = judged.get(parent, parent)

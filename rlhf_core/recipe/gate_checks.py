@@ -78,7 +78,7 @@ def check(
 
 
 def gates_of(node: Node) -> tuple[Verdict, ...]:
-    """Returns the verdicts on a planned stage; an empty tuple when it is not done or has no gates."""
+    """Returns the verdicts on a planned stage, or an empty tuple if it is not done or has no gates."""
     result = RunDir(node.run_dir).result() if node.config.gates else None
     return check(node.name, node.config, result, Approval.read(node.run_dir / APPROVAL)) if result else ()
 
@@ -89,8 +89,8 @@ def gates_behind(planned: Plan, node: Node) -> tuple[Verdict, ...]:
 
 
 def uncheckable(planned: Plan, nodes: Sequence[Node]) -> list[Node]:
-    """Returns the gated stages that publications among `nodes` depend on but whose gates cannot be checked,
-    because they have no result and are not among `nodes`."""
+    """Returns the gated stages that publications among `nodes` depend on but whose gates cannot be checked.
+    These stages have no result and are not among `nodes`."""
     here = {node.name for node in nodes}
     behind = planned.ancestors([node for node in nodes if KINDS[node.kind].publishes and not node.done])
     return [stage for stage in behind if stage.config.gates and stage.name not in here and not stage.done]
@@ -121,6 +121,6 @@ def reset_reference_notes(planned: Plan) -> list[str]:
 
 
 def meaning_of(kind: str, metric: str) -> str:
-    """Returns a sentence or two about what a failed gate on this metric usually means; '' when no general
+    """Returns a sentence or two about what a failed gate on this metric usually means, or '' if no general
     reason is known."""
     return meaning_of_failure(KINDS[kind].metrics, metric)

@@ -1,7 +1,7 @@
 """Reports fields that have no effect given a recipe's other fields. Torch-free, offline.
 
-Some combinations are refused when the config is read. The ones reported here are allowed, because overrides
-may give the field an effect. A value equal to the field's default is not reported.
+Some combinations are refused when the config is read. The combinations reported here are allowed, because
+overrides may give the field an effect. A value equal to the field's default is not reported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rlhf_core.hub.ids import is_remote
 
 
 class Rule(NamedTuple):
-    """Fields of a config class that have an effect only if `acts` returns true for the config. `where`
+    """Holds fields of a config class that have an effect only if `acts` returns true for the config. `where`
     completes the sentence "they act only ..."."""
 
     config: type[BaseModel]
@@ -224,8 +224,8 @@ COLUMNS: dict[Rows, str] = {  # columns read from rows of each kind
 
 
 def idle_fields(recipe: Recipe) -> list[str]:
-    """Returns a sentence for each field that the recipe sets without effect; in a swept stage, without effect
-    in any variant."""
+    """Returns a sentence for each field that the recipe sets without effect. In a swept stage, a field is
+    reported only if it has no effect in any variant."""
     told = list(_idle("", recipe))
     for name, config in recipe.stages.items():
         found = list(config.variants.values()) or [config]

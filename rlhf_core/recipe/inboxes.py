@@ -1,9 +1,9 @@
-"""Replaces inboxes in the data sources of stages with files of the rows that the stages train on. Torch-free.
+"""Replaces inboxes in the data sources of stages with files that hold the rows to train on. Torch-free.
 
-A stage takes all rows up to the newest one at the time when the recipe was first planned (pins.json;
-`--latest` updates it). Round k of a loop takes the rows after those of round k - 1. A round that has not
-begun is left open: its file is named but not written. The current prompts of a drift stage go up to the last
-row of the newest round.
+A stage takes all rows up to the newest one at the time when the recipe was first planned (`pins.json`;
+`--latest` updates it). Round k of a loop takes the rows after the last row of round k - 1. A round that has
+not begun is left open: its file is named but not written. The current prompts of a drift stage include all
+rows up to the last row of the newest round.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Value = TypeVar("Value")
 
 
 class Inboxes:
-    """The inboxes of a recipe's stages. `settled`: the rounds whose inbox rows are known. `taken`: the newest
-    rows of rounds that have begun. With `pin`, other rounds take all rows up to the newest, whose number is
-    stored; without it, they are left open."""
+    """Holds the inboxes of a recipe's stages. `settled` are the rounds whose inbox rows are known. `taken`
+    holds the newest rows of rounds that have begun. With `pin`, other rounds take all rows up to the newest,
+    and its number is stored. Without `pin`, they are left open."""
 
     def __init__(self, recipe: Recipe, pins: Pins, digests: Digests, taken: Taken, pin: bool):
         self._recipe = recipe
@@ -78,7 +78,7 @@ class Inboxes:
         return Source(path=str(path), probability=source.probability)
 
     def _range(self, name: str, inbox: Inbox) -> tuple[int, int | None]:
-        """Returns (after, up to), the row numbers between which a stage takes rows; "up to" is None if its
+        """Returns (after, up to), the row numbers between which a stage takes rows. "up to" is None if its
         round has not begun."""
         title = ROUND.match(name)
         if title is None:
@@ -142,7 +142,7 @@ def pin_of(inbox: Inbox, title: str) -> str:
 
 
 def pinned_ends(recipe: Recipe, loop: str, title: str, pins: Pins) -> dict[str, int]:
-    """Returns the last row, by inbox id, that another command has planned for a round of a loop."""
+    """Returns the last row, by inbox id, that another command has planned to use in a round of a loop."""
     found = {
         inbox.id: pins.kept(pin_of(inbox, title), "", lambda: None)
         for inbox, _ in _named(recipe.stages[loop])
@@ -152,7 +152,8 @@ def pinned_ends(recipe: Recipe, loop: str, title: str, pins: Pins) -> dict[str, 
 
 
 def rows_awaited(recipe: Recipe, loop: str, number: int, taken: Taken) -> str:
-    """Returns why round `number` of a loop cannot begin if its inboxes have too few new rows, else ''."""
+    """Returns why round `number` of a loop cannot begin if its inboxes have too few new rows; otherwise
+    ''."""
     config = recipe.stages[loop]
     named = _named(config)
     if not named:

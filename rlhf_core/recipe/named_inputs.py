@@ -46,8 +46,8 @@ PLACES = {  # fields that name a model or a file, in addition to those in KINDS
 
 
 class ConfigReference(NamedTuple):
-    """A name of a model or stage in a config. `place`: its field, for messages; `kinds`: the stage kinds that
-    it may refer to."""
+    """Holds a name of a model or stage in a config. `place` is its field, for messages. `kinds` are the stage
+    kinds that it may refer to."""
 
     place: str
     name: str
@@ -55,7 +55,7 @@ class ConfigReference(NamedTuple):
 
     @property
     def decides(self) -> bool:
-        """Whether its result affects the stage's result. A calibration does not; the stage only waits
+        """Returns whether its result affects the stage's result. A calibration does not; the stage only waits
         for it."""
         return self.kinds != ("calibration",)
 
@@ -82,11 +82,11 @@ def beside(
     recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the recipe as plain values, with relative input paths resolved against `folder`, the folder of
-    the recipe file. Also returns a sentence for each path that does not exist there but exists in the working
-    directory or closely resembles an existing path.
+    the recipe file. Also returns a sentence for each path that does not exist there, but exists in the
+    working directory or closely resembles an existing path.
 
-    `given`: fields given on the command line, which are left unchanged. Unless `absolute` is set, paths that
-    mean the same in the working directory stay relative.
+    `given` are fields set on the command line, which are left unchanged. Unless `absolute` is set, paths with
+    the same meaning in the working directory stay relative.
     """
     whole = recipe.model_dump()
     problems = list[str]()
@@ -102,8 +102,8 @@ def beside(
 
 
 def with_home(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Returns the recipe with `~` and `~user` expanded at the start of `artifacts`, `store` and input paths,
-    and a sentence for each path whose user does not exist on this machine."""
+    """Returns the recipe with `~` and `~user` expanded at the start of `artifacts`, `store` and input paths.
+    Also returns a sentence for each path whose user does not exist on this machine."""
     named_places = [("artifacts", recipe.artifacts), ("store", recipe.store or ""), *_inputs(recipe)]
     homes = dict[str, str]()
     problems = list[str]()
@@ -162,8 +162,8 @@ def _placed(where: str, name: str, folder: Path, problems: list[str], absolute: 
 
 
 def _nearly(place: Path) -> str | None:
-    """Returns a sibling of a missing path whose name has one letter more or less, or the same letters in
-    another order."""
+    """Returns a sibling of a missing path. Its name has one letter more or less, or the same letters in a
+    different order."""
     try:
         others = os.listdir(place.parent)
     except OSError:

@@ -30,8 +30,8 @@ OUTPUT_PATHS = {"pairs": "pairs.jsonl", "answers": "answers.jsonl"}
 
 @dataclass(frozen=True)
 class Node:
-    """One stage. `stages` maps names in its config to stages, `models` maps the other names to a folder or
-    Hub id. `contents`: the digests of the local files that the stage's digest covers."""
+    """Describes one stage. `stages` maps names in its config to stages; `models` maps the other names to a
+    folder or Hub id. `contents` holds the digests of the local files that the stage's digest covers."""
 
     name: str
     config: StageConfig
@@ -43,25 +43,25 @@ class Node:
 
     @property
     def kind(self) -> str:
-        """The stage's kind, such as `sft`."""
+        """Returns the stage's kind, such as `sft`."""
         return self.config.stage
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """The stages whose outputs this stage uses."""
+        """Returns the stages whose outputs this stage uses."""
         return tuple(dict.fromkeys(self.stages.values()))
 
     @property
     def done(self) -> bool:
-        """Whether the run directory on disk has a complete result."""
+        """Returns whether the run directory on disk has a complete result."""
         return RunDir(self.run_dir).result() is not None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages of a recipe, parents first. `aliases` maps the names of loops and rounds to the stage that
-    makes their model; `pins` maps the recipe's Hub branches and tags to commits; `taken` holds the last row
-    that each round takes from each inbox."""
+    """Holds the stages of a recipe, parents first. `aliases` maps the names of loops and rounds to the stage
+    that creates their model. `pins` maps the recipe's Hub branches and tags to commits. `taken` holds the
+    last row that each round takes from each inbox."""
 
     recipe: Recipe
     nodes: tuple[Node, ...]
@@ -71,12 +71,12 @@ class Plan:
 
     @property
     def artifacts(self) -> Path:
-        """The artifacts folder."""
+        """Returns the artifacts folder."""
         return Path(self.recipe.artifacts).absolute()
 
     @property
     def folder(self) -> Path:
-        """The folder of the recipe's report, `<artifacts>/<recipe>`."""
+        """Returns the folder of the recipe's report, `<artifacts>/<recipe>`."""
         return self.artifacts / self.recipe.name
 
     def __getitem__(self, name: str) -> Node:
@@ -84,10 +84,10 @@ class Plan:
         return next(node for node in self.nodes if node.name == name)
 
     def stages_of(self, name: str) -> tuple[Node, ...]:
-        """Returns the stage called `name` and the stages expanded from it: those of a loop, a round, a sweep,
-        or a publication with rounds.
+        """Returns the stage called `name` and all stages expanded from it. These are the stages of a loop, a
+        round, a sweep, or a publication with rounds.
 
-        Raises ValueError when there is none.
+        Raises ValueError if there is no such stage.
         """
         found = tuple(node for node in self.nodes if node.name == name or node.name.startswith(f"{name}."))
         if not found:

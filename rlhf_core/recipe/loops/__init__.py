@@ -1,2 +1,2 @@
-"""The rounds of loops: their record on disk, their state, and the steps from one round to the next.
+"""Manages the rounds of loops: their record on disk, their state, and the steps from one round to the next.
 Torch-free."""

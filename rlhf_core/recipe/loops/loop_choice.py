@@ -9,8 +9,8 @@ LOOPS = " or ".join(name for name, kind in KINDS.items() if kind.is_loop)
 
 
 def loop_of(recipe: Recipe, name: str | None = None) -> str:
-    """Returns the name of a recipe's loop stage. Raises ValueError if there is no loop, no loop with the
-    given name, or several loops and no name is given."""
+    """Returns the name of a recipe's loop stage. Raises ValueError if there is no loop, if `name` is not a
+    loop, or if there are several loops and no name is given."""
     loops = [stage for stage, config in recipe.stages.items() if KINDS[config.stage].is_loop]
     if name is not None and name not in loops:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The record of a loop, `<artifacts>/<recipe>/loop.json`: the finished rounds with the digests of their
-stages, and the round in progress. `loop.lock` ensures that only one process works on a loop; the system
-releases it when that process dies."""
+"""Reads and writes the record of a loop, `<artifacts>/<recipe>/loop.json`: the finished rounds with the
+digests of their stages, and the round in progress. `loop.lock` ensures that only one process works on a loop;
+the system releases it when that process dies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LOCK = "loop.lock"
 
 
 class Round(Frozen):
-    """A finished round.
+    """Holds a finished round.
 
-    `stages`: the digest of each of its stages. `begun`: when the attempt that finished it began; None if
-    another command trained it. `win_rate`: its win rate against the baseline; None if no evaluation judged
-    it. `before`: the previous round's win rate in the same evaluation. `taken`: by inbox id, the newest row
-    that the round trained on. `refused`: why its model is not used, or ''.
+    `stages` holds the digest of each of its stages. `begun` is when the attempt that finished it began; None
+    if another command trained it. `win_rate` is its win rate against the baseline; None if no evaluation
+    judged it. `before` is the previous round's win rate in the same evaluation. `taken` holds, by inbox id,
+    the newest row that the round trained on. `refused` is why its model is not used, or ''.
     """
 
     stages: dict[str, str]
@@ -37,8 +37,8 @@ class Round(Frozen):
 
 
 class RoundInProgress(Frozen):
-    """The round in progress: the digests of its stages, the time when its last attempt began, and the newest
-    row that it takes from each inbox."""
+    """Holds the round in progress: the digests of its stages, the time when its last attempt began, and the
+    newest row that it takes from each inbox."""
 
     stages: dict[str, str]
     at: datetime
@@ -54,14 +54,14 @@ class Record(Frozen):
 
     @property
     def refused(self) -> frozenset[str]:
-        """The names of the refused rounds."""
+        """Returns the names of the refused rounds."""
         return frozenset(
             f"{self.loop}.round{number}" for number, done in enumerate(self.rounds, start=1) if done.refused
         )
 
     @property
     def used(self) -> list[Round]:
-        """The finished rounds whose models are used, in order."""
+        """Returns the finished rounds whose models are used, in order."""
         return [done for done in self.rounds if not done.refused]
 
 
@@ -76,8 +76,8 @@ def run_dir_of(recipe: Recipe, name: str, digest: str) -> Path:
 
 
 def read(folder: Path, loop: str) -> Record:
-    """Returns the record of a loop; an empty record when there is no file. Raises ValueError if it is damaged
-    or belongs to another loop."""
+    """Returns the record of a loop, or an empty record if there is no file. Raises ValueError if the file is
+    damaged or belongs to another loop."""
     try:
         text = (folder / FILE).read_text()
     except FileNotFoundError:
@@ -106,8 +106,7 @@ def write_record(folder: Path, record: Record) -> None:
 def loop_lock(folder: Path, seconds: float = 1.0) -> AbstractContextManager[bool]:
     """Locks the loop in a recipe's folder until the block ends, and yields whether that succeeded.
 
-    Waits up to `seconds`, because a process that merely checks whether the lock is free holds it for an
-    instant.
+    Waits up to `seconds`, because a process that only checks whether the lock is free holds it briefly.
     """
     return locked(folder / LOCK, seconds)
 
@@ -116,7 +115,7 @@ def directories(folder: Path) -> list[str]:
     """Returns the names of the run directories, `<stage>-<digest>`, that the loop in a recipe's folder needs,
     for `alignflow gc`.
 
-    Raises ValueError when `loop.json` cannot be read.
+    Raises ValueError if `loop.json` cannot be read.
     """
     try:
         record = Record.model_validate_json((folder / FILE).read_text())

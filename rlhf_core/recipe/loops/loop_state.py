@@ -32,8 +32,9 @@ from rlhf_core.runs.run_dir import RunDir
 
 @dataclass(frozen=True)
 class LoopState:
-    """The state of a loop: its record, the number of the next round, and the plan up to that round. `failed`:
-    the gates that stop it. `waits`: a sentence that says what the next round waits for, or ''."""
+    """Holds the state of a loop: its record, the number of the next round, and the plan up to that round.
+    `failed` holds the gates that stop the loop. `waits` is a sentence about what the next round waits for, or
+    ''."""
 
     record: Record
     number: int
@@ -43,7 +44,7 @@ class LoopState:
 
     @property
     def held(self) -> tuple[Verdict, ...]:
-        """The failed gates of the round in progress, on its stages and on their dependents."""
+        """Returns the failed gates of the round in progress, on its stages and on their dependents."""
         ours = {node.name for node in self.plan.stages_of(f"{self.record.loop}.round{self.number}")}
         for node in self.plan.nodes:  # parents first
             if ours.intersection(node.parents):
@@ -52,17 +53,17 @@ class LoopState:
 
     @property
     def turned_down(self) -> bool:
-        """Whether a person refused the round in progress or did not approve it in time."""
+        """Returns whether a person refused the round in progress or did not approve it in time."""
         return self.record.begun is not None and any(verdict.gate.approve for verdict in self.held)
 
     @property
     def waiting(self) -> tuple[Verdict, ...]:
-        """The gates that wait for a person's approval."""
+        """Returns the gates that wait for a person's approval."""
         return waiting_gates(self.plan)
 
     @property
     def renewed(self) -> bool:
-        """Whether a gate failed in the round in progress and the inboxes have rows for another
+        """Returns whether a gate failed in the round in progress and the inboxes have rows for another
         round."""
         taken = self.record.begun.taken if self.record.begun else {}
         title = f"{self.record.loop}.round{self.number}"
@@ -79,11 +80,11 @@ class LoopState:
     def why_not(
         self, max_rounds: int | None = None, min_gain: float | None = None, due: datetime | None = None
     ) -> str:
-        """Returns a sentence that says why the next round should not begin; '' when it should.
+        """Returns a sentence that says why the next round should not begin, or '' if it should.
 
-        It should not begin after `max_rounds` rounds, if the last round raised the win rate by no more than
-        `min_gain`, or if the last round began after `due`, the scheduled time of this run, and so took its
-        place.
+        It should not begin after `max_rounds` rounds, or if the last round raised the win rate by no more
+        than `min_gain`. It should also not begin if the last round began after `due`, the scheduled time of
+        this run, and so took its place.
         """
         rounds = self.record.rounds
         used = self.record.used
@@ -151,8 +152,8 @@ def _rows_of_done(
     kept: Mapping[str, str],
     taken: Mapping[str, Mapping[str, int]],
 ) -> dict[str, dict[str, int]]:
-    """Returns the inbox rows of a round that another command has trained: the rows with which it was planned,
-    if its result exists."""
+    """Returns the inbox rows of a round that another command has trained: the rows it was planned with, if
+    its result exists."""
     title = f"{record.loop}.round{number}"
     pinned = pinned_ends(recipe, record.loop, title, Pins(folder_of(recipe))) if title not in taken else {}
     if not pinned:

@@ -18,7 +18,7 @@ def is_fresh(planned: Plan, loop: str, number: int) -> bool:
 
 
 def stages_of_round(planned: Plan, loop: str, number: int) -> dict[str, str]:
-    """Returns the digests of a round's stages and of the finished publications of that round only."""
+    """Returns the digests of a round's stages, and of finished publications of that round alone."""
     ours = {node.name: node.digest for node in planned.stages_of(f"{loop}.round{number}")}
     published = {
         node.name: node.digest

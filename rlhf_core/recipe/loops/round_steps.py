@@ -52,15 +52,15 @@ def follow(recipe: Recipe, state: LoopState, champion: str, earlier: Mapping[str
     again, and that later rounds that were champions are left out, together with the rounds trained from them.
     A round in progress is left out if any of its stages is done; otherwise it begins anew.
 
-    `champion`: the stage that made the champion's model. `earlier`: the stages of previous champions, each
-    with the reason for its rollback or ''. Returns the loop's state.
+    `champion` is the stage that created the champion's model. `earlier` holds the stages of previous
+    champions, each with the reason for its rollback or ''. Returns the loop's state.
     """
     record = state.record
     rounds = list(record.rounds)
     ours = next((number for number, done in enumerate(rounds) if champion in done.stages), None)
     if ours is None:
         return state
-    left_out = rounds[ours].refused.startswith(ROLLED_BACK)  # so later rounds were trained without it
+    left_out = rounds[ours].refused.startswith(ROLLED_BACK)  # later rounds were therefore trained without it
     rounds[ours] = rounds[ours].model_copy(update={"refused": ""}) if left_out else rounds[ours]
     for number, done in enumerate(rounds[ours + 1 :], start=ours + 1):
         model = next((name for name in done.stages if name in earlier), None)
