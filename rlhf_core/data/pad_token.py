@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 PADS = re.compile(r"pad", re.IGNORECASE)
 UNUSED = re.compile(r"reserved|unused|extra_id|filler", re.IGNORECASE)
-MEDIA = re.compile(r"image|video|audio|vision", re.IGNORECASE)  # replaced by embeddings in a multimodal model
+MEDIA = re.compile(r"image|video|audio|vision", re.IGNORECASE)  # multimodal models embed media in their place
 
 
 def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

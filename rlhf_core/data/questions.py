@@ -64,7 +64,7 @@ class Question:
 def load_questions(source: Source, max_questions: int | None, seed: int) -> list[Question]:
     """Returns the first `max_questions` questions of a file or Hub data set (None: all).
 
-    Raises ValueError if there are no questions, if a row has no prompt, if an image cannot be read, or if two
+    Raises ValueError if there are no questions, a row has no prompt, an image cannot be read, or two
     questions have the same uid.
     """
     placed = placed_rows(Data(sources=(source,), max_samples=max_questions), seed, None)

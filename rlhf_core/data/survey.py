@@ -1,9 +1,8 @@
 """Counts lengths, duplicates, and empty and damaged texts while the rows of a data set are read, before
 training. Torch-free.
 
-Memory per row is a few dozen bytes: digests of its text and its prompt, its source and number, and its
-lengths in tokens. A finding is a sentence, with an example row, about a fact beyond its limit in LIMITS or
-BALANCE.
+Memory per row is a few dozen bytes: digests of text and prompt, source and number, and lengths in tokens. A
+finding is a sentence, with an example row, about a fact beyond its limit in LIMITS or BALANCE.
 """
 
 from __future__ import annotations
@@ -76,9 +75,9 @@ ANSWER_CUT = "no answer within the token limit"
 class BuiltItems(NamedTuple):
     """Holds the items built from a row; each item is a tuple of documents and a number.
 
-    `cut` is the number of items that were cut. `rows` is the number of items that the row should give.
-    `dropped` says why there are fewer. Lengths are in tokens before cutting, and None or empty if nothing was
-    tokenised. `marks` holds the row's facts.
+    `cut` is the number of cut items, `rows` the number that the row should give, `dropped` why there are
+    fewer. Lengths are in tokens before cutting, and None or empty if nothing was tokenised. `marks` are
+    facts.
     """
 
     items: Sequence[tuple[Sequence[Document], float]]
@@ -99,8 +98,7 @@ class Finding(Frozen):
 
 
 class SourceUse(Frozen):
-    """Describes a source of the mixture: its share in the recipe (`asked`), and the number of its rows that
-    were used."""
+    """Describes a source of the mixture: its share in the recipe (`asked`) and its number of used rows."""
 
     path: str
     asked: float
@@ -108,10 +106,9 @@ class SourceUse(Frozen):
 
 
 class Survey(Frozen):
-    """Holds facts about one data set. `rows` counts the rows used from the files, `items` the items expected
-    from these rows, `kept` the items built, and `truncated` the kept items that were cut. `tokens` and
-    `images` count those in kept items (for a pair, in both documents). `facts` are fractions of the rows,
-    except statistics of margins and rewards.
+    """Holds facts about one data set. `rows` were used from the files, `items` were expected from these rows,
+    `kept` were built, and `truncated` were kept but cut. `tokens` and `images` are in the kept items (for a
+    pair, in both documents). `facts` are fractions of the rows, except statistics of margins and rewards.
 
     `histogram` has counts of lengths in equal bins, followed by the upper edge of the last bin in tokens; the
     first bin starts at 0.
@@ -217,8 +214,7 @@ class Surveyor:
         self._numbers.append(placed.number)
 
     def finish(self, mixture: Mixture | None, tokens: int, images: int = 0) -> DataReport:
-        """Returns the report on all rows counted so far, read by `mixture`. `tokens` and `images` are the
-        numbers in the kept items."""
+        """Returns the report on the rows of `mixture`. `tokens` and `images` are totals of the kept items."""
         rows = len(self._rows)
         columns = ((self._prompts, np.uint64), (self._sources, np.uint16), (self._numbers, np.uint64))
         numbers = np.stack(

@@ -82,8 +82,8 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
 
 
 def _lacks_head(folder: Path) -> bool:
-    """Returns whether the model lacks the head of a reward model, in the folder's weights and, for an
-    adapter, in those of its base. Returns False if the weights cannot be read here."""
+    """Returns whether the model lacks the head of a reward model. For an adapter, the head may also be in the
+    weights of its base. Returns False if the weights cannot be read here."""
     try:
         if has_trained_head(folder) or not any(folder.glob("*.safetensors")):
             return False

@@ -16,8 +16,8 @@ from rlhf_core.recipe.plan import Node
 
 
 def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Returns a sentence for each model that would receive more tokens than it has positions when it trains,
-    answers, scores for a calibration, or runs in vLLM.
+    """Returns a sentence for each model that would receive more tokens than it has positions. Considers
+    training, answering, scoring for a calibration, and sampling in vLLM.
 
     `start_of` returns the folder or Hub id of the model that a named model ultimately starts from. Training
     does not change the number of positions.

@@ -25,8 +25,8 @@ class SilentServers(NamedTuple):
 
 
 def missing_keys(node: Node) -> list[str]:
-    """Returns a sentence for each chat endpoint of a stage that is known to refuse requests without a key and
-    for which no key is set."""
+    """Returns a sentence for each of a stage's chat endpoints that is known to require a key but has none
+    set."""
     return [
         f"stages.{node.name}: {server.reader} sends no key to {server.address}, which answers none without"
         f" one: {SET_KEY}"

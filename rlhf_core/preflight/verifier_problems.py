@@ -29,8 +29,8 @@ PlacedRow = tuple[str, Mapping[str, Any]]
 
 def verified_rows_problems(node: Node, seed: int = 0) -> list[str]:
     """Returns a sentence for each data set with an invalid row. A row is invalid if a verifier cannot read
-    it, if it names an environment or a teacher that the stage does not have, or if its pass rate for a
-    curriculum is not valid. `seed` is the recipe's seed, which determines the rows of a mixture."""
+    it, or if it names an environment or teacher that the stage lacks. It is also invalid if its pass rate for
+    a curriculum is not a valid one. `seed` is the recipe's seed, which determines the rows of a mixture."""
     config = node.config
     if not isinstance(config, Rewarded):
         return []
@@ -68,8 +68,8 @@ def _with_places(rows: Iterable[Located]) -> Iterator[PlacedRow]:
 
 
 def _form_problem(config: Rewarded, data: Data) -> str:
-    """Returns a sentence if generated questions ask for the answer in a different form from the one that is
-    scored. A source without an instruction and a system message asks for no form."""
+    """Returns a sentence if generated questions ask for the answer in a form that is not scored. A source
+    without an instruction and a system message asks for no form."""
     generated = [source.reasoning_gym for source in data.sources if source.reasoning_gym is not None]
     for reward in config.reward:
         if not isinstance(reward, ReasoningGymReward):

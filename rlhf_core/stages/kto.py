@@ -1,9 +1,9 @@
 """Trains with Kahneman-Tversky optimisation on unpaired answers (Ethayarajh et al. 2024).
 
 The loss compares each answer's implicit reward with a KL that is one number for the whole optimiser step.
-This KL is the mean of log pi - log ref over mismatched pairs, each of which combines a prompt of the step
-with the previous item's answer. A pass without gradient computes it over the whole step and all ranks, before
-the first micro-batch. It therefore does not depend on the split into micro-batches and ranks. Reference
+This KL is the mean of log pi - log ref over mismatched pairs. Each pair combines a prompt of the step with
+the previous item's answer. A pass without gradient computes it over the whole step and all ranks, before the
+first micro-batch. It therefore does not depend on the split into micro-batches and ranks. Reference
 log-probs, including those of all mismatched pairs of all epochs, are computed once.
 """
 

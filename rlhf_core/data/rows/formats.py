@@ -60,9 +60,9 @@ def recognise(row: Row) -> str:
 def ultrafeedback(where: str, row: Row) -> Standard:
     """Converts a row of UltraFeedback (Cui et al. 2023).
 
-    In a raw row, chosen and rejected are the best and the worst completion by `overall_score` (otherwise by
-    the mean of the ratings in `annotations`, otherwise by `fine-grained_score`). A binarized row stays
-    unchanged. `margin` is the difference of the two scores.
+    In a raw row, chosen and rejected are the best and the worst completion. Completions are compared by
+    `overall_score`, otherwise by the mean of the ratings in `annotations`, otherwise by `fine-grained_score`.
+    A binarized row stays unchanged. `margin` is the difference of the two scores.
     """
     if "completions" not in row:
         scores = [number_of(row.get(name), where, name) for name in ("score_chosen", "score_rejected")]

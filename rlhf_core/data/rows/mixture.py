@@ -79,8 +79,8 @@ def checked_rows(data: Data, kind: Kind) -> Iterator[Located]:
 
 
 def unusable(located: Located, kind: Kind | None) -> str:
-    """Returns why a stage of this kind leaves a row out (it prefers no answer and the stage needs a
-    preference), or "" if it does not."""
+    """Returns why a stage of this kind leaves a row out, or "" if it does not. The reason is that the row
+    prefers no answer and the stage needs a preference."""
     needed = kind in ("preference", "labelled") and "label" not in located.row
     no_answer = (
         kind in ("sft", "answer", "scored")

@@ -41,7 +41,7 @@ def driver_command(python: str | None, *arguments: str) -> list[str]:
 
 
 def driver_environment() -> dict[str, str]:
-    """Returns the driver's environment variables: those of this process, without alignflow's module path and
+    """Returns this process's environment variables for the driver, without alignflow's module path and
     without the variables that select an interpreter."""
     kept = child_environment()
     paths = [path for path in kept.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(ROOT))]

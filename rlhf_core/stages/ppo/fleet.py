@@ -299,9 +299,9 @@ class Fleet:
         seconds: float,
         work: Mapping[str, GroupWork],
     ) -> dict[str, float]:
-        """Returns the metrics of an iteration that took `seconds`. They are the minimum times of its phases,
-        the metrics of the last sync, each role's memory, `work` and waits, the judges' usage, and the tokens
-        per step of engines that draft."""
+        """Returns the metrics of an iteration that took `seconds`. They cover the minimum times of its
+        phases, the last sync, and each role's memory, `work` and waits. They also cover the judges' usage,
+        and the tokens per step of engines that draft."""
         metrics: dict[str, float] = {}
         if self.machine is not None:
             scorings = scorings_of(self.config, [rollout.prompt.row for rollout in rollouts])

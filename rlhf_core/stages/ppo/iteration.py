@@ -54,8 +54,9 @@ class Carried(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """Holds the results of an iteration: metrics, mean KL per token of its rollout (nats), the state for the
-    next iteration, rollouts with their rewards, its timeline, and records of some rollouts by index."""
+    """Holds the results of an iteration: metrics, the mean KL per token of its rollout (nats), and the state
+    for the next iteration. Also holds its rollouts with their rewards, its timeline, and records of some
+    rollouts by index."""
 
     metrics: dict[str, float]
     kl: float

@@ -26,8 +26,8 @@ class Own(NamedTuple):
     """Holds an environment's report on an episode.
 
     `reward` is for all answers, or nan if every attempt failed; `failure` then describes the last failure.
-    `early` (T,) holds the parts of the reward for answers before the last, each at the answer's last token,
-    or is None if there are none. `ended` says whether the last answer is complete, even if a limit cut the
+    `early` (T,) holds the parts of the reward for answers before the last, each at the answer's last token;
+    None if there are no such parts. `ended` says whether the last answer is complete, even if a limit cut the
     episode after it. `ended_by` is the limit that cut the episode: turns, tokens or time.
     """
 
@@ -204,9 +204,10 @@ class StoredColumn(NamedTuple):
 
 
 class TeacherTokens(NamedTuple):
-    """Holds a teacher's results for a document. These are the log-probs of its tokens (T,), as in
-    `Scores.ref_logprobs`, and, for each of the answer's n tokens, the ids of the k most probable tokens,
-    int32 (n, k). Their log-probs, with that of all other tokens together, are fp32 (n, k + 1)."""
+    """Holds a teacher's results for a document. The log-probs of the document's tokens are (T,), as in
+    `Scores.ref_logprobs`. For each of the answer's n tokens, it also holds the ids of the k most probable
+    tokens, int32 (n, k). Their log-probs, followed by the log-prob of all other tokens together, are fp32 (n,
+    k + 1)."""
 
     own: np.ndarray
     ids: np.ndarray

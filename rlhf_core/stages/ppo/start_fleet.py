@@ -65,12 +65,13 @@ def start_fleet(
     judges: Mapping[str, EngineChat] = MappingProxyType({}),
     pictures: bool = False,
 ) -> Fleet:
-    """Starts all roles in their processes side by side and waits until each has loaded its model.
+    """Starts all roles in their processes concurrently, and waits until each has loaded its model.
 
-    `paths`: each role's model. `engines`: those of the groups `sampler` and `actor`. `resumed_zero_stage`:
-    the ZeRO stage of a resume state, used when the recipe says `auto`. `own_tokens`: the entries of reward
-    models with another tokenizer, by title. `cache`: folder for judges' verdicts. `judges`: those on engines,
-    which are already loading, by title. `pictures`: prompts have images.
+    `paths` maps roles to their models. `engines` belong to the groups `sampler` and `actor`.
+    `resumed_zero_stage` is the ZeRO stage of a resume state, used if the recipe says `auto`. `own_tokens`
+    holds re-tokenisers, by title, for reward models with another tokenizer. `cache` is a folder for judges'
+    verdicts. `judges` holds the judges on engines, by title, which are already loading. `pictures` means that
+    prompts have images.
     """
     # before loading anything, because it may raise
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)

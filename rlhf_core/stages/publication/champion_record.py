@@ -1,6 +1,6 @@
 """Records which published model of a recipe is in use, the champion. The record consists of `champion.json`
-and the link `champion` next to the recipe's report, the branch `champion` of its repository on the Hub, and a
-copy in the store.
+and the link `champion`, both next to the recipe's report. It also includes the branch `champion` of the
+recipe's repository on the Hub, and a copy in the store.
 
 A move is first written to the record, then made on the Hub and in the store, and only then takes effect. If
 it is interrupted, the next command or run completes it. The Hub moves a branch in one request (a tag can only

@@ -4,8 +4,8 @@ Torch-free.
 The functions are pure, from records to text, and use no dates. The same inputs therefore give the same card,
 and repeating a publication changes nothing. Paths on this machine never appear: files are named by their last
 component, stages by name and digest. The front matter has no legacy `model-index`. Scores always go to
-`eval_results.json`. If the questions are a data set on the Hub, scores also go to `.eval_results/`, the Hub's
-current format, which cannot refer to questions in any other way.
+`eval_results.json`. If the questions are a data set on the Hub, scores also go to `.eval_results/`. This is
+the Hub's current format, which cannot refer to questions in any other way.
 """
 
 from __future__ import annotations

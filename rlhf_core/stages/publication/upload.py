@@ -53,8 +53,8 @@ def would_send(
     repo_type: str,
     gated: Gated | None = None,
 ) -> str:
-    """Describes what uploading a published folder would send, and to which repository, with the size of every
-    file in bytes and the text of the card."""
+    """Describes what uploading a published folder would send, and to which repository. Includes the size of
+    every file in bytes and the text of the card."""
     files = _files(folder)
     sizes = {path: file.stat().st_size for path, file in files.items()}
     where = (

@@ -36,8 +36,9 @@ class Ceilings(NamedTuple):
 
 
 class ModelShape(NamedTuple):
-    """Holds the sizes of one model: parameters used per token (for experts, only those that the token is sent
-    to), bytes of all weights, bytes of keys and values per token, and whether it has experts."""
+    """Holds the sizes of one model: parameters used per token, bytes of all weights, and bytes of keys and
+    values per token. Of the experts, only those that a token is sent to count as used. Also holds whether the
+    model has experts."""
 
     parameters: int
     weight_bytes: int

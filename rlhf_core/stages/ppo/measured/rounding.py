@@ -38,9 +38,9 @@ class Noise(NamedTuple):
 
 
 def noise_of(dtype: str, engine: Mapping[str, Any], float8: bool = False) -> Noise:
-    """Returns the noise between a trainer and an engine of the same `dtype`, each of which makes its own
-    errors. `engine` holds vLLM's options; its `quantization` and `kv_cache_dtype` may name FP8. `float8`
-    means that the trainer multiplies in FP8."""
+    """Returns the noise between a trainer and an engine of the same `dtype`, which round independently.
+    `engine` holds vLLM's options; its `quantization` and `kv_cache_dtype` may name FP8. `float8` means that
+    the trainer multiplies in FP8."""
     unit = MEAN * UNIT[dtype]
     fp8 = MEAN * UNIT["fp8"]
     branch = 2 * BRANCH * unit**2

@@ -51,8 +51,8 @@ from rlhf_core.stages.ppo.rollout_records import Experience, Rollout, Scores
 
 class RewardParts(NamedTuple):
     """Holds the numbers from which the advantages of B answers were computed: the weighted sums of their
-    sources (B,), which answers have a sum (B,), the rewards after clipping and penalties, and the coefficient
-    of the KL in them (0: none)."""
+    sources (B,), and which answers have a sum (B,). Also holds the rewards after clipping and penalties, and
+    the coefficient of the KL in them (0: none)."""
 
     summed: Tensor
     scored: Tensor

@@ -18,8 +18,8 @@ WAITING = 16  # most consecutive tokens that wait for a character; each one deco
 
 
 def decoder(tokenizer: Any) -> Decode:
-    """Returns a function that decodes many texts, on all cores if the tokenizer supports it. The results are
-    the same as those of `tokenizer.decode`."""
+    """Returns a function that decodes many texts, on all cores if the tokenizer supports it. Its results
+    equal those of `tokenizer.decode`."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return lambda rows, skip: [str(tokenizer.decode(list(row), skip_special_tokens=skip)) for row in rows]

@@ -166,7 +166,7 @@ class Actor(Trained):
         return entropy_percentiles(self.engine.all_reduce(torch.stack(weighted).sum(0)))
 
     def ends_iteration(self, metrics: Mapping[str, float]) -> bool:
-        """Returns whether the policy was beyond `stop_kl` in this step. `metrics` are those of all ranks."""
+        """Returns whether the policy was beyond `stop_kl` in this step. `metrics` cover all ranks."""
         limit = self.config.stop_kl
         return limit is not None and metrics.get("policy/kl_old", 0.0) > limit
 
@@ -205,8 +205,8 @@ class Actor(Trained):
             self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
 
     def send_weights(self) -> float | None:
-        """Sends weights to the engines: all trained weights under their checkpoint names, including those of
-        a trained image encoder, or only the adapters. Returns the fraction of the adapters' update that
+        """Sends weights to the engines: either only the adapters, or all trained weights, with a trained
+        image encoder, under their checkpoint names. Returns the fraction of the adapters' update that
         survives in merged weights.
 
         This is a collective: ranks that do not send only help to gather.

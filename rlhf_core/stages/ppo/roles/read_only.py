@@ -133,8 +133,7 @@ class ReferenceModel(ReadOnlyModel):
         self.temperature = temperature
 
     def take_weights(self, folder: str) -> None:
-        """Loads the weights, including those of the image encoder, from a later checkpoint of the same
-        model."""
+        """Loads the weights from a later checkpoint of the same model, including its image encoder."""
         with progress.files(Path(folder)), torch.no_grad():
             later = load_policy(folder, self.model.dtype, self.model.trust_remote_code, on_host=True)
             weights = dict(later.named_parameters())

@@ -38,8 +38,8 @@ class Collected(NamedTuple):
     all answers to the prompts that are `ready`.
 
     With a filter, two more fields are keyed by place: the answers `dropped` since the last iteration, and the
-    `rewards` of all answers held here. In addition, it holds the places of ready groups that metrics and
-    statistics have already `counted`, and the metrics of the last groups that were `looked_at`.
+    `rewards` of all answers held here. It also holds the places of ready groups that are already `counted` in
+    metrics and statistics, and the metrics of the last groups that were `looked_at`.
     """
 
     next: int = 0

@@ -127,8 +127,8 @@ class CurriculumDraws:
             self._sums.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the mean pass rate of the prompts that have one (left out if no prompt has one), the
-        fraction of all prompts that are solved, and the fraction without a pass rate."""
+        """Returns the mean pass rate of the prompts that have one, left out if no prompt has one. Also
+        returns the fraction of all prompts that are solved, and the fraction without a pass rate."""
         with self._lock:
             known = self._counts.answered > 0
             metrics = {

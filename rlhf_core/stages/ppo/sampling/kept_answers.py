@@ -23,7 +23,7 @@ class KeptAnswers(RolloutGroup):
         return ()
 
     def take(self, iteration: int, setup: Setup) -> Sampled:
-        """Returns the answers of an iteration, counted from 0, with their rewards. Their position is that of
+        """Returns the answers of an iteration, counted from 0, with their rewards. Their position belongs to
         the next iteration."""
         return read_kept(self.folder, iteration + 1, setup)
 

@@ -45,7 +45,7 @@ def count_group(counts: PassCounts, prompt: int, right: int, answered: int, n: i
 
 def weights_of(counts: PassCounts, target: float, prompts: np.ndarray | slice = slice(None)) -> np.ndarray:
     """Returns the weight of each of the `prompts`, all above 0. The weight is the mean of p^(2 target) (1 -
-    p)^(2 - 2 target) under the beta distribution of the pass rate p with parameters right + 1 and wrong + 1.
+    p)^(2 - 2 target) over the pass rate p. Its beta distribution has the parameters right + 1 and wrong + 1.
 
     With a target of 0.5 this is the expected learnability, a b / ((a + b) (a + b + 1)). In general, the
     weight is largest at a known pass rate of `target`.

@@ -207,7 +207,7 @@ def remove_kept(folder: Path, after: int) -> None:
 
 def kept_iterations(config: PPO, most: int) -> int:
     """Returns how many iterations, counted from the first, are in the folder of `train_only`, at most `most`.
-    Raises ValueError if there are none."""
+    Raises ValueError if the folder has no iterations."""
     assert config.train_only is not None
     folder = Path(config.train_only)
     count = 0
