@@ -150,6 +150,11 @@ class PPO(
                 "dynamic_filtering compares rewards before the critic's values are known, but"
                 " bootstrap_truncated replaces rewards with these values: leave one of them out"
             )
+        if self.has_critic and self.freeze is not None and "*" in self.freeze.names:
+            yield (
+                "freeze: {names: '*'} leaves the critic no weight to train: use an advantage_estimator without"
+                " a critic, such as grpo, or freeze fewer weights"
+            )
         if self.has_critic and self.critic is None and not self.reward_models:
             yield (
                 "gae needs a critic, but there is no reward model to start it from: set critic, or a"
