@@ -152,7 +152,7 @@ class PPO(
             )
         if self.has_critic and self.freeze is not None and "*" in self.freeze.names:
             yield (
-                "freeze: {names: '*'} leaves the critic no weight to train: use an advantage_estimator without"
+                "freeze: {names: '*'} leaves the critic no weight to train: use an estimator without"
                 " a critic, such as grpo, or freeze fewer weights"
             )
         if self.has_critic and self.critic is None and not self.reward_models:
