@@ -143,4 +143,6 @@ def test_the_chain_stops_behind_the_bad_stage(
     assert f"The run stopped after {bad}, which did not pass a gate" in page
     answers = {name: re.search(rf"{question} {name} (\w+)", page) for name, question in QUESTIONS.items()}
     found = {name: answer[1] for name, answer in answers.items() if answer}
-    assert found == {name: "Yes" if name == bad else "Unknown" if name in after else "No" for name in QUESTIONS}
+    assert found == {
+        name: "Yes" if name == bad else "Unknown" if name in after else "No" for name in QUESTIONS
+    }
