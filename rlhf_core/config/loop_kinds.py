@@ -35,10 +35,7 @@ class SamplingFields(Config):
     temperature: float = Field(
         1.0,
         ge=0,
-        description=(
-            "sampling temperature; 0 is greedy. In ppo it must be above 0, because it divides the trainer's"
-            " logits"
-        ),
+        description="sampling temperature; 0: greedy (not in ppo, which divides the trainer's logits by it)",
     )
     prompt_max_len: Positive = Field(
         1024,
@@ -47,9 +44,7 @@ class SamplingFields(Config):
             " of the last message, and are counted; longer prompts with images are left out"
         ),
     )
-    generate_max_len: Positive = Field(
-        1024, description="maximum answer length in tokens; cut answers are counted"
-    )
+    generate_max_len: Positive = Field(1024, description="maximum answer tokens; cut answers are counted")
     micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(
         8, description="documents per scoring pass on one rank"
     )

@@ -74,7 +74,7 @@ def save(
         settings = {
             key: value
             for key, value in vars(arguments).items()
-            if key not in ("model", "out", "json", "name", "folder")
+            if key not in ("model", "out", "json", "name", "folder", "peer_path")
         }
         write(arguments.json, arguments.name, title, settings, figures, peer)
 
