@@ -173,7 +173,7 @@ def measured_ours(arguments: argparse.Namespace, rows: list[ImageRow], peaks: li
     model = arguments.out / "model"
     config = (sft_stage if arguments.what == "sft" else grpo_stage)(arguments, rows)
     print(f"plan: {planned(arguments, config)}", flush=True)
-    run = RunDir(arguments.out / "run")
+    run = RunDir(arguments.out / f"run-{arguments.what}")
     run.prepare(stage_request(config, model, name=arguments.what))
     hide = "sys.modules['liger_kernel'] = None; " if arguments.no_liger else ""
     code = (
@@ -206,8 +206,9 @@ def measured_ours(arguments: argparse.Namespace, rows: list[ImageRow], peaks: li
 
 def told(line: dict[str, float]) -> dict[str, float]:
     kept = ("loss", "tokens", "reward/mean", "response/length", "sampler/gap", "policy/grad_norm")
+    kept_groups = ("phase/", "memory/")
     return {
-        name: round(value, 4) for name, value in line.items() if name in kept or name.startswith("phase/")
+        name: round(value, 4) for name, value in line.items() if name in kept or name.startswith(kept_groups)
     }
 
 
@@ -318,8 +319,8 @@ def peer_steps(
         if not grpo:
             line["completion"] = [{"role": "assistant", "content": row.answer}]
         lines.append(line)
-    steps = out / f"trl-steps-{'liger' if liger else 'plain'}.jsonl"
-    steps.touch()
+    steps = out / f"trl-steps-{arguments.what}-{'liger' if liger else 'plain'}.jsonl"
+    steps.write_text("")
     per_step = arguments.prompts * arguments.answers if grpo else arguments.rows
     settings = {
         "what": arguments.what,

@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64, help="prompts of a step")
     parser.add_argument("--answers", type=int, default=8, help="answers to a prompt")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--warmup-steps", type=int, default=0, help="optimiser steps; two an iteration")
     add_options(parser, "learning")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -88,6 +89,7 @@ def main() -> None:
     ours = stage(arguments, "grpo", grpo(arguments), start)
     began = float((ours / BEGAN).read_text())
     lines = read_metrics(ours)
+    show_phases(lines)
     found = figures("ours", [(line["reward/mean"], line["time"] - began) for line in lines], arguments.steps)
     if arguments.peer:
         steps = PEERS[arguments.peer](arguments, start, PROMPT_LEN, ANSWER_LEN)
@@ -161,7 +163,7 @@ def sft(arguments: argparse.Namespace) -> SFT:
 
 
 def grpo(arguments: argparse.Namespace) -> PPO:
-    engine: dict[str, Any] = {"gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True}
+    engine: dict[str, Any] = {"gpus": 1, "gpu_memory_utilization": 0.3}
     together = {"colocate_all": True, "engine": engine}
     apart = {"engine": {"cpus": 0.5, "kv_cache_gib": 0.5}}
     return PPO.model_validate(
@@ -183,7 +185,7 @@ def grpo(arguments: argparse.Namespace) -> PPO:
             "generate_max_len": ANSWER_LEN,
             "actor_learning_rate": arguments.learning_rate,
             "schedule": "constant",
-            "warmup_steps": 0,
+            "warmup_steps": arguments.warmup_steps,
             # as verl has them by default
             "betas": (0.9, 0.999),
             "dual_clip": 3.0,
@@ -212,6 +214,18 @@ def stage(arguments: argparse.Namespace, name: str, config: StageConfig, model: 
         if code:
             sys.exit(f"{name}: exit code {code}")
     return run.path
+
+
+def show_phases(lines: list[dict[str, float]]) -> None:
+    """Prints the median seconds of each phase, and between two lines, of the second half of the run."""
+    later = lines[len(lines) // 2 :]
+    medians = {
+        name: round(statistics.median(line[name] for line in later), 3)
+        for name in later[-1]
+        if name.startswith("phase/")
+    }
+    between = [after["time"] - before["time"] for before, after in pairwise(later)]
+    print(f"ours: {statistics.median(between):.3f} s an iteration, {medians}", flush=True)
 
 
 def figures(name: str, steps: list[tuple[float, float]], planned: int) -> dict[str, dict[str, Any]]:

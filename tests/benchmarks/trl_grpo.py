@@ -60,7 +60,6 @@ def config(arguments: argparse.Namespace, folder: Path, prompt_len: int, answer_
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": 0.3,
-        "vllm_enable_sleep_mode": True,
         "vllm_max_model_length": prompt_len + answer_len,
         "vllm_importance_sampling_correction": False,
     }
@@ -71,7 +70,8 @@ def config(arguments: argparse.Namespace, folder: Path, prompt_len: int, answer_
         "use_cpu": arguments.cpu,
         "gradient_checkpointing": False,
         "learning_rate": arguments.learning_rate,
-        "lr_scheduler_type": "constant",
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": arguments.warmup_steps,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
         "adam_beta1": 0.9,

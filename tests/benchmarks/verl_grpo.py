@@ -107,6 +107,7 @@ def options(
         "actor_rollout_ref.model.use_remove_padding": True,
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
         "actor_rollout_ref.actor.optim.lr": arguments.learning_rate,
+        "actor_rollout_ref.actor.optim.lr_warmup_steps": arguments.warmup_steps,
         "actor_rollout_ref.actor.optim.weight_decay": 0.0,
         "actor_rollout_ref.actor.clip_ratio_c": 3.0,
         "actor_rollout_ref.actor.optim.betas": "[0.9,0.999]",
