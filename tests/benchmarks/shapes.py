@@ -3,8 +3,8 @@ one token per letter.
 
 python tests/benchmarks/shapes.py qwen3.5-2b FOLDER
 
-The layers of 27b and 34b hold the same numbers, so that tens of gigabytes are written in the time that the
-disk takes.
+The layers of a model that is written whole hold the same numbers, so that tens of gigabytes are written in
+the time that the disk takes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from safetensors.torch import save as in_safetensors
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -38,8 +40,15 @@ WIDE = {
     "vocab_size": 152064,
 }
 LONG = {"max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False}
-# The class, and its sizes; 30b-a3b has 4 of its 48 layers; qwen3.5-2b is published with what reads images,
-# which is small here.
+MIXTURE = {
+    **QWEN,
+    **EXPERTS,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+}
+# The class, and its sizes; 30b-a3b has 4 of its 48 layers, 30b-a3b-whole all; qwen3.5-2b is published with what
+# reads images, which is small here.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-2b": (
         "Qwen3_5",
@@ -60,20 +69,36 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "30b-a3b": (
-        "Qwen3Moe",
+    "30b-a3b": ("Qwen3Moe", {**MIXTURE, "num_hidden_layers": 4}),
+    "30b-a3b-whole": ("Qwen3Moe", {**MIXTURE, "num_hidden_layers": 48}),
+    "7.6b": (
+        "Qwen2",
         {
-            **QWEN,
-            **EXPERTS,
-            "hidden_size": 2048,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 32,
+            **LONG,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
             "num_key_value_heads": 4,
+            "vocab_size": 152064,
         },
     ),
     "27b": ("Qwen2", {**WIDE, **LONG, "num_hidden_layers": 52}),
     "34b": ("Qwen2", {**WIDE, **LONG, "num_hidden_layers": 68}),
+    "72b": (
+        "Qwen2",
+        {
+            **LONG,
+            "hidden_size": 8192,
+            "intermediate_size": 29568,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 152064,
+        },
+    ),
 }
+BY_LAYER = ("7.6b", "27b", "34b", "72b", "30b-a3b-whole")  # written a file for each layer
 PROMPTS = 4096  # of 256 letters, for peers that read them from the model's folder
 
 
@@ -96,7 +121,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if family == "Qwen2":
+    if arguments.shape in BY_LAYER:
         count = write_layers(model_class, config, arguments.out)
     else:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -118,12 +143,18 @@ def write_layers(model_class: Any, config: Any, out: Path) -> int:
     """Writes a checkpoint of a file for each layer, all with the weights of one; returns the number of its
     parameters."""
     layers = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None)
     config.num_hidden_layers = 1
-    config.layer_types = config.layer_types[:1]
+    if kinds is not None:
+        config.layer_types = kinds[:1]
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        weights = {name: weight.cpu() for name, weight in model_class(config).state_dict().items()}
+        model = model_class(config)
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        model.save_pretrained(folder, max_shard_size="1TB")  # under the names of published checkpoints
+        weights = load_file(Path(folder) / "model.safetensors")
     config.num_hidden_layers = layers
-    config.layer_types = config.layer_types * layers
+    if kinds is not None:
+        config.layer_types = kinds
     config.architectures = [model_class.__name__]
     config.dtype = "bfloat16"
     config.save_pretrained(out)
