@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import openrlhf_ppo
+import verl_ppo
 from gpu_memory import in_gib, watch_memory
 from headed import headed
 from openrlhf_ppo import run_child
@@ -42,6 +43,7 @@ def letters(responses):
     return [sum(map(ord, response)) % 101 / 50 - 1 for response in responses]
 """
 ROLES = ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks")
+PEERS = {"openrlhf": openrlhf_ppo, "verl": verl_ppo}
 
 
 def cards(count: int) -> dict[str, Any]:
@@ -49,8 +51,10 @@ def cards(count: int) -> dict[str, Any]:
 
 
 # The GPUs of each role. `one`: everything on one card in fractions; `all-N`: on the same N cards, an engine
-# each; `tp-2`: one engine over both cards; `split-2`: the models on a card, the engine on another; `split-3`,
-# `split-4`: pairs of models on cards of their own.
+# each; `tp-2`: one engine over both cards; `tp-8`, `tp-4-4`: one engine over eight cards, two over four each;
+# `split-2`: the models on a card, the engine on another; `split-3`, `split-4`: pairs of models on cards of
+# their own; `split-6`, `split-8`: pairs of models on two cards each, and two engines of one card or of two;
+# `ahead-4`: actor and reference on two cards, two engines on two others.
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "one": {
         **{role: {"gpus": 0.15} for role in ROLES},
@@ -62,7 +66,35 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
             "colocate_all": True,
             "engine": {"num_engines": n, "gpus": 1, "gpu_memory_utilization": 0.45, "sleep": True},
         }
-        for n in (1, 2, 4)
+        for n in (1, 2, 4, 8)
+    },
+    **{
+        f"split-{4 + 2 * size}": {
+            **dict.fromkeys(ROLES, cards(2)),
+            "colocate_actor_ref": True,
+            "colocate_critic_reward": True,
+            "engine": {"num_engines": 2, "tensor_parallel_size": size, "gpus": 1},
+        }
+        for size in (1, 2)
+    },
+    "ahead-4": {
+        **dict.fromkeys(ROLES, cards(2)),
+        "colocate_actor_ref": True,
+        "engine": {"num_engines": 2, "gpus": 1},
+    },
+    **{
+        name: {
+            **dict.fromkeys(ROLES, cards(8)),
+            "colocate_all": True,
+            "engine": {
+                "num_engines": engines,
+                "tensor_parallel_size": 8 // engines,
+                "gpus": 1,
+                "gpu_memory_utilization": 0.45,
+                "sleep": True,
+            },
+        }
+        for name, engines in (("tp-8", 1), ("tp-4-4", 2))
     },
     "split-4": {
         **dict.fromkeys(ROLES[:1] + ROLES[2:3], cards(2)),
@@ -124,18 +156,25 @@ def options(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
+def command_line() -> argparse.ArgumentParser:
+    """The options of this command."""
     parser = options(__doc__)
     parser.add_argument(
         "--peer",
-        action="store_true",
-        help="afterwards the same work in OpenRLHF, where it is installed, and the ratios",
+        nargs="?",
+        const="openrlhf",
+        choices=PEERS,
+        help="afterwards the same work in OpenRLHF or verl, where it is installed, and the ratios",
     )
     parser.add_argument(
         "--peer-seconds", type=int, default=900, help="then the peer is cut off; steps that ended count"
     )
     add_options(parser, "ppo-step")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = command_line().parse_args()
     arguments.out.mkdir(parents=True)
     rng = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -163,10 +202,15 @@ def main() -> None:
     watcher.join()
     lines = read_metrics(run.path)
     print(f"exit code {code} after {time.time() - start:.0f} s; peak GiB by card {in_gib(peaks)}", flush=True)
-    if lines:
-        save(arguments, f"PPO step, placement {arguments.placement}", figures(lines, start, peaks))
+    title = f"PPO step, placement {arguments.placement}"
+    measured = figures(lines, start, peaks) if lines else {}
+    if measured:
+        save(arguments, title, measured)
     if arguments.peer:
-        beside(lines, arguments)
+        theirs = beside(lines, arguments)
+        shared = {name: seconds for name, seconds in theirs.items() if name in measured}
+        if shared:
+            save(arguments, title, measured, {"name": arguments.peer, "figures": shared})
     sys.exit(code)
 
 
@@ -189,14 +233,15 @@ def figures(lines: list[dict[str, float]], start: float, peaks: list[int]) -> di
     return found | {"sampler gap": figure(round(lines[-1]["sampler/gap"], 4), "nats")}
 
 
-def beside(lines: list[dict[str, float]], arguments: argparse.Namespace) -> None:
+def beside(lines: list[dict[str, float]], arguments: argparse.Namespace) -> dict[str, float]:
     """Runs the peer on as many cards and prints the last step of both, and the last but one, with their
-    ratios."""
-    why = openrlhf_ppo.missing()
+    ratios; returns the seconds of the peer's last step, by phase, if one ended."""
+    peer = PEERS[arguments.peer]
+    why = peer.missing()
     if why:
         print(why)
-        return
-    theirs, unfinished = openrlhf_ppo.run(
+        return {}
+    theirs, unfinished = peer.run(
         arguments, int(arguments.placement.rpartition("-")[2]) if "-" in arguments.placement else 1
     )
     print(f"the peer ended {len(theirs)} steps, of {[step['step'] for step in theirs]} s")
@@ -207,7 +252,7 @@ def beside(lines: list[dict[str, float]], arguments: argparse.Namespace) -> None
             f" one of {ours:.1f} s"
         )
     for back in range(1, min(3, len(lines) + 1, len(theirs) + 1)):
-        ours = {name: lines[-back].get(f"phase/{name}", 0.0) for name in openrlhf_ppo.PHASES}
+        ours = {name: lines[-back].get(f"phase/{name}", 0.0) for name in peer.PHASES}
         ours["step"] = total(lines[-back])
         print(
             f"steps {len(lines) - back + 1} of ours and {len(theirs) - back + 1} of the peer's: seconds, and"
@@ -216,6 +261,7 @@ def beside(lines: list[dict[str, float]], arguments: argparse.Namespace) -> None
         for name, seconds in ours.items():
             other = theirs[-back].get(name, float("nan"))
             print(f"  {name:9} {seconds:7.2f} {other:7.2f} {other / max(seconds, 1e-9):6.2f}")
+    return theirs[-1] if theirs else {}
 
 
 def stage_config(arguments: argparse.Namespace) -> PPO:

@@ -90,8 +90,20 @@ def write_parquet(folder: Path, file: Path) -> None:
 def options(
     arguments: argparse.Namespace, folder: Path, model: Path, prompt_len: int, answer_len: int
 ) -> list[str]:
+    return as_words(settings(arguments, folder, model, prompt_len, answer_len))
+
+
+def as_words(given: dict[str, object]) -> list[str]:
+    """verl's settings as the words of its command line."""
+    return [f"{name}={value}" for name, value in given.items()]
+
+
+def settings(
+    arguments: argparse.Namespace, folder: Path, model: Path, prompt_len: int, answer_len: int
+) -> dict[str, object]:
+    """verl's settings for the prompts and the reward in `folder`, by their names."""
     batch = arguments.prompts
-    given: dict[str, object] = {
+    return {
         "algorithm.adv_estimator": "grpo",
         "algorithm.use_kl_in_reward": False,
         "data.train_files": folder / "train.parquet",
@@ -136,4 +148,3 @@ def options(
         "trainer.use_v1": True,
         "trainer.resume_mode": "disable",
     }
-    return [f"{name}={value}" for name, value in given.items()]
