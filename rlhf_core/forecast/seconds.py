@@ -116,8 +116,8 @@ def phases(
                 * (beside(computed, passes * sent.training, spread) + beside(0.0, sent.step, spread))
             )
             stored = size.parameters - (0 if head else size.head)
-            by_rank = min(HOST_ADAM, NODE_ADAM / min(ranks, gpu.per_node))
-            host.append(steps * stored / ranks / by_rank if name in config.adam_offload else 0.0)
+            on_host = seconds_of_host_adam(stored, ranks, gpu)
+            host.append(steps * on_host if name in config.adam_offload else 0.0)
     engine = sizes["actor"]
     gpus = layout.gpus()
     # adapters take hardly any time in comparison
@@ -170,6 +170,12 @@ def seconds_of_pass(
         operations * what.tokens / share / gpu.flops,
         again * size.layers * sharding.launch,
     )
+
+
+def seconds_of_host_adam(parameters: float, ranks: int, gpu: Gpu) -> float:
+    """Returns the seconds of an optimiser step on the host for a model that is sharded over `ranks`."""
+    by_rank = min(HOST_ADAM, NODE_ADAM / min(ranks, gpu.per_node))
+    return parameters / ranks / by_rank
 
 
 def beside(computed: float, sent: float, exposed: float) -> float:

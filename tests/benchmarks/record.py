@@ -86,6 +86,7 @@ def write(
     settings: Mapping[str, Any],
     figures: Mapping[str, dict[str, Any]],
     peer: Mapping[str, Any] | None = None,
+    note: str = "",
 ) -> None:
     """Writes a record."""
     found = {
@@ -103,6 +104,8 @@ def write(
     }
     if peer is not None:
         found["peer"] = dict(peer)
+    if note:
+        found["note"] = note
     out.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -45,13 +45,20 @@ from rlhf_core.training.engine import Engine
 from rlhf_core.training.ranks import make_engine
 
 GIB = 2**30
-SHAPES: dict[str, dict[str, Any]] = {  # those of Qwen2.5
+SHAPES: dict[str, dict[str, Any]] = {  # those of Qwen2.5, and one of Qwen3
     "7b": {
         "hidden_size": 3584,
         "intermediate_size": 18944,
         "num_hidden_layers": 28,
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
+    },
+    "8b": {  # Qwen3's: eight ranks can share its heads, but not the 28 of 7b
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
     },
     "1.5b": {
         "hidden_size": 1536,
@@ -68,10 +75,12 @@ SHAPES: dict[str, dict[str, Any]] = {  # those of Qwen2.5
         "num_key_value_heads": 2,
     },
 }
+VOCABULARY = 152064
 TIMED = 2  # steps, after one that is not
 
 
-def main() -> int:
+def command_line() -> argparse.ArgumentParser:
+    """The options of this command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -101,7 +110,11 @@ def main() -> int:
     parser.add_argument("--zero-stage", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add_options(parser, "sequence-parallel")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    arguments = command_line().parse_args()
     if "WORLD_SIZE" in os.environ:
         return rank(arguments, Path(os.environ.get("RESULT", os.devnull)))
     found = {count: run_ranks(count) for count in arguments.gpus}
@@ -136,7 +149,8 @@ def rank(arguments: argparse.Namespace, result: Path) -> int:
     """One rank: compares, then measures until memory ends."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    engine = make_engine(policy_of(arguments), config_of(arguments), packed=True)
+    config = config_of(arguments, int(os.environ["WORLD_SIZE"]), float(torch.cuda.is_available()))
+    engine = make_engine(policy_of(arguments), config, packed=True)
     vocabulary = engine.module.model.config.vocab_size
     found: dict[str, Any] = {}
     for name, loss in (("sft", sft), ("dpo", dpo)):
@@ -169,7 +183,7 @@ def policy_of(arguments: argparse.Namespace) -> Policy:
     small = arguments.shape == "tiny"
     config = Qwen2Config(
         **SHAPES[arguments.shape],
-        vocab_size=512 if small else 152064,
+        vocab_size=512 if small else VOCABULARY,
         max_position_embeddings=2**18,
         pad_token_id=0,
     )
@@ -184,12 +198,12 @@ def policy_of(arguments: argparse.Namespace) -> Policy:
     return without_dropout(policy)
 
 
-def config_of(arguments: argparse.Namespace) -> SFT:
-    world = int(os.environ["WORLD_SIZE"])
+def config_of(arguments: argparse.Namespace, world: int, gpus: float) -> SFT:
+    """The stage on `world` ranks of `gpus` each, which compute each pass together."""
     return SFT.model_validate(
         {
             "data": {"sources": "none.jsonl"},
-            "ranks": Ranks(num_ranks_per_node=world, gpus=float(torch.cuda.is_available())),
+            "ranks": Ranks(num_ranks_per_node=world, gpus=gpus),
             "zero_stage": arguments.zero_stage if world > 1 else 0,
             "sequence_parallel_size": world,
             "dtype": arguments.dtype,

@@ -39,7 +39,8 @@ PASSES = 4  # of one optimiser step, on one GPU
 PAIR = 1024  # tokens of each side of a pair
 
 
-def main() -> None:
+def command_line() -> argparse.ArgumentParser:
+    """The options of this command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,19 +98,20 @@ def main() -> None:
     parser.add_argument("--flops", type=float, default=790e12)
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="for what the plan says")
     add_options(parser, "training")
+    return parser
+
+
+def main() -> None:
+    parser = command_line()
     arguments = parser.parse_args()
     if arguments.pass_tokens % (2 * PAIR) or (arguments.peer and arguments.gpus > 1):
         parser.error(f"--pass-tokens is a multiple of {2 * PAIR}, and TRL runs on one GPU")
     if arguments.steps < 4:
         parser.error("--steps is 4 or more: steps are timed from the third on")
     arguments.out.mkdir(parents=True)
-    arguments.passes = (arguments.work or arguments.gpus) * PASSES
-    rows = make_rows(
-        arguments.what,
-        arguments.steps * arguments.passes * arguments.pass_tokens,
-        arguments.prompts,
-        arguments.lengths,
-    )
+    arguments.passes = passes_of_step(arguments)
+    tokens = arguments.steps * arguments.passes * arguments.pass_tokens
+    rows = make_rows(arguments.what, tokens, arguments.prompts, arguments.lengths)
     peaks = watch_memory()
     host = watch_host()
     seconds, per_step = (trl if arguments.peer else ours)(arguments, rows)
@@ -141,6 +143,11 @@ def main() -> None:
     save(arguments, f"{arguments.what} {name}", found)
 
 
+def passes_of_step(arguments: argparse.Namespace) -> int:
+    """The passes of an optimiser step, of all GPUs together."""
+    return int((arguments.work or arguments.gpus) * PASSES)
+
+
 def tokens_of(row: dict[str, str]) -> int:
     """A prompt stands before each answer; with the last token."""
     return sum(
@@ -148,6 +155,15 @@ def tokens_of(row: dict[str, str]) -> int:
         for key, text in row.items()
         if key in ("response", "chosen", "rejected")
     )
+
+
+def rows_of(what: str, tokens: int, lengths: list[int]) -> int:
+    """The rows that fill this many tokens."""
+    if what in ("rm", "dpo"):
+        return tokens // (2 * PAIR)
+    if what == "kto":
+        return tokens // PAIR
+    return tokens // (sum(lengths) + 8) * len(lengths)
 
 
 def make_rows(what: str, tokens: int, prompts: float, lengths: list[int]) -> list[dict[str, Any]]:
@@ -162,24 +178,24 @@ def make_rows(what: str, tokens: int, prompts: float, lengths: list[int]) -> lis
         asked = max(1, round(prompts * length))
         return {"prompt": text(asked), **{answer: text(length - 3 - asked) for answer in answers}}
 
+    count = rows_of(what, tokens, lengths)
     if what in ("rm", "dpo"):
-        return [row(PAIR, "chosen", "rejected") for _ in range(tokens // (2 * PAIR))]
+        return [row(PAIR, "chosen", "rejected") for _ in range(count)]
     if what == "kto":
-        return [row(PAIR, "response") | {"label": bool(i % 2)} for i in range(tokens // PAIR)]
-    return [row(length, "response") for _ in range(tokens // (sum(lengths) + 8)) for length in lengths]
+        return [row(PAIR, "response") | {"label": bool(i % 2)} for i in range(count)]
+    return [row(length, "response") for _ in range(count // len(lengths)) for length in lengths]
 
 
-def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[list[float], float]:
-    """Seconds between the ends of steps, and tokens of a step."""
-    file = arguments.out / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def stage_config(arguments: argparse.Namespace, file: Path, batch: int) -> Trainable:
+    """The stage that the options of the command describe. `file`: its data; `batch`: the rows of an optimiser
+    step."""
     kinds: dict[str, type[Trainable]] = {"sft": SFT, "rm": RewardModel, "dpo": DPO, "kto": KTO}
-    config = kinds[arguments.what].model_validate(
+    return kinds[arguments.what].model_validate(
         {
             ("policy" if arguments.what in ("dpo", "kto") else "model"): "base",
             "data": {"sources": str(file), "template": "{}"},
             "max_len": 2048,
-            "train_batch_size": len(rows) // arguments.steps // (arguments.rows or 1) * (arguments.rows or 1),
+            "train_batch_size": batch // (arguments.rows or 1) * (arguments.rows or 1),
             "micro_train_batch_size": arguments.rows or 1,
             "micro_train_tokens": None if arguments.rows else arguments.pass_tokens,
             "dtype": "bfloat16",
@@ -189,6 +205,13 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[lis
             **json.loads(arguments.set),
         }
     )
+
+
+def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[list[float], float]:
+    """Seconds between the ends of steps, and tokens of a step."""
+    file = arguments.out / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = stage_config(arguments, file, len(rows) // arguments.steps)
     size = size_of(str(arguments.model))
     memory = GPUS[arguments.gpu].memory
     stage = stage_of_training(config, size, memory).stage
