@@ -45,11 +45,24 @@ def attention_for(dtype: torch.dtype | str, config: PretrainedConfig) -> str:
 def can_share(model: PreTrainedModel, device: torch.device) -> bool:
     """Returns whether documents may continue another document's prompt (`collate.Batch`), which needs a
     kernel that aligns queries with the last keys."""
-    windows = getattr(model.config.get_text_config(), "sliding_window", None) is not None
     loaded = model.config._attn_implementation
     return loaded == PLAIN or (
-        loaded == VARLEN and not is_stateful(model) and choose.can_share(_heads(model), windows, device)
+        loaded == VARLEN
+        and not is_stateful(model)
+        and choose.can_compute((kind._replace(shared=True) for kind in attention_kinds(model)), device)
     )
+
+
+def attention_kinds(model: PreTrainedModel) -> list[AttentionKind]:
+    """Returns the kinds of attention in the model's layers: without a window and, if it has windows, with
+    one."""
+    config = model.config.get_text_config()
+    windows = getattr(config, "sliding_window", None) is not None
+    dtype = model.dtype if model.dtype in HALF else torch.bfloat16
+    return [
+        AttentionKind(_heads(model), windowed, dtype=dtype, capped=_caps_scores(model))
+        for windowed in sorted({False, windows})
+    ]
 
 
 def _heads(model: PreTrainedModel) -> Heads:
@@ -79,20 +92,34 @@ class _Gathered(torch.autograd.Function):
         return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None
 
 
+def _caps_scores(model: PreTrainedModel) -> bool:
+    return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
 def set_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Sets the loaded model to `varlen_attention` if that runs here, or to `eager` if `sdpa` would ignore a
-    cap on the logits."""
+    """Sets the loaded model to `varlen_attention` if that runs here. Otherwise sets it to `eager` if it caps
+    its scores, which `sdpa` would ignore, or to `sdpa` if flash-attn's kernel fails its self-test."""
     state_layers.set_state_layers(model)
-    config = model.config.get_text_config()
     loaded = model.config._attn_implementation
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        if loaded == "sdpa":
-            model.set_attn_implementation("eager")
-    elif loaded in ("sdpa", FLASH) and model.dtype in HALF and _has_kernel() and _fits(model):
+    if loaded not in ("sdpa", FLASH):
+        return model
+    capped = _caps_scores(model)
+    fits = model.dtype in HALF and _has_kernel() and _fits(model)
+    if fits and (not capped or choose.can_compute(attention_kinds(model), _gpu())):
         model.set_attn_implementation(VARLEN)
-    elif loaded == FLASH and _largest_head(model) > LARGEST_HEAD:
+    elif capped:
+        model.set_attn_implementation("eager")
+    elif loaded == FLASH and not _flash_is_right(model):
         model.set_attn_implementation("sdpa")
     return model
+
+
+def _flash_is_right(model: PreTrainedModel) -> bool:
+    return _largest_head(model) <= LARGEST_HEAD and choose.flash_computes(attention_kinds(model), _gpu())
+
+
+def _gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def split_attention(model: PreTrainedModel, ranks: int) -> None:
@@ -253,10 +280,9 @@ def varlen_attention(
     this rank has T tokens, while bounds and `keys` cover the whole pass. `kernel`: used instead of the
     fastest kernel on this GPU.
     """
-    if softcap is not None or s_aux is not None:
+    if s_aux is not None:
         raise ValueError(
-            f"attention of {type(module).__name__} has a cap or sinks, which are not computed here: take"
-            " dtype float32"
+            f"attention of {type(module).__name__} has sinks, which are not computed here: take dtype float32"
         )
     if cu_seq_lens_q is None:  # the model passes on nothing but positions
         found = document_bounds(cast(Tensor, position_ids), query.device)
@@ -279,10 +305,19 @@ def varlen_attention(
         v = _Gathered.apply(v, keys)
     heads = Heads(q.shape[1] // k.shape[1], q.shape[-1])
     many = len(cu_seq_lens_q) > MANY + 1
-    kind = AttentionKind(heads, window >= 0, keys is not None, many, query.dtype)
+    kind = AttentionKind(heads, window >= 0, keys is not None, many, query.dtype, bool(softcap))
     kernel = kernel or kernel_for(kind, query.device)
     attended = kernel(
-        q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scale, window=window
+        q,
+        k,
+        v,
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        max_length_q,
+        max_length_k,
+        scale=scale,
+        window=window,
+        cap=softcap or 0.0,
     )
     attended = attended[..., :size].unsqueeze(0)
     return attended if sequence is None else sequence.with_all_heads(attended), None

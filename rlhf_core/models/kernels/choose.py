@@ -13,7 +13,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import varlen
 
-from rlhf_core.models.kernels.self_test import AttentionKind, Heads, Kernel, rejection_reason
+from rlhf_core.models.kernels.self_test import AttentionKind, Kernel, rejection_reason
 
 # PyTorch 2.11 groups heads without this option
 _HAS_GQA_OPTION = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
@@ -84,23 +84,28 @@ def _flash4(
     *,
     scale: float,
     window: int,
+    cap: float = 0.0,
 ) -> Tensor:
     # Longer than a block, because shorter documents would compile other kernels.
     bounds = {"max_seqlen_q": max(longest, LONG), "max_seqlen_k": max(longest_key, LONG)}
     edges = {"cu_seqlens_q": starts, "cu_seqlens_k": key_starts, **bounds}
     size = (None, None) if window < 0 else (window, 0)
+    more = {"softcap": cap} if cap else {}
     # With return_lse the kernel is the same with and without gradients.
     attended: Any = kernel(
-        q, k, v, **edges, softmax_scale=scale, causal=window < 0, window_size=size, return_lse=True
+        q, k, v, **edges, **more, softmax_scale=scale, causal=window < 0, window_size=size, return_lse=True
     )
     return cast(Tensor, attended[0])
 
 
-def _flash(kernel: Kernel, *rows: Any, scale: float, window: int) -> Tensor:
-    return kernel(*rows, softmax_scale=scale, causal=True, window_size=(window, 0))
+def _flash(kernel: Kernel, *rows: Any, scale: float, window: int, cap: float = 0.0) -> Tensor:
+    more = {"softcap": cap} if cap else {}
+    return kernel(*rows, softmax_scale=scale, causal=True, window_size=(window, 0), **more)
 
 
-def _pytorch(kernel: Kernel, *rows: Any, scale: float, window: int) -> Tensor:
+def _pytorch(kernel: Kernel, *rows: Any, scale: float, window: int, cap: float = 0.0) -> Tensor:
+    if cap:
+        raise ValueError("it cannot cap scores")
     return kernel(*rows, scale=scale, window_size=(window, 0), **_GROUPED)
 
 
@@ -109,8 +114,8 @@ _CALLS: dict[str, Kernel] = {"flash-attn-4": _flash4, "flash-attn": _flash, "PyT
 
 def kernel_for(kind: AttentionKind, device: torch.device) -> Kernel:
     """Returns a kernel that takes queries, keys, values (T, heads, size), their bounds and largest lengths,
-    `scale`, and `window`: how many earlier tokens a token attends to (-1: all). Raises RuntimeError if no
-    kernel can compute this kind of attention."""
+    `scale`, `window`: how many earlier tokens a token attends to (-1: all), and `cap` of the scores (0:
+    none). Raises RuntimeError if no kernel can compute this kind of attention."""
     for name, kernel in _installed(device):
         tried = _tried(name, kernel, kind, device)
         if tried:
@@ -120,11 +125,16 @@ def kernel_for(kind: AttentionKind, device: torch.device) -> Kernel:
     )
 
 
-def can_share(heads: Heads, windows: bool, device: torch.device) -> bool:
-    """Returns whether `kernel_for` finds a kernel for shared prompts without a window and, if there are
-    `windows`, also with one."""
-    kinds = [AttentionKind(heads, windowed, shared=True) for windowed in {False, windows}]
+def can_compute(kinds: Iterable[AttentionKind], device: torch.device) -> bool:
+    """Returns whether `kernel_for` finds a kernel for each kind."""
     return all(any(_tried(*kernel, kind, device) for kernel in _installed(device)) for kind in kinds)
+
+
+def flash_computes(kinds: Iterable[AttentionKind], device: torch.device) -> bool:
+    """Returns whether flash-attn's kernel, which transformers calls for its own `flash_attention_2`, passes
+    the self-test of each kind."""
+    kernel = flash_kernel()
+    return kernel is not None and all(_tried("flash-attn", kernel, kind, device) for kind in kinds)
 
 
 def _installed(device: torch.device) -> Iterator[tuple[str, Kernel]]:
@@ -167,14 +177,18 @@ def attend_each(
     *,
     scale: float,
     window: int,
+    cap: float = 0.0,
 ) -> Tensor:
     """Computes causal attention of queries (T, heads, D), keys and values (S, kv heads, D) -> (T, heads, D).
     The queries of a document correspond to its last keys. `window`: how many earlier tokens a token attends
     to (-1: all).
 
     Uses PyTorch's `scaled_dot_product_attention`, on any device and in any dtype. Used where the kernels
-    above do not run and there is no mask (sequence parallelism in fp32 or without a GPU).
+    above do not run and there is no mask (sequence parallelism in fp32 or without a GPU). It cannot cap
+    scores, and raises ValueError for a `cap`.
     """
+    if cap:
+        raise ValueError("attention in parts does not cap scores: set sequence_parallel_size to 1")
     attended = []
     for (start, end), (first, last) in zip(
         pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True

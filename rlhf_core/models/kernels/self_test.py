@@ -18,6 +18,7 @@ SHARED = ((3, 8), (140, 301))
 MANY = 256
 HALF = (torch.bfloat16, torch.float16)
 CLOSE = 0.02  # mean difference divided by mean size; bf16 gives 0.002 to 0.004
+CAP = 1.0  # of scores with a standard deviation of 1, so that it changes most of them
 NEAR = 0.25  # largest difference of a number, divided by its own size plus the mean size
 
 
@@ -30,19 +31,22 @@ class Heads(NamedTuple):
 
 class AttentionKind(NamedTuple):
     """A kind of attention: with windows, with documents that have more keys than queries (`shared`; the
-    queries come last), with more documents than `MANY`, on 16-bit numbers of `dtype`."""
+    queries come last), with more documents than `MANY`, on 16-bit numbers of `dtype`, and with a cap on the
+    scores (`capped`; Gemma 2, section 2)."""
 
     heads: Heads
     windowed: bool = False
     shared: bool = False
     many: bool = False
     dtype: torch.dtype = torch.bfloat16
+    capped: bool = False
 
     def __str__(self) -> str:
         options = {
             "in windows": self.windowed,
             "after shared prompts": self.shared,
             f"of more than {MANY} documents": self.many,
+            "with a cap on the scores": self.capped,
         }
         return " ".join(
             [f"heads of {self.heads.size}", *(name for name, wanted in options.items() if wanted)]
@@ -55,20 +59,28 @@ def rejection_reason(
     """Returns why the kernel cannot be used, or None. May run inside a layer that is being recomputed in the
     backward pass."""
     window = 2 if kind.windowed else -1
+    cap = CAP if kind.capped else 0.0
     documents: Documents = SHARED if kind.shared else WHOLE
     if kind.many:
         documents = ((2, 7) if kind.shared else (4, 4),) * (MANY + 1)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        mean, largest = difference(kernel, kind.heads, window, documents, device, kind.dtype)
+        mean, largest = difference(kernel, kind.heads, window, documents, device, kind.dtype, cap)
         if not (mean < CLOSE and largest < NEAR):
             return f"computes something else (off by {mean:.2g}, a number by {largest:.2g})"
-        if must_be_deterministic and not is_deterministic(kernel, kind.heads, window, device, kind.dtype):
+        if must_be_deterministic and not is_deterministic(
+            kernel, kind.heads, window, device, kind.dtype, cap
+        ):
             return "gives other bits with gradients or beside other rows, and PPO is to train what it scored"
     return None
 
 
 def is_deterministic(
-    kernel: Kernel, heads: Heads, window: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    kernel: Kernel,
+    heads: Heads,
+    window: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    cap: float = 0.0,
 ) -> bool:
     """Returns whether documents get bitwise equal values when gradients are off and when their order
     changes."""
@@ -93,6 +105,7 @@ def is_deterministic(
             301,
             scale=heads.size**-0.5,
             window=window,
+            cap=cap,
         )
         return [
             part
@@ -115,8 +128,9 @@ def difference(
     documents: Documents,
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
+    cap: float = 0.0,
 ) -> tuple[float, float]:
-    """Compares the kernel with plain attention.
+    """Compares the kernel with plain attention. Unless `cap` is 0, scores x become `cap * tanh(x / cap)`.
 
     Returns two numbers, each the largest over outputs and gradients (queries, keys, values): the mean
     difference divided by the mean size, and the largest difference of a number divided by its own size plus
@@ -141,7 +155,7 @@ def difference(
             keys.int().to(device),
             *(max(counts) for counts in zip(*documents, strict=True)),
         )
-        attended = kernel(q, k, v, *edges, scale=scale, window=window)
+        attended = kernel(q, k, v, *edges, scale=scale, window=window, cap=cap)
         found = [attended, *torch.autograd.grad(attended, (q, k, v), upward)]
         parts = []
         for (first, last), (start, end) in zip(
@@ -151,6 +165,8 @@ def difference(
             back = back[-(last - first) :, None] - back  # queries come last
             visible = (back >= 0) & ((back <= window) | (window < 0))
             scores = torch.einsum("qgd,kd->gqk", q[first:last].float(), k[start:end, 0].float()) * scale
+            if cap:
+                scores = cap * torch.tanh(scores / cap)
             parts.append(
                 torch.einsum(
                     "gqk,kd->qgd",

@@ -7,6 +7,8 @@ in for it.
 
 from __future__ import annotations
 
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,25 +194,124 @@ def test_large_heads_and_dropout_use_sdpa(monkeypatch: pytest.MonkeyPatch) -> No
         assert implementation(LlamaForCausalLM(LlamaConfig(**SHAPE, **fields)).to(torch.bfloat16)) == "sdpa"
 
 
-def test_a_cap_or_sinks_are_refused(kernel: list[int]) -> None:
+def test_sinks_are_refused(kernel: list[int]) -> None:
     some = torch.zeros(1, 4, 3, 8)
-    with pytest.raises(ValueError, match="cap or sinks"):
-        attention.varlen_attention(torch.nn.Identity(), some, some, some, None, softcap=30.0)
+    with pytest.raises(ValueError, match="sinks"):
+        attention.varlen_attention(torch.nn.Identity(), some, some, some, None, s_aux=some)
 
 
-def test_a_cap_on_the_logits_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sdpa` would silently ignore it."""
+def test_attention_in_parts_does_not_leave_out_a_cap() -> None:
+    some = torch.zeros(1, 4, 3, 8)
+    edges = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match="does not cap scores"):
+        attention.varlen_attention(
+            in_float32(), some, some, some, None,
+            cu_seq_lens_q=edges, cu_seq_lens_k=edges, max_length_q=3, max_length_k=3, softcap=30.0,
+            kernel=choose.attend_each,
+        )  # fmt: skip
+
+
+def in_float32() -> Any:
+    return SimpleNamespace(config=SimpleNamespace(dtype=torch.float32))
+
+
+def capped_model() -> Gemma2ForCausalLM:
+    """A model whose cap on the scores changes its log-probs."""
+    torch.manual_seed(0)
     config = Gemma2Config(
         **SHAPE,
         head_dim=8,
         attn_logit_softcapping=0.5,
         final_logit_softcapping=None,
+        sliding_window=3,
         attn_implementation="sdpa",
     )
     capped = Gemma2ForCausalLM(config).eval()
     for layer in capped.model.layers:
-        torch.nn.init.normal_(layer.self_attn.q_proj.weight, std=2)  # logits that the cap reaches
+        torch.nn.init.normal_(layer.self_attn.q_proj.weight, std=2)
+    return capped
+
+
+@pytest.mark.parametrize("built", ["with caps", "without"])
+def test_a_kernel_that_caps_scores_is_used_if_it_passes_its_self_test(
+    built: str, kernel: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn can be built without caps, and then ignores them."""
+
+    def flash(
+        *rows: Any,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        cap = softcap if built == "with caps" else 0.0
+        return plain_capped(*rows, scale=softmax_scale, window=window_size[0], cap=cap)
+
+    model = capped_model()
+    expected = logprobs_by_document(Policy(attention.set_attention(model)), [documents()])
+    assert model.config._attn_implementation == "eager", "no GPU here"
+    monkeypatch.setattr(choose, "flash_kernel", lambda: flash)
     monkeypatch.setattr(attention, "_has_kernel", lambda: True)
+    monkeypatch.setattr(attention, "_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(attention, "HALF", (torch.float32,))
+    again = capped_model()
+    assert implementation(again) == (attention.VARLEN if built == "with caps" else "eager")
+    found = logprobs_by_document(Policy(again), [documents()])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def plain_capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    *longest: int,
+    scale: float,
+    window: int,
+    cap: float,
+) -> torch.Tensor:
+    """Causal attention of (T, heads, D) within documents."""
+    group = query.shape[1] // key.shape[1]
+    out = []
+    for (start, end), (first, last) in zip(
+        pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True
+    ):
+        keys = key[first:last].repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", query[start:end], keys).float() * scale
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        places = torch.arange(last - first)
+        back = places[len(places) - (end - start) :, None] - places
+        seen = (back >= 0) & ((back <= window) | (window < 0))
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype)
+        out.append(torch.einsum("hqk,khd->qhd", weights, value[first:last].repeat_interleave(group, 1)))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_transformers_own_flash_attention_runs_only_if_its_kernel_is_right(
+    right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build without 16-bit floats, windows or large heads returns wrong values without an error."""
+
+    def flash(*rows: Any, softmax_scale: float, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
+        found = plain_varlen(*rows, scale=softmax_scale, window_size=window_size, enable_gqa=True)
+        return found if right else found.roll(1, 0)
+
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_dropout=0.1)).to(torch.bfloat16)
+    model.config._attn_implementation_internal = attention.FLASH
+    monkeypatch.setattr(choose, "flash_kernel", lambda: flash)
+    monkeypatch.setattr(attention, "_has_kernel", lambda: True)
+    monkeypatch.setattr(attention, "_gpu", lambda: torch.device("cpu"))
+    assert implementation(model) == (attention.FLASH if right else "sdpa")
+
+
+def test_a_cap_on_the_scores_is_applied() -> None:
+    """`sdpa` would silently ignore it."""
+    capped = capped_model()
     left_out = logprobs_by_document(Policy(capped), [documents()])
     assert implementation(capped) == "eager"
     alone = [logprobs_by_document(Policy(capped), [[document]])[0] for document in documents()]

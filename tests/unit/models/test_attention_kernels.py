@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_core.models.kernels import attention, choose
-from rlhf_core.models.kernels.choose import can_share, kernel_for
+from rlhf_core.models.kernels.choose import can_compute, kernel_for
 from rlhf_core.models.kernels.self_test import MANY, AttentionKind, Heads
 from rlhf_core.models.load_model import recompute
 from rlhf_core.models.policy import Policy
@@ -20,6 +20,7 @@ from tests.unit.models.test_models import FAMILIES, documents
 
 CPU = torch.device("cpu")
 HEADS = Heads(group=2, size=16)
+SHARED_KINDS = [AttentionKind(HEADS, windowed, shared=True) for windowed in (False, True)]
 
 
 class WrongGradient(torch.autograd.Function):
@@ -114,7 +115,7 @@ def test_flash_attention_4_is_preferred_from_hopper_on(
     attended(window, shared)
     assert calls == ["flash-attn-4"] * 4, "tried three times, and called"
     attended(window, shared)
-    assert calls == ["flash-attn-4"] * 5 and can_share(HEADS, True, CPU), "and not tried again"
+    assert calls == ["flash-attn-4"] * 5 and can_compute(SHARED_KINDS, CPU), "and not tried again"
     calls.clear()
     install(flash2(calls), flash4(calls), hopper=False)
     attended(window, shared)
@@ -208,6 +209,6 @@ def test_out_of_memory_does_not_reject_a_kernel(install: Callable[..., None]) ->
 def test_without_any_kernel_the_error_names_float32(install: Callable[..., None]) -> None:
     """PyTorch's own does not run on a CPU."""
     install(None, None)
-    assert not can_share(HEADS, True, CPU)
+    assert not can_compute(SHARED_KINDS, CPU)
     with pytest.raises(RuntimeError, match=r"no attention kernel here computes heads of 16 .* dtype float32"):
         kernel_for(AttentionKind(HEADS, windowed=True), CPU)
