@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rlhf_core.config import Evaluation
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, stored_suffix
+from rlhf_core.data.packing import Passes
 from rlhf_core.data.questions import Question
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load_model import load_policy
@@ -82,11 +83,12 @@ def _logprobs(
     tokenizer = load_tokenizer(place, trust_remote_code)
     if any(document.pictures for document in documents):
         reads_pictures(policy, place, tokenizer, str(policy.model.dtype).removeprefix("torch."))
-    size = config.micro_rollout_batch_size
-    batches = [documents[start : start + size] for start in range(0, len(documents), size)]
+    order = sorted(range(len(documents)), key=lambda i: len(documents[i]))  # keeps padding small
+    passes = Passes(*config.scoring_pass, apart=True)
+    logprobs = np.zeros(len(documents))
     with torch.no_grad():
-        parts = [
-            answer_logprobs(policy, batch, tokenizer.pad_token_id, False, device).double().cpu().numpy()
-            for batch in batches
-        ]
-    return np.concatenate(parts) if parts else np.zeros(0)
+        for part in passes.in_order(order, lambda i: len(documents[i])):
+            batch = [documents[i] for i in part]
+            found = answer_logprobs(policy, batch, tokenizer.pad_token_id, False, device)
+            logprobs[part] = found.double().cpu().numpy()
+    return logprobs

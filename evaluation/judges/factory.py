@@ -135,9 +135,8 @@ def load_reward_model(
     reward_config = model_config(
         path, config.prompt_max_len + config.generate_max_len, request.trust_remote_code
     )
-    scorer = RewardScorer(
-        path, stored_dtype(reward_config), config.micro_rollout_batch_size, request.trust_remote_code
-    )
+    rows, tokens = config.scoring_pass
+    scorer = RewardScorer(path, stored_dtype(reward_config), rows, request.trust_remote_code, tokens)
     tokenizer = load_tokenizer(path, request.trust_remote_code)
     arguments = read_arguments(tokenizer, rendering.template_args)
     return scorer, Renderer(tokenizer, rendering.template, template_args=arguments)

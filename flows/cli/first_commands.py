@@ -50,8 +50,7 @@ FINAL = {"loop": "iterative_dpo"}  # stage that makes the final model, where it 
 MATERIAL = "demo/material"
 # enough for the material script to find that there is nothing to do, or that other files are in the way
 AT_ONCE_SECONDS = 1.0
-BATCH = 128
-MICRO_BATCH = 8  # documents: at least BATCH in an optimiser step, MICRO_BATCH in a forward pass
+BATCH = 128  # documents of an optimiser step
 LENGTH = 1024  # token limit of a prompt, and of an answer
 PLAIN = re.compile(r"[A-Za-z./~_][\w./@~-]*")
 
@@ -217,13 +216,12 @@ def recipe_text(given: dict[str, str | None], gpus: int, name: str, path: Path) 
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     kind = given["kind"] or ""
-    per_step = MICRO_BATCH * max(1, gpus)
     start = "sft" if given["sft_data"] else "base"
     known = {
         "path": path.as_posix(),
         "gpus": gpus,
         "name": name,
-        "batch": -(-BATCH // per_step) * per_step,
+        "batch": BATCH,
         "share": max(1, min(10, num_cpus() * 10 // 5)) / 10,  # CPUs for each of PPO's five groups
         "length": min(LENGTH, (positions_of(stored_config(given["base_model"] or "")) or 2 * LENGTH) // 2),
         "start": start,

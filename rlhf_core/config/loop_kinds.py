@@ -21,6 +21,7 @@ from rlhf_core.config.rewards import (
     RewardSources,
     normalized_in_groups,
 )
+from rlhf_core.config.training.pass_size import FULL_PASS, ROWS, PassSize, pass_size
 from rlhf_core.config.training.preference import PreferenceLoss, UnpairedLoss
 from rlhf_core.config.training.trainable import Trainable, TrainedPolicy
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
@@ -45,8 +46,12 @@ class SamplingFields(Config):
         ),
     )
     generate_max_len: Positive = Field(1024, description="maximum answer tokens; cut answers are counted")
-    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(
-        8, description="documents per scoring pass on one rank"
+    micro_rollout_batch_size: Annotated[Positive | None, NotInDigest] = Field(
+        None,
+        description=(
+            f"documents per scoring pass on one rank; default: as many as have the tokens of {ROWS} documents"
+            f" of maximum length, but at most {FULL_PASS} tokens or one document"
+        ),
     )
     engine: EngineConfig = Field(EngineConfig(), description="the engines that sample answers")
 
@@ -54,6 +59,11 @@ class SamplingFields(Config):
     def most_tokens(self) -> tuple[int, str]:
         """The maximum length in tokens of prompt and answer together, and the fields that set it."""
         return self.prompt_max_len + self.generate_max_len, "prompt_max_len + generate_max_len"
+
+    @property
+    def scoring_pass(self) -> PassSize:
+        """The size of a pass without gradients."""
+        return pass_size(self.micro_rollout_batch_size, None, self.most_tokens[0])
 
 
 class Rewarded(Gated, SamplingFields):
@@ -321,7 +331,7 @@ class Iterative(SampledLoop, PreferenceLoss, UnpairedLoss):
         )
     )
     packing: Annotated[bool, NotInDigest] = Field(
-        True, description="rejection_sampling, conditional_sft: pack documents into rows of max_len"
+        True, description="rejection_sampling, conditional_sft: pack several documents into a row"
     )
 
     @check

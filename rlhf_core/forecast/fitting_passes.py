@@ -27,7 +27,7 @@ class Pass(NamedTuple):
 def recipe_pass(config: Optimised, ranks: int) -> Pass:
     """Returns the recipe's passes on each of `ranks`, for documents of full length. No pass is longer than an
     optimiser step."""
-    tokens = config.micro_train_tokens or config.micro_train_batch_size * config.longest
+    tokens = config.train_pass.most_tokens(config.longest)
     return Pass(max(config.longest, min(tokens, _most(config, ranks))), config.gradient_checkpointing)
 
 
@@ -56,9 +56,7 @@ def sums_in_fp32(config: Optimised, ranks: int) -> bool:
 def several_passes(config: Optimised, ranks: int) -> bool:
     """Returns whether an optimiser step with documents of full length may have several passes on one of
     `ranks`."""
-    documents = config.micro_train_batch_size
-    if config.micro_train_tokens is not None:
-        documents = max(1, config.micro_train_tokens // config.longest)
+    documents = config.train_pass.most_documents(config.longest)
     return config.train_batch_size > documents * max(1, ranks // config.sequence_parallel_size)
 
 
@@ -88,7 +86,7 @@ def fields_of(what: Pass, config: Optimised) -> dict[str, Any]:
     """Returns the passes as recipe fields: in documents if the recipe counts documents and they divide its
     optimiser step evenly, otherwise in tokens."""
     documents, rest = divmod(what.tokens, config.longest)
-    counted = config.micro_train_tokens is None and not rest
+    counted = config.train_pass.tokens is None and not rest
     sharing = config.sequence_parallel_size
     divides = counted and all(
         config.train_batch_size % (documents * ranks // sharing) == 0 for ranks in _ranks(config)

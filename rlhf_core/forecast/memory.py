@@ -198,7 +198,7 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
     `sizes` has the model of each group of models. A judge's engine takes its share of the GPU, but if it
     sleeps, only while it judges. Judges that sleep load before the other models.
     """
-    a_pass = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
+    a_pass = config.scoring_pass.most_tokens(config.longest)
     held: dict[str, ProcessBytes] = {}
     for name, ranks in config.groups.items():
         head = gives_logprobs(name)

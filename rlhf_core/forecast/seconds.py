@@ -89,11 +89,7 @@ def phases(
         spread = rates.exposed if nodes_of(ranks, gpu) > 1 else 0.0
         times = config.scorings[name]
         if times:
-            passes = math.ceil(
-                tokens
-                / ranks
-                / (config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest)
-            )
+            passes = math.ceil(tokens / ranks / config.scoring_pass.most_tokens(config.longest))
             rate = in_scoring * rates.scoring * gpu.flops
             computed = forward_operations(size, head, config.longest) * tokens / rate
             computed += encoding(config, size, answers) / (rates.scoring * gpu.flops)

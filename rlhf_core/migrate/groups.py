@@ -165,7 +165,7 @@ def fit(draft: Draft) -> None:
             "zero_stage: 1, the same on several ranks with the optimiser's state sharded",
         )
     batch = draft.get("train_batch_size")
-    micro = draft.get("micro_train_batch_size")
+    micro = draft.fields.get("micro_train_batch_size")  # where the script leaves it out, passes have tokens
     samples = (
         draft.get("rollout_batch_size") * draft.get("n_samples_per_prompt") if draft.kind == "ppo" else 0
     )
@@ -192,7 +192,7 @@ def fit(draft: Draft) -> None:
             "--train_batch_size",
             f"train_batch_size: {fitting}, which {world} ranks share evenly",
         )
-    if fitting % (micro * world):
+    if micro is not None and fitting % (micro * world):
         micro = next(
             size for size in range(min(micro, fitting // world), 0, -1) if fitting % (size * world) == 0
         )

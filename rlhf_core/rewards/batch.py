@@ -41,17 +41,19 @@ def reward_batch(
     cache: Path | None = None,
     samples_per_prompt: int = 1,
     open_judge: OpenJudge | None = None,
+    micro_tokens: int | None = None,
 ) -> Combined:
     """Returns the weighted sum over all sources, (N,) for N answers.
 
     The answers are given both as documents (for models) and as samples (for functions, servers and judges).
-    `dtype`: dtype of the reward models; auto: that of each checkpoint. `scores`: scores documents with a
-    model outside this process. `own_tokens`: by title, for reward models whose tokenizer differs from the
-    documents'. `cache`: folder for judges' verdicts. `samples_per_prompt`: number of consecutive answers per
-    prompt, which judges may compare. `open_judge`: for judges on engines of the stage. `running`
-    normalisation uses the mean and standard deviation of this batch, `group` those of the answers to each
-    prompt. Raises RewardsFailed when a source leaves more than the share `max_failed` of the answers without
-    a reward, and ValueError when no answer has a reward from every source.
+    `micro_batch_size`, `micro_tokens`: as in `score_documents`. `dtype`: dtype of the reward models; auto:
+    that of each checkpoint. `scores`: scores documents with a model outside this process. `own_tokens`: by
+    title, for reward models whose tokenizer differs from the documents'. `cache`: folder for judges'
+    verdicts. `samples_per_prompt`: number of consecutive answers per prompt, which judges may compare.
+    `open_judge`: for judges on engines of the stage. `running` normalisation uses the mean and standard
+    deviation of this batch, `group` those of the answers to each prompt. Raises RewardsFailed when a source
+    leaves more than the share `max_failed` of the answers without a reward, and ValueError when no answer has
+    a reward from every source.
     """
     allowed = int(max_failed * len(documents))
     models = [source for source in sources if isinstance(source, ModelReward)]
@@ -61,7 +63,7 @@ def reward_batch(
         if scores is not None:
             return source.title, scores(paths[source.model], given)
         return source.title, RewardScorer(
-            paths[source.model], dtype, micro_batch_size, trust_remote_code
+            paths[source.model], dtype, micro_batch_size, trust_remote_code, micro_tokens
         ).score(given)
 
     judges = [

@@ -99,8 +99,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     share = can_share(trained.model, engine.device) and not trained.balanced
     passes = Passes(
-        config.micro_train_batch_size,
-        config.micro_train_tokens,
+        *config.train_pass,
         share=share,
         apart=bool(trained.document_leak),
         width=row_width(trained.model),

@@ -106,8 +106,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     engine = make_engine(trained, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     passes = Passes(
-        config.micro_train_batch_size,
-        config.micro_train_tokens,
+        *config.train_pass,
         apart=bool(trained.document_leak),
         width=row_width(trained.model),
     )

@@ -86,8 +86,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     share = can_share(scorer.model, engine.device)
     passes = Passes(
-        config.micro_train_batch_size,
-        config.micro_train_tokens,
+        *config.train_pass,
         replicas(engine),
         share,
         bool(scorer.document_leak),

@@ -1,5 +1,5 @@
-"""Runs supervised fine-tuning with the token-mean NLL over assistant tokens. Documents are packed into rows
-of `max_len`, or evenly into rows of `micro_train_tokens`.
+"""Runs supervised fine-tuning with the token-mean NLL over assistant tokens. Documents are packed evenly
+into passes of equal numbers of tokens or, with `micro_train_batch_size`, into rows of `max_len`.
 
 Packing happens within an optimiser step. A step holds the same documents whether packed or padded, so the
 loss curve is the same. Conditional SFT is this stage with `condition: reward` (`data.condition`); rejection
@@ -72,7 +72,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         reader = reads_pictures(
             policy, source, tokenizer, config.dtype, config.sequence_parallel_size, config.image_encoder
         )
-    engine = make_engine(policy, config, packed=config.packing)
+    engine = make_engine(policy, config, packed=config.packs)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     if engine.rank == 0:
         write_data_report(
@@ -80,13 +80,13 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         )
 
     def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
-        apart = bool(policy.document_leak)
-        if config.micro_train_tokens:
+        apart = bool(policy.document_leak) or not config.packs
+        rows, tokens = config.train_pass
+        if tokens is not None:
             width = row_width(policy.model)
-            passes = Passes(1, config.micro_train_tokens, replicas(engine), apart=apart, width=width)
+            passes = Passes(rows, tokens, replicas(engine), apart=apart, width=width)
             return [passes.rows_of(part) for part in passes.split(documents, len)]
-        capacity = config.max_len if config.packing and not apart else 0
-        return rows_to_micro_batches(documents, capacity, config.micro_train_batch_size)
+        return rows_to_micro_batches(documents, 0 if apart else config.max_len, rows)
 
     def loss(engine: Engine, rows: list[Row], counted: LossCounts) -> Loss:
         batch = collate(rows, tokenizer.pad_token_id, reader=reader).to(engine.device)

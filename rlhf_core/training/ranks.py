@@ -215,7 +215,7 @@ def make_engine(
     )
     engine = backend_of(config).engine(module, adamw, config, role)
     detect_document_leak(
-        engine, module, engine.device, packed or bool(config.micro_train_tokens), engine.all_reduce
+        engine, module, engine.device, packed or config.train_pass.tokens is not None, engine.all_reduce
     )
     if sharing > 1:
         engine.sharing = sharing

@@ -19,6 +19,7 @@ from rlhf_core.config.judging.judges import (
 )
 from rlhf_core.config.process_groups import Groups
 from rlhf_core.config.rewarding.remote_models import Remote
+from rlhf_core.config.training.pass_size import FULL_PASS, ROWS, PassSize, pass_size
 from rlhf_core.records import NotInDigest, Positive, check
 from rlhf_core.system.files import digest
 
@@ -52,8 +53,12 @@ class Calibration(Gated):
     generate_max_len: Positive = Field(
         1024, description="for a reward judge: maximum answer length in tokens; longer answers are cut"
     )
-    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(
-        8, description="for a reward judge: documents per scoring pass"
+    micro_rollout_batch_size: Annotated[Positive | None, NotInDigest] = Field(
+        None,
+        description=(
+            "for a reward judge: documents per scoring pass; default: as many as have the tokens of"
+            f" {ROWS} documents of maximum length, but at most {FULL_PASS} tokens or one document"
+        ),
     )
     bootstrap_rounds: Positive = Field(
         1000, description="number of bootstrap resamples of the pairs' uids, for kappas and error gaps"
@@ -78,6 +83,11 @@ class Calibration(Gated):
             both = self.prompt_max_len + self.generate_max_len, "prompt_max_len + generate_max_len"
             return {("", self.judge.reward): both}
         return {}
+
+    @property
+    def scoring_pass(self) -> PassSize:
+        """The size of a pass of a reward judge."""
+        return pass_size(self.micro_rollout_batch_size, None, self.prompt_max_len + self.generate_max_len)
 
     @property
     def nested_names(self) -> Sequence[tuple[str, str, str]]:

@@ -18,6 +18,7 @@ from rlhf_core.config.rewarding.verifiers import VerifierReward
 from rlhf_core.config.rewards import NoReward
 from rlhf_core.config.training.lora_fields import adapter_mistakes
 from rlhf_core.config.training.optimised import Optimised
+from rlhf_core.config.training.pass_size import PassSize, pass_size
 from rlhf_core.config.training.trainable import TrainedPolicy
 from rlhf_core.records import check
 
@@ -56,6 +57,15 @@ class PPO(
     @property
     def longest(self) -> int:
         return self.prompt_max_len + self.generate_max_len
+
+    @property
+    def scoring_pass(self) -> PassSize:
+        return pass_size(
+            self.micro_rollout_batch_size,
+            self.micro_rollout_tokens,
+            self.longest,
+            self.sequence_parallel_size,
+        )
 
     def dtype_in(self, role: str) -> str:
         """float16 is for models whose log-probs are compared; the others use bfloat16, which needs no loss
@@ -265,8 +275,7 @@ class PPO(
     @check
     def _check_batches(self) -> Iterator[str]:
         yield from adapter_mistakes(self.engine, self.lora, self.dtype)
-        if self.micro_train_tokens is None:
-            yield from self.batch_mistakes()
+        yield from self.batch_mistakes()
         samples = self.rollout_batch_size * self.n_samples_per_prompt
         if samples % self.train_batch_size:
             yield (

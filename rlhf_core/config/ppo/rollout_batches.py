@@ -21,8 +21,8 @@ class RolloutBatches(PolicyObjective):
     micro_rollout_tokens: Annotated[Positive | None, NotInDigest] = Field(
         None,
         description=(
-            "tokens per scoring pass on one rank, instead of micro_rollout_batch_size; works like"
-            " micro_train_tokens"
+            "tokens per scoring pass on one rank, instead of micro_rollout_batch_size; works, with the same"
+            " default, like micro_train_tokens"
         ),
     )
     num_episodes: Positive = Field(1, description="number of passes over the prompts")

@@ -12,6 +12,7 @@ from rlhf_core.config.gates import Gated
 from rlhf_core.config.sweep import Value, sweep_mistakes, variants
 from rlhf_core.config.training.lora_fields import Lora
 from rlhf_core.config.training.optimiser_fields import EMA, OptimiserFields
+from rlhf_core.config.training.pass_size import FULL_PASS, ROWS, PassSize, pass_size
 from rlhf_core.config.training.schedule_fields import ScheduleFields
 from rlhf_core.config.training.sharding import TORCH, Sharding
 from rlhf_core.config.training.zero_fields import QUANTISED_FROZEN, ZERO, ZeroFields
@@ -43,14 +44,16 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
     train_batch_size: Positive = Field(
         128, description="documents (for preferences: pairs) per optimiser step, all ranks together"
     )
-    micro_train_batch_size: Annotated[Positive, NotInDigest] = Field(
-        8, description="rows per training pass on one rank"
+    micro_train_batch_size: Annotated[Positive | None, NotInDigest] = Field(
+        None,
+        description="rows per training pass on one rank; default: micro_train_tokens sets the size of a pass",
     )
     micro_train_tokens: Annotated[Positive | None, NotInDigest] = Field(
         None,
         description=(
-            "tokens per training pass on one rank, instead of micro_train_batch_size: documents are packed"
-            " without padding, and passes are equally full"
+            "tokens per training pass on one rank: documents are packed without padding, and passes are"
+            f" equally full; default without micro_train_batch_size: {ROWS} documents (or pairs) of maximum"
+            f" length, but at most {FULL_PASS} tokens (times sequence_parallel_size) or one document"
         ),
     )
     max_epochs: Positive = Field(1, description="number of passes over the data; in ppo: over each rollout")
@@ -207,12 +210,22 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
         """The tokens of the longest document, or pair of documents, which must fit in one pass."""
         raise NotImplementedError
 
+    @property
+    def train_pass(self) -> PassSize:
+        """The size of a training pass."""
+        return pass_size(
+            self.micro_train_batch_size, self.micro_train_tokens, self.longest, self.sequence_parallel_size
+        )
+
     def batch_mistakes(self) -> Iterator[str]:
-        """Yields a sentence for each model whose ranks would not all run the same number of full passes."""
+        """Yields a sentence for each model whose ranks would not all run the same number of full passes.
+        Passes whose size is in tokens are always spread evenly."""
+        micro, tokens = self.train_pass
+        if tokens is not None:
+            return
         for ranks in self.trained_ranks.values():
             at_once = max(1, ranks.world_size // self.sequence_parallel_size)
-            micro = self.micro_train_batch_size
-            whole = self.micro_train_batch_size * at_once
+            whole = micro * at_once
             if self.train_batch_size % whole:
                 share, rest = divmod(self.train_batch_size, at_once)
                 fitting = f" (micro_train_batch_size={math.gcd(micro, share)} works)" if not rest else ""

@@ -37,7 +37,7 @@ class SFT(Trainable, TrainedPolicy):
     )
     eval_data: Data | None = Field(None, description="held-out rows for the evaluation loss")
     packing: Annotated[bool, NotInDigest] = Field(
-        True, description="pack documents into rows of max_len (best fit); attention never crosses them"
+        True, description="pack several documents into a row (best fit); attention never crosses them"
     )
     condition: Literal["none", "reward"] = Field(
         "none",
@@ -46,6 +46,11 @@ class SFT(Trainable, TrainedPolicy):
             " (column reward_key)"
         ),
     )
+
+    @property
+    def packs(self) -> bool:
+        """Whether a row may hold several documents."""
+        return self.packing or self.micro_train_tokens is not None
 
     @check
     def _check_data(self) -> Iterator[str]:

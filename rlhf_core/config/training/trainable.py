@@ -82,8 +82,7 @@ class Trainable(Optimised):
 
     @check
     def _check_passes(self) -> Iterator[str]:
-        if self.micro_train_tokens is None:
-            yield from self.batch_mistakes()
+        yield from self.batch_mistakes()
         if not self.ranks.gpus:
             fields = [name for name in ("adam_offload", "param_offload") if getattr(self, name)]
             yield from (

@@ -210,7 +210,7 @@ def rewards_of(
         documents,
         samples,
         config.max_failed_rewards,
-        config.micro_rollout_batch_size,
+        config.scoring_pass.rows,
         request.trust_remote_code,
         config.dtype,
         scores_of,
@@ -218,6 +218,7 @@ def rewards_of(
         run / JUDGE_CACHE,
         config.n_samples_per_prompt,
         partial(round_judge, config, request),
+        config.scoring_pass.tokens,
     )
 
 

@@ -39,7 +39,7 @@ class ZeroBackend:
         assert isinstance(config.zero_stage, int), "decided before"
         options = options_of(config, role, _ranks_of(config, role))
         return ZeroEngine(
-            module, adamw, config.zero_stage, config.dtype_in(role), config.micro_train_batch_size, options
+            module, adamw, config.zero_stage, config.dtype_in(role), config.train_pass.rows, options
         )
 
 

@@ -177,7 +177,7 @@ def test_a_recipe_gets_the_other_changes_it_needs(tmp_path: Path, plan: Callable
     }
     said = plan(stages, "--gpus", "4", "--gpu-memory", "60")
     assert re.search(
-        r"sft: .* a GPU has 60: with micro_train_batch_size: \d+, gradient_checkpointing: \d.\d, zero_stage:"
+        r"sft: .* a GPU has 60: with micro_train_tokens: \d+, gradient_checkpointing: \d.\d, zero_stage:"
         r" 3 it is 5\d",
         said,
     )

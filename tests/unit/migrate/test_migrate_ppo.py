@@ -163,7 +163,7 @@ def test_rollouts_are_whole_optimiser_steps(tmp_path: Path) -> None:
         ppo.rollout_batch_size,
         ppo.train_batch_size,
         ppo.micro_train_batch_size,
-    ) == (48, 48, 6)
+    ) == (48, 48, None)
 
 
 @pytest.mark.parametrize(

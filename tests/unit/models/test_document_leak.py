@@ -287,10 +287,12 @@ def test_what_would_leak_when_packed_trains_as_one_document_a_row(
     assert "one document a row" not in capsys.readouterr().out
     run(stage(kind, material, micro_train_tokens=200), bases / family, tmp_path / "tokens")
     assert "one document a row" in capsys.readouterr().out
+    run(stage(kind, material, micro_train_batch_size=None), bases / family, tmp_path / "default")
+    assert "one document a row" in capsys.readouterr().out
     if kind == "sft":
         run(stage(kind, material, packing=True), bases / family, tmp_path / "packed")
     expected = read_metrics(tmp_path / "rows")
-    for other in ("tokens", *(["packed"] if kind == "sft" else [])):
+    for other in ("tokens", "default", *(["packed"] if kind == "sft" else [])):
         for ours, theirs in zip(read_metrics(tmp_path / other), expected, strict=True):
             for name in ("loss", "eval/loss"):
                 if name in theirs:

@@ -63,7 +63,13 @@ def test_a_number_that_does_not_divide_the_ranks() -> None:
     ):
         PPO(prompts=data, actor_ranks=three, sequence_parallel_size=3, train_batch_size=24)
     with pytest.raises(ValueError, match=r"micro_train_batch_size x .* sequence_parallel_size = 8 x 2 = 16"):
-        SFT(data=data, ranks=Ranks(num_ranks_per_node=4), sequence_parallel_size=2, train_batch_size=24)
+        SFT(
+            data=data,
+            ranks=Ranks(num_ranks_per_node=4),
+            sequence_parallel_size=2,
+            train_batch_size=24,
+            micro_train_batch_size=8,
+        )
     assert SFT(data=data, ranks=three, sequence_parallel_size=3, train_batch_size=8).train_batch_size == 8
 
 

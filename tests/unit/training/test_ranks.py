@@ -174,11 +174,12 @@ def test_two_ranks_and_other_micro_batches_train_as_one_rank_does(
     run(config_of(kind, material, micro_train_batch_size=8), material, tmp_path / "whole")
     run(config_of(kind, material, micro_train_batch_size=1), material, tmp_path / "single")
     run(config_of(kind, material, micro_train_tokens=150), material, tmp_path / "tokens")
+    run(config_of(kind, material, micro_train_batch_size=None), material, tmp_path / "default")
     # 22 pairs in steps of 8: the last has 3 micro-batches of 2.
     run_on_two(
         config_of(kind, material, micro_train_batch_size=2, **TWO), material, tmp_path / "two", monkeypatch
     )
-    curves = [read_metrics(tmp_path / name) for name in ("whole", "single", "two", "tokens")]
+    curves = [read_metrics(tmp_path / name) for name in ("whole", "single", "two", "tokens", "default")]
     assert len(curves[0]) == (6 if kind == "kto" else 3)
     names = set(curves[0][-1]) - {"time", "step"}
     assert {"loss", "grad_norm", "accuracy", "margin", "eval/loss"} <= names

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -114,11 +115,24 @@ def test_a_killed_stage_resumes_to_the_same_weights_and_curve(
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_a_killed_stage_resumes_with_shorter_passes(
-    kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("larger", "smaller"),
+    [
+        ({"micro_train_tokens": 800}, {"micro_train_tokens": 200}),
+        # a state of rows, continued by a stage that sets no size
+        ({"micro_train_batch_size": 8}, {"micro_train_batch_size": None}),
+    ],
+)
+def test_a_killed_stage_resumes_with_other_passes(
+    kind: str,
+    larger: dict[str, int],
+    smaller: dict[str, int | None],
+    material: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As after an out-of-memory error and a smaller micro-batch: the same curve up to rounding."""
-    whole = run(config_of(kind, material, save_steps=2, micro_train_tokens=800), material, tmp_path / "whole")
+    whole = run(config_of(kind, material, save_steps=2, **larger), material, tmp_path / "whole")
     real_step = TorchEngine.step
     steps = []
 
@@ -133,10 +147,8 @@ def test_a_killed_stage_resumes_with_shorter_passes(
         RuntimeError,
         match=r"ran out of GPU memory: lower micro_train_tokens .*goes on from its last checkpoint",
     ):
-        run(config_of(kind, material, save_steps=2, micro_train_tokens=800), material, tmp_path / "killed")
-    again = run(
-        config_of(kind, material, save_steps=2, micro_train_tokens=200), material, tmp_path / "killed"
-    )
+        run(config_of(kind, material, save_steps=2, **larger), material, tmp_path / "killed")
+    again = run(config_of(kind, material, save_steps=2, **smaller), material, tmp_path / "killed")
     assert len(steps) == 4 + 3, "steps 1-2 are in the saved state, 3-5 are done again or for the first time"
     curves = [
         [(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / name)]
@@ -157,7 +169,9 @@ def test_loss_and_weights_do_not_depend_on_the_micro_batch(kind: str, material: 
             config_of(kind, material, micro_train_batch_size=micro), material, tmp_path / str(micro)
         )
     outcomes["tokens"] = run(config_of(kind, material, micro_train_tokens=150), material, tmp_path / "tokens")
-    for other in (1, 4, "tokens"):
+    default = {"micro_train_batch_size": None}
+    outcomes["default"] = run(config_of(kind, material, **default), material, tmp_path / "default")
+    for other in (1, 4, "tokens", "default"):
         for name in ("loss", "grad_norm", *(name for name in outcomes[8].metrics if name == "eval/loss")):
             assert outcomes[other].metrics[name] == pytest.approx(outcomes[8].metrics[name], rel=1e-4), (
                 other,
@@ -178,10 +192,12 @@ def test_weights_in_bf16_take_steps_smaller_than_the_distance_of_their_numbers()
 
 def test_packing_does_not_change_the_loss_curve(material: Path, tmp_path: Path) -> None:
     curves = []
-    for packing in (True, False):
-        run(config_of("sft", material, packing=packing), material, tmp_path / str(packing))
-        curves.append([(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / str(packing))])
-    assert curves[0] == [pytest.approx(point, rel=1e-4) for point in curves[1]]
+    for packing, rows in product((True, False), (4, None)):
+        folder = tmp_path / f"{packing}-{rows}"
+        run(config_of("sft", material, packing=packing, micro_train_batch_size=rows), material, folder)
+        curves.append([(line["loss"], line["grad_norm"]) for line in read_metrics(folder)])
+    for curve in curves[1:]:
+        assert curves[0] == [pytest.approx(point, rel=1e-4) for point in curve]
 
 
 def test_sft_lowers_the_held_out_loss(material: Path, tmp_path: Path) -> None:
@@ -200,8 +216,12 @@ def test_the_reward_model_stores_the_statistics_of_its_scores(material: Path, tm
     assert stored_statistics(str(tmp_path / "checkpoint")) == (stored["mean"], stored["std"])
     assert stored["std"] > 0
     documents = [Document([5, 6, 7, 8][:n], [True] * n) for n in (4, 2, 3)]
-    # scores keep the order
-    assert scorer.score(documents) == pytest.approx([scorer.score([d])[0] for d in documents], abs=1e-5)
+    alone = [scorer.score([d])[0] for d in documents]
+    # scores keep the order, in passes of documents and of tokens, which the longest exceeds alone
+    for tokens in (None, 3, 6, 1000):
+        scorer.micro_tokens = tokens
+        assert scorer.score(documents) == pytest.approx(alone, abs=1e-5)
+    assert scorer.score([]) == []
 
 
 def test_a_state_is_kept_by_the_clock_where_no_steps_are_named(

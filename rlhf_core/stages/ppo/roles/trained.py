@@ -66,7 +66,7 @@ class Trained(ModelRole):
         self.module = module
         self.model = model
         self.config = config
-        self.passes = passes_of(self.engine, config.micro_train_batch_size, config.micro_train_tokens)
+        self.passes = passes_of(self.engine, *config.train_pass)
 
     def train(
         self,

@@ -190,10 +190,12 @@ CONFIG = Evaluation(
 ASKED = [Question(f"q{n}", "x", ({"role": "user", "content": f"Reverse w{n}"},), {}) for n in range(5)]
 
 
-def test_log_ratios_are_those_of_the_models_token_by_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [1, 3, 64, None])
+def test_log_ratios_are_those_of_the_models_token_by_token(rows: int | None, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"micro_rollout_batch_size": rows})
     places = {name: language_model(tmp_path / name, seed) for seed, name in enumerate(("sft", "ppo"))}
     answers = {"sft": ["one"] * 5, "ppo": [f"two {n}" * (n + 1) for n in range(5)]}
-    found = log_ratios(ASKED, answers, places, CONFIG)
+    found = log_ratios(ASKED, answers, places, config)
     assert set(found) == {"sft", "ppo"} and not found["sft"].any()
     renderer = Renderer(load_tokenizer(places["sft"]), "chat")
     models = {name: Qwen2ForCausalLM.from_pretrained(place).eval() for name, place in places.items()}

@@ -52,7 +52,7 @@ def test_an_override_adds_a_key_to_a_mapping_of_free_keys(recipe: Write) -> None
 
 def test_overrides_are_applied_together_before_the_check(recipe: Write) -> None:
     with pytest.raises(ValueError, match="train_batch_size=12 must be a multiple"):
-        load_recipe(recipe(), ["sft.train_batch_size=12"])
+        load_recipe(recipe(), ["sft.train_batch_size=12", "sft.micro_train_batch_size=8"])
     assert load_recipe(recipe(), ["sft.train_batch_size=12", "sft.micro_train_batch_size=4"])
 
 

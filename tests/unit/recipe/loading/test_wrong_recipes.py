@@ -78,7 +78,7 @@ def test_every_mistake_has_its_line(recipe: Write) -> None:
 
 def test_checks_of_all_stages_are_told_with_the_first_mistake(recipe: Write) -> None:
     """Also those that a wrong key or value keeps from running, unless they may be about it."""
-    both = "train_batch_size: 12, zero_stage: 0"
+    both = "train_batch_size: 12, micro_train_batch_size: 8, zero_stage: 0"
     sft = f"{both}, ranks: {{num_ranks_per_node: 2}}"
     ppo = f"{both}, actor_ranks: {{num_ranks_per_node: 3}}, rollout_batch_size: 10"
 
@@ -151,7 +151,7 @@ def test_a_recipe_whose_only_stage_is_wrong_is_one_sentence() -> None:
     for stages, told in (
         ({"sft": {"stage": "sftt"}}, "stages.sft: stage: unknown value 'sftt'; did you mean sft?"),
         (
-            {"sft": {"data": {"sources": "/x.jsonl"}, "train_batch_size": 7}},
+            {"sft": {"data": {"sources": "/x.jsonl"}, "train_batch_size": 7, "micro_train_batch_size": 8}},
             "stages.sft: train_batch_size=7 must be a multiple of",
         ),
     ):
