@@ -25,7 +25,10 @@ from tests.support.stage_request import stage_request
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_a_reward_model_on_two_processes_gives_the_scores_of_one(material: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [2, None])
+def test_a_reward_model_on_two_processes_gives_the_scores_of_one(
+    rows: int | None, material: Path, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     tokenizer = load_tokenizer(str(material / "base"))
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -34,11 +37,11 @@ def test_a_reward_model_on_two_processes_gives_the_scores_of_one(material: Path,
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     rng = random.Random(0)
-    # more than two looks
+    # with rows: more than two looks
     texts = [[rng.randrange(5, 200) for _ in range(rng.randrange(3, 40))] for _ in range(75)]
     documents = [Document(text, [False] + [True] * (len(text) - 1)) for text in texts]
     config = Preferences(
-        policy="base", reward="rm", prompts={"sources": "x"}, micro_rollout_batch_size=2, engine=EngineConfig(num_engines=2, cpus=0.5)
+        policy="base", reward="rm", prompts={"sources": "x"}, micro_rollout_batch_size=rows, engine=EngineConfig(num_engines=2, cpus=0.5)
     )  # fmt: skip
     found = scores_on_ranks(config, str(tmp_path), documents)
     assert found == pytest.approx(RewardScorer(str(tmp_path), "float32", 2).score(documents), abs=1e-5)

@@ -315,9 +315,8 @@ def test_roles_of_ppo_score_what_would_leak_one_document_a_row(
             ModelSpec(str(places[name]), "float32", 0, 8, False, tokens) for name in ("policy", "rm")
         )
         trained = Policy(load_policy(policy.path).model)
-        engine = make_engine(
-            trained, PPO(prompts=Data(sources="none"), zero_stage=0, micro_train_tokens=tokens)
-        )
+        size = {"micro_train_tokens": tokens, "micro_train_batch_size": 8}
+        engine = make_engine(trained, PPO(prompts=Data(sources="none"), zero_stage=0, **size))
         assert isinstance(engine, TorchEngine) and trained.document_leak is (True if tokens else None)
         own = score_share(
             engine, documents(), policy, lambda batch, policy=trained: masked_logprobs(policy, batch).logprobs
