@@ -100,7 +100,9 @@ def with_template(model: Path, out: Path) -> Path:
 
 def ppo_settings(arguments: argparse.Namespace, folder: Path, model: Path, gpus: int) -> dict[str, object]:
     """verl's settings for the work of ppo_step.py's `arguments`."""
-    work = argparse.Namespace(prompts=arguments.prompts, answers=1, steps=arguments.steps, learning_rate=5e-7)
+    work = argparse.Namespace(
+        prompts=arguments.prompts, answers=1, steps=arguments.steps, learning_rate=5e-7, warmup_steps=0
+    )
     shared = settings(work, folder, model, arguments.prompt_len, arguments.generate_len)
     batch = min(128, arguments.prompts)
     tokens = max(arguments.micro_tokens, arguments.prompt_len + arguments.generate_len)
