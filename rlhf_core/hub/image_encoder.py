@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 BF16 = 2  # bytes
 ENCODER_WEIGHT = re.compile(r"(^|\.)(visual|vision_tower|multi_modal_projector|embed_vision)\.")
-GATED = ("gemma4_vision", "pixtral")  # feed-forward parts with three matrices
+GATED = (
+    "gemma4_vision",
+    "pixtral",
+    "qwen2_5_vl",
+    "qwen2_5_vl_vision",
+)  # feed-forward parts with three matrices
 UNROTATED = ("siglip_vision_model",)
 # The others rotate queries and keys in fp32, which takes the most memory of a layer: this many times the
 # width in bf16, from the measured peak of Qwen3-VL's encoder.
@@ -46,8 +51,9 @@ def encoder_of_config(config: Mapping[str, Any], hidden: int) -> ImageEncoder | 
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
         return None
-    width = vision["hidden_size"]
-    inner = vision["intermediate_size"]
+    # Qwen2-VL: its `hidden_size` is the width of the language model
+    width = vision["embed_dim"] if "embed_dim" in vision else vision["hidden_size"]
+    inner = vision["mlp_ratio"] * width if "mlp_ratio" in vision else vision["intermediate_size"]
     layers = vision["depth"] if "depth" in vision else vision["num_hidden_layers"]
     kind = str(vision.get("model_type"))
     values = 3 * vision["patch_size"] ** 2 * vision.get("temporal_patch_size", 1)  # of a patch

@@ -142,9 +142,17 @@ def _stored(folder: Path) -> _Stored:
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the part of a config.json that describes the language model: `text_config` if present, else all
-    of it."""
+    of it, with the `model_type` of the language model."""
     part = config.get("text_config")
-    return part if isinstance(part, Mapping) else config
+    if isinstance(part, Mapping):
+        return part
+    return {**config, "model_type": f"{config['model_type']}_text"} if _is_flat(config) else config
+
+
+def _is_flat(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config.json has the numbers of its language model beside those of its image
+    encoder."""
+    return config.get("model_type") in FLAT and isinstance(config.get("vision_config"), Mapping)
 
 
 def experts_of_config(config: Mapping[str, Any]) -> int:
@@ -207,11 +215,18 @@ TEXT_PARTS = (
 )
 
 
+# Families whose releases have no such part: its keys are beside `vision_config`.
+FLAT = ("qwen2_5_vl", "qwen2_vl")
 # Families trained with images: `models/multimodal/picture_tower.py` loads their image encoders.
-PICTURE_FAMILIES = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+PICTURE_FAMILIES = (
+    *("gemma3", "gemma4", "mistral3"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
+)
 # Language models that transformers has only as a part of the whole model (`picture_language_models.py` beside
 # it), and the stage kinds that train them; vLLM cannot run them alone.
-ONLY_TRAINED = {"qwen3_vl_text": ("sft", "reward_model", "dpo", "kto")}
+ONLY_TRAINED = dict.fromkeys(
+    ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text"), ("sft", "reward_model", "dpo", "kto")
+)
 
 
 def more_than_text(place: str, named: str) -> str:
@@ -225,7 +240,7 @@ def more_than_text(place: str, named: str) -> str:
 def wraps_text_by_config(config: Mapping[str, Any]) -> bool:
     """Returns whether a config.json describes a model that contains a language model and also parts for
     images or sound."""
-    return any(isinstance(config.get(part), Mapping) for part in TEXT_PARTS)
+    return _is_flat(config) or any(isinstance(config.get(part), Mapping) for part in TEXT_PARTS)
 
 
 # Families whose experts vLLM loads only at its start; it drops later weights.

@@ -45,6 +45,7 @@ from rlhf_core.models.logprobs.token_logprobs import (
     token_logprobs,
 )
 from rlhf_core.models.logprobs.top_logprobs import top_logprobs
+from rlhf_core.models.multimodal.picture_language_models import with_bounds
 from rlhf_core.models.multimodal.picture_tower import PictureTower
 from rlhf_core.models.weights.trained_encoder import TrainedEncoder
 from rlhf_core.objectives.collate import Batch, BatchPictures, rounded, sent
@@ -306,10 +307,11 @@ def _hidden(
         positions = ranks.own(positions)[None]
         options |= {"sequence": ranks} if ranks.size > 1 else {}
     assert end_to_end or ranks.size == 1, "made sure when the ranks were joined (models/sequence_split.py)"
+    placed = sent(positions if seen is None else seen.positions_of(positions), tokens.device)
     with nullcontext() if seen is None else seen.embedded(model, tokens.shape):
         found = backbone_of(model)(
             input_ids=tokens,
-            position_ids=sent(positions if seen is None else seen.positions_of(positions), tokens.device),
+            position_ids=with_bounds(model.config, placed),
             use_cache=False,
             **options if seen is None else options | seen.options(model, tokens, positions),
         )

@@ -4,10 +4,15 @@ Nemotron-H, LFM2, ...)."""
 from __future__ import annotations
 
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoModelForSequenceClassification,
     PretrainedConfig,
+)
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -28,6 +33,10 @@ def add_score_class(config: PretrainedConfig) -> None:
         "base_model_prefix": family.base_model_prefix or backbone.base_model_prefix,
     }
     made = type(name, (GenericForSequenceClassification, family), own)
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(kind, None)
+    renamed = None if whole is None else get_checkpoint_conversion_mapping(whole.__name__)
+    if renamed is not None:  # names in checkpoints other than those of the class
+        register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
     # without exist_ok nothing is registered for a family of transformers
     AutoModelForSequenceClassification.register(kind, made, exist_ok=True)
     # transformers before 5.19 skips its own families anyway

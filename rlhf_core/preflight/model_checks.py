@@ -23,6 +23,7 @@ from rlhf_core.hub.model_config import (
     keeps_experts,
     more_than_text,
     quantised_by,
+    text_config,
     wraps_text_by_config,
 )
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
@@ -117,7 +118,7 @@ def _has_language_model(config: dict[str, Any], node: Node, used_as: str) -> boo
         return True
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # takes seconds
 
-    inner = str((config.get("text_config") or {}).get("model_type"))
+    inner = str(text_config(config).get("model_type"))
     if inner in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return True
     engine = getattr(node.config, "engine", None)

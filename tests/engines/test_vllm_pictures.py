@@ -61,17 +61,21 @@ def opened_vllm(folder: Path, **options: Any) -> Any:
     return open_engine(str(folder), config, seed=0, max_model_len=256, pictures=True)
 
 
-CAUSAL = {"gemma4": {"use_bidirectional_attention": None}}  # as in E2B and E4B
+LATER = ("gemma4", "mistral3", "qwen2_5_vl", "qwen2_vl")
+VARIANTS = {
+    "gemma4": {"use_bidirectional_attention": None},  # as in E2B and E4B
+    "qwen2_5_vl": {"tie_word_embeddings": True},  # as in 3B
+}
 
 
-# Gemma 4 has one weight for embeddings and head
+# Gemma 4 and the small Qwen2.5-VL have one weight for embeddings and head
 @pytest.fixture(
     scope="module",
-    params=["qwen3_vl", *(pytest.param(family, marks=pytest.mark.long) for family in ("gemma4", "mistral3"))],
+    params=["qwen3_vl", *(pytest.param(family, marks=pytest.mark.long) for family in LATER)],
 )
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     folder = tmp_path_factory.mktemp("models") / request.param
-    asked = Asked(make_pictured(request.param, folder, **CAUSAL.get(request.param, {})))
+    asked = Asked(make_pictured(request.param, folder, **VARIANTS.get(request.param, {})))
     with closing(opened_vllm(asked.folder)) as engine:
         yield Opened(asked, *asked.policy("trained"), engine)
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 from PIL import Image
 
+from rlhf_core.hub.model_config import FLAT
 from rlhf_core.models.multimodal.picture_tower import THREE_AXES
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.families import DELTA, GEMMA4, SHAPE, SHARED_EXPERT
@@ -98,12 +99,26 @@ def make_pictured(family: str, folder: Path, **larger: Any) -> Path:
     text |= {"max_position_embeddings": 512, **larger}
     torch.manual_seed(0)
     about.make(text, number).save_pretrained(folder)
+    if family in FLAT:
+        write_as_released(folder / "config.json")
     tokenizer.save_pretrained(folder)
     if about.processor:
         (folder / "preprocessor_config.json").write_text(json.dumps(about.processor))
     if about.whole_processor:
         (folder / "processor_config.json").write_text(json.dumps(about.whole_processor))
     return folder
+
+
+def write_as_released(file: Path) -> None:
+    """Changes config.json to the form of the releases of Qwen2-VL and Qwen2.5-VL."""
+    config = json.loads(file.read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    del text["model_type"], text["layer_types"]
+    theirs = {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    theirs |= {"rope_theta": rope["rope_theta"]}
+    config["vision_config"]["model_type"] = config["model_type"]
+    file.write_text(json.dumps({**text, **config, **theirs}, indent=2))
 
 
 def _qwen(text: dict[str, Any], number: dict[str, int]) -> Any:
@@ -129,6 +144,41 @@ def _qwen(text: dict[str, Any], number: dict[str, int]) -> Any:
         tie_word_embeddings=False,
     )
     return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def _qwen_windows(text: dict[str, Any], number: dict[str, int]) -> Any:
+    """Qwen2.5-VL: an encoder layer with windows of two by two tokens, and one without."""
+    vision = dict(
+        **{"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2},
+        **{"out_hidden_size": text["hidden_size"], "patch_size": 4, "spatial_merge_size": 2},
+        **{"window_size": 16, "fullatt_block_indexes": [1], "initializer_range": 0.2},
+    )
+    return _qwen_2(transformers.Qwen2_5_VLConfig, text, number, vision)
+
+
+def _qwen_early(text: dict[str, Any], number: dict[str, int]) -> Any:
+    """Qwen2-VL."""
+    vision = dict(
+        **{"depth": 2, "embed_dim": 32, "mlp_ratio": 1, "num_heads": 2, "hidden_size": text["hidden_size"]},
+        **{"patch_size": 4, "spatial_merge_size": 2, "initializer_range": 0.2},
+    )
+    return _qwen_2(transformers.Qwen2VLConfig, text, number, vision)
+
+
+def _qwen_2(kind: Any, text: dict[str, Any], number: dict[str, int], vision: dict[str, Any]) -> Any:
+    tied = text.pop("tie_word_embeddings", False)
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 4, 4]}
+    config = kind(
+        text_config=text | {"rope_parameters": rope},
+        vision_config=vision,
+        image_token_id=number["<|image_pad|>"],
+        video_token_id=number["<|video_pad|>"],
+        vision_start_token_id=number["<|vision_start|>"],
+        vision_end_token_id=number["<|vision_end|>"],
+        tie_word_embeddings=tied,
+    )
+    whole = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+    return whole(config)
 
 
 def _qwen_states(text: dict[str, Any], number: dict[str, int], kind: str = "Qwen3_5", **more: Any) -> Any:
@@ -291,11 +341,18 @@ PICTURED = {
             "spatial_merge_size": 2,
         },
     ),
+    "qwen2_5_vl": PicturedFamily(
+        QWEN_TOKENS, QWEN_TEMPLATE, QWEN_PROCESSOR | {"processor_class": "Qwen2_5_VLProcessor"}, _qwen_windows
+    ),
+    "qwen2_vl": PicturedFamily(
+        QWEN_TOKENS, QWEN_TEMPLATE, QWEN_PROCESSOR | {"processor_class": "Qwen2VLProcessor"}, _qwen_early
+    ),
     "qwen3_5": PicturedFamily(QWEN_TOKENS, QWEN_TEMPLATE, QWEN_PROCESSOR, _qwen_states),
     "qwen3_5_moe": PicturedFamily(QWEN_TOKENS, QWEN_TEMPLATE, QWEN_PROCESSOR, _qwen_experts),
     "qwen3_vl": PicturedFamily(QWEN_TOKENS, QWEN_TEMPLATE, QWEN_PROCESSOR, _qwen),
 }
 FAMILIES = tuple(PICTURED)
+LANGUAGE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")  # without a prefix for it
 # the argument of transformers' whole model that marks image tokens
 IMAGE_TYPES = {"gemma3": "token_type_ids", **dict.fromkeys(("gemma4", *THREE_AXES), "mm_token_type_ids")}
 # Families with masks and with positions of their own, which go through every stage; the others in long tests.
@@ -303,6 +360,11 @@ STAGED = [
     family if family in ("gemma3", "qwen3_vl") else pytest.param(family, marks=pytest.mark.long)
     for family in FAMILIES
 ]
+
+
+def is_language_weight(name: str) -> bool:
+    """Whether the weight of a checkpoint belongs to its language model or the head."""
+    return "language_model" in name or name.startswith(LANGUAGE)
 
 
 def square(colour: str, width: int = 16, height: int = 16, kind: str = "PNG") -> bytes:

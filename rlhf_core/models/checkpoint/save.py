@@ -110,7 +110,8 @@ def describe_scorer(file: Path, model: PreTrainedModel) -> None:
     config["id2label"] = {"0": "LABEL_0"}
     config["label2id"] = {"LABEL_0": 0}
     config["pad_token_id"] = model.config.pad_token_id
-    config["text_config"] = config["text_config"] | {"pad_token_id": model.config.pad_token_id}
+    if "text_config" in config:
+        config["text_config"] = config["text_config"] | {"pad_token_id": model.config.pad_token_id}
     write_text(file, json.dumps(config, indent=2) + "\n")
 
 

@@ -27,7 +27,7 @@ PARTS = {
 # computes one product for all experts.
 WITH_EXPERTS = {"swiglu": False, "geglu": False}
 # Liger does not know the class of their language model with its head, which is ours.
-BY_BASE = ("qwen3_vl_text",)
+BY_BASE = ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text")
 
 
 def fuse(model: PreTrainedModel) -> PreTrainedModel:

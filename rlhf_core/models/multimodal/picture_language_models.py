@@ -16,28 +16,33 @@ from transformers import (
     GenerationMixin,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
+    Qwen2VLTextConfig,
+    Qwen2VLTextModel,
     Qwen3VLTextConfig,
     Qwen3VLTextModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPreTrainedModel
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLPreTrainedModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel
 
 
-class Qwen3VLTextForCausalLM(Qwen3VLPreTrainedModel, GenerationMixin):
-    """The language model of Qwen3-VL with its head. Text has the same position on all three axes of the
-    rotary embedding (M-RoPE; Qwen2-VL, section 2.1)."""
+class HeadOverThreeAxes:
+    """The head over a language model, `text_model`, whose tokens have a position on each of three axes of the
+    rotary embedding (M-RoPE; Qwen2-VL, section 2.1). Text has the same position on all of them."""
 
-    config: Qwen3VLTextConfig
-    config_class = Qwen3VLTextConfig
     input_modalities = ("text",)
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^model\.visual\."]
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^(model\.)?visual\."]
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    text_model: ClassVar[type[PreTrainedModel]]
 
-    def __init__(self, config: Qwen3VLTextConfig):
-        super().__init__(config)
-        self.model = Qwen3VLTextModel(config)
+    def __init__(self, config: PretrainedConfig):
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = self.text_model(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        self.post_init()  # type: ignore[attr-defined]
 
     def forward(self, input_ids: Tensor | None = None, **options: Any) -> CausalLMOutputWithPast:
         """Returns the logits (B, T, V) of all positions."""
@@ -48,7 +53,47 @@ class Qwen3VLTextForCausalLM(Qwen3VLPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(logits=self.lm_head(hidden), past_key_values=found.past_key_values)
 
 
-PICTURE_LANGUAGE_MODELS = {Qwen3VLTextConfig: Qwen3VLTextForCausalLM}
+class Qwen2VLTextForCausalLM(HeadOverThreeAxes, Qwen2VLPreTrainedModel, GenerationMixin):
+    """The language model of Qwen2-VL with its head."""
+
+    config: Qwen2VLTextConfig
+    config_class = Qwen2VLTextConfig
+    text_model = Qwen2VLTextModel
+
+
+class Qwen25VLTextForCausalLM(HeadOverThreeAxes, Qwen2_5_VLPreTrainedModel, GenerationMixin):
+    """The language model of Qwen2.5-VL with its head."""
+
+    config: Qwen2_5_VLTextConfig
+    config_class = Qwen2_5_VLTextConfig
+    text_model = Qwen2_5_VLTextModel
+
+
+class Qwen3VLTextForCausalLM(HeadOverThreeAxes, Qwen3VLPreTrainedModel, GenerationMixin):
+    """The language model of Qwen3-VL with its head."""
+
+    config: Qwen3VLTextConfig
+    config_class = Qwen3VLTextConfig
+    text_model = Qwen3VLTextModel
+
+
+PICTURE_LANGUAGE_MODELS = {
+    Qwen2VLTextConfig: Qwen2VLTextForCausalLM,
+    Qwen2_5_VLTextConfig: Qwen25VLTextForCausalLM,
+    Qwen3VLTextConfig: Qwen3VLTextForCausalLM,
+}
+
+
+# Language models that read the bounds of documents only from the first of four rows of positions.
+BOUNDS_FROM_FOUR = ("qwen2_5_vl_text", "qwen2_vl_text")
+
+
+def with_bounds(config: PretrainedConfig, positions: Tensor) -> Tensor:
+    """Returns the positions to pass to a language model for those of texts, (B, T): the same, or (4, B, T)
+    for a model that separates packed documents only so. Positions that have axes stay as they are."""
+    if positions.ndim == 3 or config.model_type not in BOUNDS_FROM_FOUR:
+        return positions
+    return positions[None].expand(4, *positions.shape)
 
 
 def has_causal_class(config: PretrainedConfig) -> bool:

@@ -32,7 +32,7 @@ BOTH_WAYS: dict[str, Masks] = {
     "gemma4": modeling_gemma4.create_masks_for_vision_model,
 }
 # Tokens of an image have a position per axis: time, height, width (M-RoPE; Qwen2-VL, section 2.1).
-THREE_AXES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl")
+THREE_AXES = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
 # Encoders that pad the images of a pass to one size and mask all their patches against each other: they get
 # one image at a time.
 EACH_ALONE = ("mistral3",)

@@ -34,6 +34,8 @@ RENAMED = {
         r"^language_model\.model\.": "model.",
         r"^language_model\.lm_head\.": "lm_head.",
     },
+    # releases of Qwen2-VL and Qwen2.5-VL, whose language model has the names of its own class
+    "visual.": {r"^model\.": "model."},
 }
 
 

@@ -29,6 +29,7 @@ from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.system.torchvision_check import require_torchvision
 
 ASKED = "asked-"  # prefix of the IDs of requests from `advance`
+TIED = "tie_word_embeddings"  # name in configs
 COUNTERS = ("vllm:generation_tokens", "vllm:spec_decode_num_accepted_tokens")  # names of public vLLM metrics
 
 
@@ -107,7 +108,9 @@ class VllmEngine:
         if adapter_rank:
             self.llm.collective_rpc("keep_plain_head")
         self._counted = (0, 0)  # the totals at the last call of `sampled`
-        self.tied = bool(self.llm.llm_engine.model_config.hf_text_config.tie_word_embeddings)
+        about = self.llm.llm_engine.model_config
+        # some families say it only for the whole model
+        self.tied = bool(getattr(about.hf_text_config, TIED, getattr(about.hf_config, TIED, False)))
         self._adapter_rank = adapter_rank
         self._adapter: Any = None  # attached to requests, once adapters are loaded
         self.version = 0

@@ -12,9 +12,9 @@ from transformers import AutoModelForImageTextToText
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.models.kernels.attention import PLAIN, VARLEN, is_stateful, takes_varlen
-from rlhf_core.models.load_model import load_policy, recompute
+from rlhf_core.models.load_model import load_policy, recompute, trained_scorer
 from rlhf_core.models.multimodal.picture_tower import load_tower
-from rlhf_core.models.policy import Policy, masked_logprobs
+from rlhf_core.models.policy import Policy, masked_logprobs, token_scores
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.picture_reader import PictureReader
 from tests.support.pictured_models import FAMILIES, IMAGE_TYPES, make_pictured
@@ -30,6 +30,7 @@ ALL = [
 # other releases of a family
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "small gemma4": ("gemma4", {"use_bidirectional_attention": None, "num_kv_shared_layers": 2}),
+    "tied qwen2_5_vl": ("qwen2_5_vl", {"tie_word_embeddings": True}),
     "mistral3 around mistral": ("mistral3", {"model_type": "mistral", "sliding_window": None}),
 }
 
@@ -171,6 +172,27 @@ def test_a_changed_file_and_a_missing_reader_are_told(pictured: Pictured) -> Non
     batch = collate([[document]], 0, reader=wrong)
     with pytest.raises(ValueError, match="a file has changed since the data was read"):
         masked_logprobs(pictured.policy(), batch)
+
+
+@torch.no_grad()
+def test_texts_of_a_row_are_apart_without_an_encoder_too(pictured: Pictured) -> None:
+    """Of policies and reward models: some families separate documents only by positions on axes."""
+    texts = [pictured.renderer.conversation(talk(f"Say {word}.", word)) for word in ("one", "three")]
+    batch = collate([texts], 0)
+    policy = load_policy(str(pictured.folder)).eval()
+    scorer = trained_scorer(str(pictured.folder), 0, "float32", False, None, 0).eval()
+    torch.nn.init.normal_(scorer.model.score.weight)
+    if is_stateful(policy.model):
+        pytest.skip("its documents have their own rows")
+    packed = token_scores(scorer, batch)
+    for index, document in enumerate(texts):
+        alone = collate([[document]], 0)
+        places = batch.documents == index
+        expected = masked_logprobs(policy, alone).logprobs[alone.mask]
+        found = masked_logprobs(policy, batch).logprobs[places & batch.mask]
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+        single = token_scores(scorer, alone)[0, : len(document)]
+        torch.testing.assert_close(packed[places][: len(document)], single, atol=2e-5, rtol=1e-5)
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ PROJECTOR = {
     "gemma3": ("multi_modal_projector.",),
     "gemma4": ("model.embed_vision.",),
     "mistral3": ("multi_modal_projector.",),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), ("visual.merger.",)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("model.visual.merger.",)),
     "qwen3_vl": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
 }
@@ -188,4 +189,4 @@ def test_embeddings_of_positions_are_embeddings(trained: Trained) -> None:
     found = {name for name, weight in encoder_of(policy).stored.items() if weight in outer}
     tables = ("position_embedding.weight", "visual.pos_embed.weight")
     assert found == {name for name in encoder_of(policy).stored if name.endswith(tables)}
-    assert found or trained.family in ("gemma4", "mistral3")
+    assert found or trained.family in ("gemma4", "mistral3", "qwen2_5_vl", "qwen2_vl")

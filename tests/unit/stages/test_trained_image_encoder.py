@@ -27,6 +27,7 @@ ENCODER = {
     "gemma3": ("vision_tower.", "multi_modal_projector."),
     "gemma4": ("model.vision_tower.", "model.embed_vision."),
     "mistral3": ("vision_tower.", "multi_modal_projector."),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), ("visual.",)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl"), ("model.visual.",)),
 }
 POOLED = "vision_tower.head."  # no language model reads it
