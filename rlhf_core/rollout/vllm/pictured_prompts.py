@@ -19,7 +19,7 @@ from torch import Tensor
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.chat.picture_rendering import PictureRenderer
 from rlhf_core.data.pictures.picture_source import PictureFault, PictureSource
-from rlhf_core.rollout.engine_contract import Pictures
+from rlhf_core.rollout.engine_contract import Pictures, Request
 
 THREADS = 8  # that decode images
 AHEAD = 32  # prompts whose images are decoded before they are asked for
@@ -44,6 +44,38 @@ def picture_options() -> dict[str, Any]:
     options = {"limit_mm_per_prompt": {"image": MOST, "video": 0, "audio": 0}, "mm_processor_cache_gb": 0}
     known = "mm_device_do_normalize" in EngineArgs.__dataclass_fields__
     return options | ({"mm_device_do_normalize": False} if known else {})
+
+
+class WaitingRequests:
+    """Requests that are not yet in the engine, in their order. Their prompts are built when they are taken,
+    so that the tensors of their images are not held for longer."""
+
+    def __init__(self) -> None:
+        self._batches = deque[Iterator[tuple[Request, dict[str, Any]]]]()
+        self._keys = set[int]()
+
+    def add(self, requests: Sequence[Request], prompts: Iterator[dict[str, Any]]) -> None:
+        """Appends requests, whose prompts are taken from `prompts` one by one."""
+        self._batches.append(zip(requests, prompts, strict=True))
+        self._keys |= {request.key for request in requests}
+
+    def drop(self, keys: Sequence[int]) -> None:
+        """Removes the requests with these keys, if they wait."""
+        self._keys -= set(keys)
+
+    def taken(self) -> Iterator[tuple[Request, dict[str, Any]]]:
+        """Yields the next requests with their prompts, until none waits. Raises what building a prompt
+        raises."""
+        while self._batches:
+            try:
+                for request, prompt in self._batches[0]:
+                    if request.key in self._keys:
+                        self._keys.remove(request.key)
+                        yield request, prompt
+            except Exception:
+                self._batches.popleft()
+                raise
+            self._batches.popleft()
 
 
 class PicturedPrompts:

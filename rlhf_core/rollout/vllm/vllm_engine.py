@@ -19,7 +19,7 @@ from rlhf_core.rollout.engine_contract import Pictures, Request, SampledAnswer, 
 from rlhf_core.rollout.vllm.engine_arguments import engine_arguments, library, token_rows
 from rlhf_core.rollout.vllm.environment import config_of, require_known_options, whole_model
 from rlhf_core.rollout.vllm.patches.fp32_heads import FP32_HEAD
-from rlhf_core.rollout.vllm.pictured_prompts import PicturedPrompts
+from rlhf_core.rollout.vllm.pictured_prompts import PicturedPrompts, WaitingRequests
 from rlhf_core.rollout.vllm.pipeline import Followers, PipelineStage
 from rlhf_core.rollout.vllm.vllm_answers import answer_in
 from rlhf_core.rollout.vllm.weight_receiver import adapter_request
@@ -118,6 +118,7 @@ class VllmEngine:
         self._begun = dict[str, OpenRequest]()  # unfinished requests from `advance`
         # answers to requests from `advance` that have finished since it last returned
         self._finished = list[tuple[int, SampledAnswer]]()
+        self._waiting = WaitingRequests()  # from `advance`
         self._pictured = PicturedPrompts(self.llm, model, trust_remote_code) if pictures else None
         merged.close()  # here, since Ray ends its processes without letting them clean up
 
@@ -228,19 +229,31 @@ class VllmEngine:
         prompts = self._built(
             [request.tokens for request in requests], [request.pictures for request in requests]
         )
-        for request, prompt in zip(requests, prompts, strict=True):
-            key = f"{ASKED}{request.key}"
-            own = self._add(key, prompt, self._parameters(request.seed, request.sampling))
-            self._begun[key] = OpenRequest(own, [(0, self.version)])
+        self._waiting.add(requests, prompts)
+        self._admit()
         with uncollected():
             while engine.has_unfinished_requests() and time.monotonic() < until:
                 self._step()
+                self._admit()
         finished = self._finished
         self._finished = []
         return finished
 
+    def _admit(self) -> None:
+        """Adds waiting requests to the engine: all of them or, where prompts may have images, no more than
+        run at once."""
+        if self._pictured is not None and len(self._begun) >= self._most_open:
+            return
+        for request, prompt in self._waiting.taken():
+            key = f"{ASKED}{request.key}"
+            own = self._add(key, prompt, self._parameters(request.seed, request.sampling))
+            self._begun[key] = OpenRequest(own, [(0, self.version)])
+            if self._pictured is not None and len(self._begun) >= self._most_open:
+                return
+
     def _abort(self, keys: Sequence[int]) -> None:
         """Aborts unfinished requests from `advance` and frees their memory."""
+        self._waiting.drop(keys)
         unfinished = [f"{ASKED}{key}" for key in keys if f"{ASKED}{key}" in self._begun]
         if unfinished:
             self.llm.llm_engine.abort_request(unfinished)
