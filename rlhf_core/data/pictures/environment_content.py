@@ -23,6 +23,11 @@ NO_IMAGES = (
     " environment, with a model that reads images, or send text"
 )
 
+EXCESS = (
+    f"error: the images of these results have more than {MAX_BYTES:,} bytes together, and this one is left"
+    " out: ask for fewer or smaller ones"
+)
+
 
 def sent_content(content: Any, images: bool, folder: str | None) -> Content:
     """Returns content as JSON: a text, or a list of texts and images in base64 URLs. `images` says whether
@@ -50,6 +55,28 @@ def check_size(messages: Sequence[Mapping[str, Any]]) -> None:
     sizes = [len(part.get("image", "")) for part in itertools.chain.from_iterable(contents)]
     if sum(sizes) * 3 / 4 > MAX_BYTES:
         raise ValueError(f"the images of new messages have more than {MAX_BYTES:,} bytes: make them smaller")
+
+
+def images_that_fit(contents: Sequence[Content]) -> list[Content]:
+    """Returns the contents of new messages, whose images are in base64 (`{"type": "image", "base64": ...}`).
+    A sentence to the model replaces each image that exceeds the limit of `check_size` together with those
+    before it."""
+    left = MAX_BYTES * 4 / 3  # characters
+    fitting: list[Content] = []
+    for content in contents:
+        if isinstance(content, str):
+            fitting.append(content)
+            continue
+        parts = list[dict[str, Any]]()
+        for part in content:
+            size = len(in_base64(b"")) + len(part.get("base64", "")) if part["type"] == "image" else 0
+            if size > left:
+                parts.append({"type": "text", "text": EXCESS})
+            else:
+                left -= size
+                parts.append(part)
+        fitting.append(parts)
+    return fitting
 
 
 def has_images(content: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import mcp
 
-from rlhf_core.data.pictures.environment_content import Content
+from rlhf_core.data.pictures.environment_content import Content, images_that_fit
 from rlhf_core.environments.agents.agent_command import adopt_orphans, kill_marked
 from rlhf_core.environments.agents.mcp_session import McpSession, Servers
 from rlhf_core.environments.agents.own_loop import in_a_loop_of_its_own
@@ -114,14 +114,13 @@ class McpTools:
         """Returns the first answer without calls."""
         answer = await model.answer()
         while answer.calls and answer.finished:
-            results = []
+            contents = list[Content]()
             for number, call in enumerate(answer.calls):
                 over = f"error: an answer may have {self._calls} calls"
                 images = model.images
-                content = await self._result(call, sessions, images) if number < self._calls else over
-                name = call.name.encode(errors="replace").decode()
-                results.append({"role": "tool", "name": name, "tool_call_id": call.id, "content": content})
-            answer = await model.answer(*results)
+                contents.append(await self._result(call, sessions, images) if number < self._calls else over)
+            pairs = zip(answer.calls, images_that_fit(contents), strict=True)
+            answer = await model.answer(*(_message(call, content) for call, content in pairs))
         return answer
 
     async def _result(self, call: Call, sessions: Sequence[McpSession], images: bool) -> Content:
@@ -180,3 +179,9 @@ def _schema(tool: mcp.Tool) -> Mapping[str, Any]:
     """Returns a tool in the format that chat templates take."""
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": function}
+
+
+def _message(call: Call, content: Content) -> dict[str, Any]:
+    """Returns the message with a call's result."""
+    name = call.name.encode(errors="replace").decode()
+    return {"role": "tool", "name": name, "tool_call_id": call.id, "content": content}

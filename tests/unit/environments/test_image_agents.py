@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from mcp.types import ImageContent
+from PIL import Image
 
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.pictures import environment_content
+from rlhf_core.data.pictures.environment_content import EXCESS, images_that_fit, sent_content
 from rlhf_core.data.pictures.message_parts import content_text
 from rlhf_core.environments.agents.mcp_session import part_of
 from rlhf_core.environments.conversation import Conversation
@@ -202,6 +205,50 @@ def test_an_image_of_a_tool_that_cannot_be_read_is_told_to_the_model(content: by
         assert part["type"] == "text" and part["text"].startswith(told)
     else:
         assert part == {"type": "image", "base64": data}
+
+
+def test_images_of_results_over_the_limit_are_told_to_the_model_and_the_episode_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    content = base64.b64encode(square("red")).decode()
+    image = {"type": "image", "base64": content}
+    told = {"type": "text", "text": environment_content.EXCESS}
+    monkeypatch.setattr(environment_content, "MAX_BYTES", 2 * len(square("red")) + 50)
+    text = {"type": "text", "text": "taken"}
+    assert images_that_fit([]) == []
+    assert images_that_fit(["a", [text, image]]) == ["a", [text, image]]
+    found = images_that_fit([[image, text], "a", [image, image], [text, image]])
+    assert found == [[image, text], "a", [image, told], [text, told]]
+    messages = [{"content": sent_content(content, True, None)} for content in found]
+    environment_content.check_size(messages)
+    larger = {"type": "image", "base64": 4 * content}
+    assert images_that_fit([[larger, image]]) == [[told, image]], "a smaller one after it still fits"
+
+
+def test_two_screenshots_at_the_same_time_over_the_limit_do_not_fail_the_episode(
+    qwen: Path, screens: Path
+) -> None:
+    """The images of both calls of an answer have about 40 MB."""
+    tokenizer = load_tokenizer(str(qwen))
+    tokenizer.chat_template = CALLING
+    renderer = Renderer(tokenizer, "chat")
+    (screens / "server.py").write_text(SERVER)
+    noise = Image.frombytes("RGB", (2600, 2600), os.urandom(3 * 2600 * 2600))
+    noise.save(screens / "large.png")
+    call = '<tool_call>\n{"name": "screenshot", "arguments": {}}\n</tool_call>'
+    command = f"{sys.executable} {screens / 'server.py'} {screens / 'large.png'}"
+    limits = Limits(turns=4, prompt_tokens=4000, tokens=4000, answer_tokens=None)
+    fields = {"mcp": (command,), "path": "mcp_tools", "options": {"longest": 5}, "timeout": 250.0}
+    messages = ({"role": "user", "content": "Look."},)
+    prompt = Prompt(messages, renderer.prompt(messages), {"answer": "ok"}, False)
+    with opened(
+        screens, renderer, Scripted(renderer, call + call), limits=limits, images=True, **fields
+    ) as run:
+        episode = run(prompt)
+    assert episode.failure == "" and sum(episode.rewards) == 1.0
+    assert len(episode.trajectory.document.pictures) == 1
+    shown = [content_text(message["content"]) for message in episode.trajectory.messages[2:4]]
+    assert EXCESS not in shown[0] and EXCESS in shown[1]
 
 
 def test_the_images_of_a_request_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
