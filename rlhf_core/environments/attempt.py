@@ -106,7 +106,12 @@ class EpisodeAttempt:
         messages = named_pictures(with_sources(prompt.messages, sources))
         task = {**prompt.row, "messages": messages}
         self._process.send(
-            start=self._number, task=task, messages=messages, seed=self._asked.shared, images=self._images
+            start=self._number,
+            task=task,
+            messages=messages,
+            seed=self._asked.shared,
+            images=self._images,
+            own=_own_files(prompt),
         )
 
     async def _next(self) -> Mail:
@@ -212,6 +217,15 @@ class EpisodeAttempt:
 def _readable(source: PictureSource) -> PictureSource:
     """Returns an image whose name is its path or, if it is in no file, its content in base64."""
     return source._replace(name=in_base64(bytes(source.data)) if len(source.data) else source.file)
+
+
+def _own_files(prompt: Prompt) -> dict[str, str]:
+    """Returns the files of the prompt's images, by their paths as the row and the prompt's messages name
+    them."""
+    sources = [picture.source for picture in prompt.pictures if not len(picture.source.data)]
+    files = [source.file for source in sources]
+    named = {source.name: file for source, file in zip(sources, files, strict=True)}
+    return named | {file: file for file in files}
 
 
 def _ends(hearing: asyncio.Task[Mail]) -> bool:

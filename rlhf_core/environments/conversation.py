@@ -9,11 +9,12 @@ number, or None if all rewards were given through `model.reward`.
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-from rlhf_core.data.pictures.environment_content import check_size, sent_content
+from rlhf_core.data.pictures.environment_content import check_size, sent_content, with_own_images
 from rlhf_core.environments.joined_calls import JoinedCalls, Message
 
 
@@ -61,10 +62,12 @@ class Conversation:
         ask: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
         images: bool = False,
         folder: str | None = None,
+        own: Mapping[str, str] = MappingProxyType({}),
     ):
         """`ask` sends a request: the new messages, the number of their conversation and, if the request
         starts that conversation, its tools or the conversation that it forks (`CallPlace`). `folder`: the
-        folder of image files; None if no images are read."""
+        folder of image files; None if no images are read. `own`: the files of the row's images, by path
+        (`with_own_images`)."""
         self.messages = list(messages)
         self.turns = 0
         self.rewards = list[float]()
@@ -75,7 +78,8 @@ class Conversation:
         self._folder = folder
         self._ask = ask
         self._lost = False
-        self._calls = JoinedCalls(images)
+        self._own = own
+        self._calls = JoinedCalls(images, own)
 
     async def answer(self, *new: str | Message) -> Answer:
         """Adds messages (a string becomes a user message) and returns the model's answer. Content is a text,
@@ -92,7 +96,9 @@ class Conversation:
                     "model.answer() takes texts, or messages with a role and a content, which is a text or a"
                     f" list of parts, not {message!r:.80}"
                 )
-            message["content"] = sent_content(message["content"], self.images, self._folder)
+            message["content"] = sent_content(
+                with_own_images(message["content"], self._own), self.images, self._folder
+            )
         check_size(added)
         if self._lost:
             raise RuntimeError(

@@ -4,7 +4,8 @@ CLASS OPTIONS MARK`.
 Both sides write lines of JSON. The worker's first line reports either that the class is loaded, with its
 tools, or why it could not be loaded. Then, for each episode:
 
-    in   {"start": ID, "task": {...}, "messages": [...], "seed": N, "images": ...}
+    in   {"start": ID, "task": {...}, "messages": [...], "seed": N, "images": ...,
+          "own": {...}}
          {"answer": ID, "call": N, ...}
          {"cancel": ID}
     out  {"id": ID, "call": N, "ask": [messages], ...}, like `Conversation`'s requests
@@ -155,7 +156,8 @@ class EpisodeRunner:
             finally:
                 self._answers.pop((number, call), None)
 
-        model = Conversation(line["messages"], line["seed"], ask, line["images"], str(self._file.parent))
+        folder = str(self._file.parent)
+        model = Conversation(line["messages"], line["seed"], ask, line["images"], folder, line["own"])
         try:
             try:
                 final, whole = await self._environment.rollout(line["task"], model), True

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlhf_core.data.pictures.environment_content import (
@@ -20,6 +21,7 @@ from rlhf_core.data.pictures.environment_content import (
     compared_content,
     has_images,
     sent_content,
+    with_own_images,
 )
 
 Message = dict[str, Any]
@@ -50,17 +52,19 @@ class CallPlace(NamedTuple):
 
 class JoinedCalls:
     """Keeps track of the conversations of one episode. Number 0 is the conversation of `model.answer`.
-    `images`: whether messages may have images."""
+    `images`: whether messages may have images. `own`: the files of the row's images, by path
+    (`with_own_images`)."""
 
-    def __init__(self, images: bool = False) -> None:
+    def __init__(self, images: bool = False, own: Mapping[str, str] = MappingProxyType({})) -> None:
         self._images = images
+        self._own = own
         self._known = list[KnownConversation]()
         self._numbers = itertools.count(1)
 
     def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> CallPlace:
         """Returns the place of a call, and closes its conversation until `answered` is called. Raises
         ValueError if the messages are not a conversation waiting for an answer."""
-        asked = [plain_message(message, self._images) for message in messages]
+        asked = [plain_message(message, self._images, self._own) for message in messages]
         if not asked or asked[-1]["role"] == "assistant":
             raise ValueError("the messages need a last one that is not the assistant's")
         check_depth([tools, [message.get("tool_calls") for message in asked]])
@@ -129,16 +133,18 @@ def _compared(message: Message) -> list[Any]:
     return [message["role"], compared_content(message["content"]), calls]
 
 
-def plain_message(message: Message, images: bool = False) -> Message:
+def plain_message(
+    message: Message, images: bool = False, own: Mapping[str, str] = MappingProxyType({})
+) -> Message:
     """Converts an OpenAI chat completions message to the form that chat templates read: role, content as one
     string or as texts and images (`sent_content`), and tool calls with their arguments as an object. Raises
-    ValueError if it is not such a message, or has other parts; images in base64 URLs are read with `images`,
-    but not in answers."""
+    ValueError if it is not such a message, or has other parts; images in base64 URLs, and the row's `own`,
+    are read with `images`, but not in answers."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message is an object with a role and a content, not {message!r:.80}")
     role = ROLES.get(message["role"], message["role"])
     reads = images and role != "assistant" and has_images(message.get("content"))
-    content = sent_content(message["content"], True, None) if reads else _text(message)
+    content = sent_content(with_own_images(message["content"], own), True, None) if reads else _text(message)
     plain: Message = {"role": role, "content": content}
     if message.get("tool_calls"):
         plain["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]

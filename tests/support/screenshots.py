@@ -41,6 +41,13 @@ class Screen:
         await model.answer("And then?")
         return 1.0
 
+class Asker:
+    async def rollout(self, task, model):
+        # as an agent does
+        part = {"type": "image_url", "image_url": {"url": task["named"]}}
+        await model.complete([{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}])
+        model.reward(1.0)
+
 class Looker:
     async def rollout(self, task, model):
         part = task["messages"][0]["content"][0]

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import io
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,28 @@ def sent_content(content: Any, images: bool, folder: str | None) -> Content:
     if not images:
         raise ValueError(NO_IMAGES)
     return [_sent(part) for part in parts]
+
+
+def with_own_images(content: Any, own: Mapping[str, str]) -> Any:
+    """Returns content in any form, in which the encoded bytes replace those paths of images that `own` has.
+    `own`: the files of the row's images, by their paths as the row and the prompt name them. No other file is
+    read. Raises ValueError for a file that can no longer be read."""
+    if not own or not isinstance(content, list):
+        return content
+    return [_with_own_image(part, own) for part in content]
+
+
+def _with_own_image(part: Any, own: Mapping[str, str]) -> Any:
+    if not isinstance(part, Mapping) or part.get("type") not in IMAGE_KINDS:
+        return part
+    cell = next((part[key] for key in GIVEN if part.get(key) is not None), None)
+    if isinstance(cell, Mapping):
+        cell = cell.get("url") or cell.get("path")
+    file = own.get(cell) if isinstance(cell, str) else None
+    if file is None:
+        return part
+    folder, name = os.path.split(file)
+    return {"type": "image", "image": PictureSource(name, folder).encoded()}
 
 
 def check_size(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -20,8 +20,9 @@ from PIL import Image
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.pictures import environment_content
-from rlhf_core.data.pictures.environment_content import EXCESS, images_that_fit, sent_content
+from rlhf_core.data.pictures.environment_content import EXCESS, images_that_fit, in_base64, sent_content
 from rlhf_core.data.pictures.message_parts import content_text
+from rlhf_core.data.pictures.picture_source import PictureSource
 from rlhf_core.environments.agents.mcp_session import part_of
 from rlhf_core.environments.conversation import Conversation
 from rlhf_core.environments.joined_calls import JoinedCalls
@@ -141,6 +142,69 @@ def user(*parts: Any) -> dict[str, Any]:
 def test_what_an_agent_may_not_send(images: bool, part: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         JoinedCalls(images).place([user(part, "What?")], [])
+
+
+def test_the_files_of_the_rows_own_images_are_read_and_no_others(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for name, colour in (("own", "red"), ("other", "blue")):
+        (tmp_path / "images" / f"{name}.png").write_bytes(square(colour))
+    file = str(tmp_path / "images" / "own.png")
+    calls = JoinedCalls(True, {"images/own.png": file, file: file})
+    forms: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": "images/own.png"}},
+        {"type": "image_url", "image_url": file},
+        {"type": "image", "image": file},
+        {"type": "image", "path": "images/own.png"},
+        {"type": "image", "image": {"path": file}},
+    ]
+    for part in forms:
+        ((shown, _),) = [message["content"] for message in calls.place([user(part, "What?")], []).new]
+        assert shown == {"type": "image", "image": in_base64(square("red"))}
+    others = [
+        "images/other.png",
+        str(tmp_path / "images" / "other.png"),
+        "images/../images/own.png",
+        "images/./own.png",
+        "own.png",
+        f"file://{file}",
+        "/etc/passwd",
+        str(tmp_path / "images"),
+        "",
+    ]
+    for path in others:
+        with pytest.raises(ValueError, match=r"data's folder|none is opened|neither a path nor bytes"):
+            calls.place([user({"type": "image", "image": path}, "What?")], [])
+    Path(file).unlink()
+    with pytest.raises(ValueError, match="cannot be read"):
+        calls.place([user(forms[0], "What?")], [])
+    with pytest.raises(ValueError, match="has a part of type 'image'"):
+        calls.place([{"role": "assistant", "content": [forms[2]]}, user("What?")], [])
+
+
+def test_an_agent_sends_back_the_image_of_its_row(qwen: Path, screens: Path, tmp_path: Path) -> None:
+    """Which is not in the folder of the environment's file."""
+    renderer = renderer_of(qwen)
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("own", "other"):
+        (data / f"{name}.png").write_bytes(square("green", 24))
+    own = PictureSource("own.png", str(data))
+    messages = ({"role": "user", "content": [{"type": "image", "picture": own}]},)
+    document = renderer.conversation([*messages, {"role": "assistant", "content": "a"}])
+    tokens = renderer.prompt(messages)
+    for named, told in (
+        ("own.png", ""),
+        (own.file, ""),
+        (str(data / "other.png"), "is not in the data's folder"),
+        ("red.png", "is not in the data's folder"),
+    ):
+        prompt = Prompt(messages, tokens, {"named": named}, False, document.pictures)
+        with opened(screens, renderer, Scripted(renderer), kind="Asker", images=False) as run:
+            episode = run(prompt)
+        assert (episode.failure == "") == (told == "") and told in episode.failure
+        if not told:
+            (shown,) = episode.trajectory.document.pictures
+            assert shown.source.encoded() == square("green", 24)
 
 
 def test_texts_in_all_their_forms_are_one_text_whether_images_are_read_or_not() -> None:
