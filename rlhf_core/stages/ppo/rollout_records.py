@@ -106,7 +106,9 @@ def _stored_picture(picture: EncodedPicture) -> dict[str, Any]:
 
 
 def _restored_picture(row: Mapping[str, Any]) -> EncodedPicture:
-    if "base64" in row:
+    if "bytes" in row:
+        source = PictureSource(row["name"], None, row["bytes"])
+    elif "base64" in row:
         source = PictureSource(row["name"], None, base64.b64decode(row["base64"]))
     else:
         folder, name = os.path.split(row["path"])

@@ -3,6 +3,8 @@ for an iteration's answers and rewards, for a run that trains only on them."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -30,6 +32,7 @@ from rlhf_core.system.files import digest, write_text
 AHEAD = "ahead.jsonl"
 EXPERTS = "ahead.npz"
 COLLECTED = "collected.jsonl"
+CONTENTS = "images"  # key in the header
 
 
 def write_ahead(folder: Path, ahead: Sampled) -> None:
@@ -222,18 +225,45 @@ def kept_iterations(config: PPO, most: int) -> int:
 
 
 def _write(file: Path, head: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:
+    """Writes the header, which holds the content of each image once, and a line for each rollout."""
     experts = {
         str(i): found.document.experts
         for i, found in enumerate(rollouts)
         if found.document.experts is not None
     }
     np.savez(file.with_suffix(".npz"), allow_pickle=False, **experts)
-    write_text(file, "\n".join([json.dumps(head), *(json.dumps(stored(found)) for found in rollouts)]) + "\n")
+    rows = [stored(found) for found in rollouts]
+    contents = _taken_out(rows)
+    whole = {**head, CONTENTS: contents} if contents else head
+    write_text(file, "\n".join(map(json.dumps, [whole, *rows])) + "\n")
+
+
+def _taken_out(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Replaces the content of images in rollouts by a digest. Returns each content, in base64, by its
+    digest."""
+    found = dict[str, str]()
+    for row in rows:
+        for image in row.get("images", ()):
+            if "base64" in image:
+                content = image.pop("base64")
+                image["digest"] = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+                found.setdefault(image["digest"], content)
+    return found
+
+
+def _put_back(rows: Sequence[Mapping[str, Any]], contents: Mapping[str, str]) -> None:
+    """Puts the content of images, as bytes that equal images share, into rollouts (`_taken_out`)."""
+    decoded = {key: base64.b64decode(content) for key, content in contents.items()}
+    for row in rows:
+        for image in row.get("images", ()):
+            if "digest" in image:
+                image["bytes"] = decoded[image.pop("digest")]
 
 
 def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[np.ndarray | None]]:
     """Returns the header, the rollouts in the form of `stored`, and their expert choices."""
     head, *rows = map(json.loads, file.read_text().splitlines())
+    _put_back(rows, head.pop(CONTENTS, {}))
     arrays = file.with_suffix(".npz")
     known: Mapping[str, np.ndarray] = np.load(arrays, allow_pickle=False) if arrays.is_file() else {}
     return head, rows, [known[str(i)] if str(i) in known else None for i in range(len(rows))]

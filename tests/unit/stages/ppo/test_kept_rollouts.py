@@ -3,6 +3,8 @@ refused."""
 
 from __future__ import annotations
 
+import base64
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,16 +17,23 @@ import pytest
 
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document, Prompt, compact
+from rlhf_core.data.pictures.picture_source import EncodedPicture, PictureSource
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.iteration import Carried, measure_pass_rates, ppo_iteration, sampled_of
 from rlhf_core.stages.ppo.iteration_loop import IterationLoop
 from rlhf_core.stages.ppo.ppo_setup import schedule_of, setup_of
-from rlhf_core.stages.ppo.rollout_records import Own, Rollout
+from rlhf_core.stages.ppo.rollout_records import Own, Rollout, stored
 from rlhf_core.stages.ppo.sampling.kept_answers import KeptAnswers
-from rlhf_core.stages.ppo.sampling.sampled_answers import MeasuredGroups, Setup
-from rlhf_core.stages.ppo.sampling.stored import kept_iterations, read_kept, remove_kept, write_kept
+from rlhf_core.stages.ppo.sampling.sampled_answers import MeasuredGroups, Sampled, Setup
+from rlhf_core.stages.ppo.sampling.stored import (
+    kept_iterations,
+    read_kept,
+    remove_kept,
+    write_ahead,
+    write_kept,
+)
 from tests.unit.stages.ppo.test_ppo_sampling import PROMPTS, Fleet
 
 
@@ -77,6 +86,46 @@ def test_kept_rollouts_are_read_bit_for_bit(tmp_path: Path) -> None:
         if other.document.experts is not None:
             np.testing.assert_array_equal(one.document.experts, other.document.experts)
     assert found.rollouts[1].own is not None and found.rollouts[1].own.ended_by == "turns"
+
+
+def with_images(rollout: Rollout, *contents: bytes) -> Rollout:
+    """The episode with images that its environment sent."""
+    pictures = tuple(
+        EncodedPicture(place, place + 1, PictureSource("", None, content))
+        for place, content in enumerate(contents)
+    )
+    prompt = replace(rollout.prompt, pictures=pictures[:2])
+    return replace(rollout, prompt=prompt, document=replace(rollout.document, pictures=pictures))
+
+
+def test_an_image_of_several_answers_is_stored_once(tmp_path: Path) -> None:
+    rollouts, rewards = answers()
+    one, other = (bytes([number]) * 3000 for number in (1, 2))
+    rollouts = [with_images(rollouts[1], one, one, other), *[with_images(rollouts[1], one)] * 3]
+    write_kept(tmp_path, 1, setup(), rollouts, rewards, {})
+    write_ahead(tmp_path, Sampled(rollouts, None, 4, {}, 0))
+    for name in ("iteration1.jsonl", "ahead.jsonl"):
+        text = (tmp_path / name).read_text()
+        assert [text.count(base64.b64encode(content).decode()) for content in (one, other)] == [1, 1]
+    found = read_kept(tmp_path, 1, setup()).rollouts
+    assert [rollout.document.pictures for rollout in found] == [
+        rollout.document.pictures for rollout in rollouts
+    ]
+    assert found[0].prompt.pictures == rollouts[0].prompt.pictures
+    first, second = (rollout.document.pictures[0].source.data for rollout in found[2:])
+    assert first is second
+
+
+def test_images_that_an_earlier_release_stored_with_each_answer_are_read(tmp_path: Path) -> None:
+    rollouts, rewards = answers()
+    rollouts = [with_images(rollouts[1], b"image", b"image")] * 4
+    write_kept(tmp_path, 1, setup(), rollouts, rewards, {})
+    head = json.loads((tmp_path / "iteration1.jsonl").read_text().splitlines()[0])
+    del head["images"]
+    lines = [json.dumps(row) for row in (head, *map(stored, rollouts))]
+    (tmp_path / "iteration1.jsonl").write_text("\n".join(lines) + "\n")
+    found = read_kept(tmp_path, 1, setup()).rollouts
+    assert [rollout.document.pictures for rollout in found] == [rollouts[0].document.pictures] * 4
 
 
 @pytest.mark.parametrize(
