@@ -144,6 +144,41 @@ def test_prompts_with_images_need_an_engine_that_reads_them(
     assert any("set engine.kind to transformers" in told for told in problems())
 
 
+@pytest.mark.parametrize(
+    ("stage", "told"),
+    [
+        ({"stage": "iterative", "post_processor": "rejection_sampling"}, "set post_processor to dpo or kto"),
+        ({"stage": "iterative", "post_processor": "conditional_sft"}, "set post_processor to dpo or kto"),
+        (
+            {"stage": "preferences", "post_processor": "rejection_sampling"},
+            "set post_processor to dpo or kto",
+        ),
+        ({"stage": "sft", "condition": "reward"}, "drop the row's images, or use one of these"),
+    ],
+)
+def test_what_reads_no_images_is_refused_in_one_sentence(
+    stage: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pictured("qwen3_vl", tmp_path / "base")
+    (tmp_path / "a.png").write_bytes(square("red"))
+    (tmp_path / "right.py").write_text("def right(responses): return [1.0 for _ in responses]\n")
+    prompt = asked([{"type": "image", "image": "a.png"}])["messages"][:1]
+    write_rows(tmp_path / "asks.jsonl", [{"prompt": prompt, "response": "red", "reward": 1.0}] * 4)
+    monkeypatch.chdir(tmp_path)
+    fields: dict[str, Any]
+    if stage["stage"] == "sft":
+        fields = {"data": {"sources": "asks.jsonl"}, "max_len": 100}
+    else:
+        fields = {"prompts": {"sources": "asks.jsonl"}, "reward": {"function": "right.py:right"}}
+        fields |= {"policy": "base", "engine": {"kind": "transformers"}, "prompt_max_len": 100}
+        fields["generate_max_len"] = 8
+    recipe = {"name": "reads-none", "base_model": "base", "stages": {"own": fields | stage}}
+    Path("recipe.yaml").write_text(json.dumps(recipe))
+    planned = plan(load_recipe("recipe.yaml"))
+    (problem,) = {problem.partition(": ")[2] for problem in check_inputs(planned, planned.nodes)}
+    assert told in problem and "images" in problem
+
+
 def test_rows_with_images_are_not_split_over_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pictured("qwen3_vl", tmp_path / "base")
     (tmp_path / "a.png").write_bytes(square("red"))
