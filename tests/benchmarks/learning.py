@@ -50,7 +50,7 @@ TEMPLATE = (
 LAYERS = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
 VOCABULARY = 320
-SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1}
 PROMPT_LEN = 64
 ANSWER_LEN = 8
 SFT_BATCH = 32
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--peer", choices=PEERS, help="runs after ours")
     parser.add_argument("--peer-path", default="", help="a folder of packages that the peer alone imports")
     parser.add_argument("--peer-seconds", type=float, default=580.0, help="the peer is ended after these")
+    parser.add_argument("--digits", type=int, default=2, help="most digits of a term")
     parser.add_argument("--sft-rows", type=int, default=100_000)
     parser.add_argument("--sft-learning-rate", type=float, default=3e-4)
     parser.add_argument("--steps", type=int, default=100)
@@ -82,7 +83,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "correct.py").write_text(CORRECT)
     if not (arguments.out / "prompts.jsonl").exists():
-        write_sums(arguments.out / "prompts.jsonl", arguments.steps * arguments.prompts, seed=1)
+        count = arguments.steps * arguments.prompts
+        write_sums(arguments.out / "prompts.jsonl", count, arguments.digits, seed=1)
     if not (arguments.out / "model").is_dir():
         write_model(arguments.out / "model", arguments.cpu)
     start = stage(arguments, "sft", sft(arguments), arguments.out / "model") / "checkpoint"
@@ -119,27 +121,32 @@ def write_model(folder: Path, cpu: bool) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def sums(count: int, seed: int) -> list[dict[str, str]]:
+def sums(count: int, digits: int, seed: int) -> list[dict[str, str]]:
     """Questions `12 + 7 =` and their answers."""
-    tasks = {"tasks": {"chain_sum": SUM}, "size": count, "seed": seed, "instruction": ""}
+    tasks = {
+        "tasks": {"chain_sum": SUM | {"max_digits": digits}},
+        "size": count,
+        "seed": seed,
+        "instruction": "",
+    }
     rows = load_rows(Data.model_validate({"sources": {"reasoning_gym": tasks}}), 0)
     questions = [row["prompt"][-1]["content"] for row in rows]
     parts = [question.partition(":")[2].strip().replace("?", "") for question in questions]
     return [{"question": part, "answer": row["answer"]} for part, row in zip(parts, rows, strict=True)]
 
 
-def write_sums(file: Path, count: int, seed: int) -> None:
+def write_sums(file: Path, count: int, digits: int, seed: int) -> None:
     asked = [
         {"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]}
-        for row in sums(count, seed)
+        for row in sums(count, digits, seed)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in asked))
 
 
-def write_talks(file: Path, count: int) -> None:
+def write_talks(file: Path, count: int, digits: int) -> None:
     talks = [
         [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
-        for row in sums(count, seed=0)
+        for row in sums(count, digits, seed=0)
     ]
     file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
 
@@ -147,7 +154,7 @@ def write_talks(file: Path, count: int) -> None:
 def sft(arguments: argparse.Namespace) -> SFT:
     file = arguments.out / "talks.jsonl"
     if not file.exists():
-        write_talks(file, arguments.sft_rows)
+        write_talks(file, arguments.sft_rows, arguments.digits)
     return SFT.model_validate(
         {
             "data": {"sources": str(file)},
