@@ -59,7 +59,7 @@ class Reach:
         self._thread: Thread | None = None
 
     def watch(self, places: Sequence[TcpEndpoint]) -> None:
-        """Watches the endpoints that answer, in place of the previously watched ones."""
+        """Watches those endpoints that answer, instead of any watched before."""
         self._places = answering(places)
         self._since = {}
         self._noticed = set()
@@ -74,7 +74,7 @@ class Reach:
             raise NodeLost(self._lost)
 
     def gone(self) -> str:
-        """Describes which endpoints do not answer at this moment; "" when all do."""
+        """Names the endpoints that do not answer at this moment; "" when all do."""
         answer = answering(self._places)
         return " and ".join(place.name for place in self._places if place not in answer)
 
@@ -157,8 +157,8 @@ def lost(names: str, when: str) -> str:
 
 def fetched(ref: Any) -> Any:
     """Waits for the small value behind a reference and returns it. Raises NodeLost when a node is lost
-    meanwhile, and whatever the work raised. Unsuitable for large values, whose transfer Ray may restart after
-    each time limit."""
+    meanwhile, and whatever the work raised. Not suitable for large values, because Ray may restart their
+    transfer after each time limit."""
     while True:
         try:
             return ray.get(ref, timeout=CHECK_SECONDS)

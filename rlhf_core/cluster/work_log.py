@@ -16,7 +16,7 @@ class RankTime(NamedTuple):
 
 class CallSpan(NamedTuple):
     """The span of a group's call, from the first rank's start to the last rank's end (seconds since 1970),
-    and the seconds that the slowest rank took itself."""
+    and the seconds that the slowest rank worked."""
 
     phase: str
     begin: float
@@ -55,8 +55,8 @@ class GroupWork(NamedTuple):
     alone: Sequence[Sequence[CallSpan]]
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of work in each phase, as taken by the slowest rank and without waiting for
-        other groups."""
+        """Returns the seconds that the slowest rank worked in each phase, without waiting for other
+        groups."""
         spent = seconds_by_phase(self.together)
         for spans in self.alone:
             for phase, taken in seconds_by_phase(spans).items():

@@ -35,7 +35,7 @@ class LibraryError(RuntimeError):
 
 @contextmanager
 def mark_library_errors() -> Iterator[None]:
-    """Raises LibraryError in place of any ValueError that is not ours."""
+    """Replaces any ValueError that a library raises by LibraryError."""
     try:
         yield
     except ValueError as error:
@@ -152,8 +152,7 @@ class Worker:
         return result, RankTime(begin, time.monotonic() - start)
 
     def call_after(self, method: str, count: int, *args: Any, **kwargs: Any) -> tuple[Any, RankTime]:
-        """Does the same as `call`, but drops the first `count` arguments, which serve only to make Ray wait
-        for them."""
+        """Works like `call`, but drops the first `count` arguments, which only make Ray wait for them."""
         return self.call(method, *args[count:], **kwargs)
 
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, RankTime]]:

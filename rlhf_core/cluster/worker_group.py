@@ -205,7 +205,7 @@ class WorkerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Pending[R]:
-        """Does the same as `call`, but starts the method on one rank only."""
+        """Works like `call`, but starts the method on only one rank."""
         ref = self._workers[rank].call.remote(method.__name__, *args, **kwargs)
         return Pending(
             self.name,

@@ -34,9 +34,9 @@ def entropy_counts(entropy: Tensor, mask: Tensor) -> Tensor:
 
 
 def entropy_percentiles(counts: Tensor) -> dict[str, float]:
-    """Returns percentiles of the entropy, in nats per token: for each, the lowest bin at or below which that
-    share of the tokens lies. `counts` (512,): summed over all micro-batches and ranks, with at least one
-    token."""
+    """Returns percentiles of the entropy, in nats per token. Each is the lowest bin for which that share of
+    the tokens lies in it or below it. `counts` (512,): summed over all micro-batches and ranks, with at least
+    one token."""
     upto = counts.double().cpu().numpy().cumsum()
     places = [int(np.searchsorted(upto, upto[-1] * at / 100)) for at in PERCENTILES]
     return {

@@ -19,7 +19,7 @@ from rlhf_core.objectives.collate import sent
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Returns the scalar sum of `x` where `mask` is True. Both may have any shape, but the same one."""
+    """Returns the scalar sum of `x` where `mask` is True. Both have the same shape, which is arbitrary."""
     return torch.where(mask, x, 0).sum()
 
 

@@ -1,4 +1,4 @@
-"""Decodes the images of passes in threads, ahead of the passes that need them."""
+"""Decodes images in threads, before the passes that need them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ KEPT_BYTES = 1 << 30  # of decoded images, besides those that have been requeste
 
 
 class PictureReader:
-    """How a model reads images. `token_id`: the token whose embedding a feature replaces. `decode`: the
-    function from an image to the inputs of the encoder; several threads call it concurrently.
+    """Reads images for a model. `token_id`: the token whose embedding an image feature replaces. `decode`:
+    the function from an image to the inputs of the encoder; several threads call it concurrently.
 
-    The last images that were read stay decoded, as several documents may have the same one.
+    Keeps the most recently read images decoded, because several documents may have the same image.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PictureReader:
         self._read = OrderedDict[bytes, Tensors]()
 
     def request(self, documents: Iterable[Document]) -> None:
-        """Begins to decode the documents' images. Errors are raised when they are read."""
+        """Starts decoding the documents' images. `read` raises any errors."""
         for document in documents:
             for picture in document.pictures:
                 key = _key(picture.source)
@@ -77,7 +77,7 @@ class PictureReader:
         return tensors
 
     def _forget(self) -> None:
-        """Drops the images that were read longest ago until the others need at most `kept_bytes`."""
+        """Drops the least recently read images until the others need at most `kept_bytes`."""
         held = sum(size_of(tensors) for tensors in self._read.values())
         while held > self._kept_bytes:
             _, tensors = self._read.popitem(last=False)
@@ -85,12 +85,12 @@ class PictureReader:
 
 
 def size_of(tensors: Tensors) -> int:
-    """Returns the bytes of an image's inputs."""
+    """Returns the size of an image's inputs in bytes."""
     return sum(values.nbytes for values in tensors.values())
 
 
 def _key(source: PictureSource) -> bytes:
-    """Returns what identifies an image and its content: only the path, if its file no longer exists."""
+    """Returns a key of an image and its content. Uses only the path if its file no longer exists."""
     try:
         return source.version
     except (PictureFault, OSError):

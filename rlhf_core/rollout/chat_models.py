@@ -1,5 +1,5 @@
-"""Checks chat models that this run starts itself, mainly judges: their longest sequence and their chat
-template."""
+"""Checks the maximum sequence length and the chat template of chat models that this run starts, mainly
+judges."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ REQUEST = ({"role": "system", "content": "Rate."}, {"role": "user", "content": "
 
 
 def longest_of(where: str, config: PretrainedConfig, max_model_len: int | None) -> int:
-    """Returns the most tokens of a prompt with its answer: `max_model_len`, by default the model's
-    positions. Raises ValueError, starting with `where`, when the number of positions is unknown and
-    `max_model_len` is not set, or when it is smaller than `max_model_len`."""
+    """Returns the maximum number of tokens of a prompt and its answer together: `max_model_len`, or by
+    default the model's number of positions. Raises ValueError, starting with `where`, when the number of
+    positions is unknown and `max_model_len` is not set, or when it is smaller than `max_model_len`."""
     positions = positions_of(config.to_dict())
     length = max_model_len or positions
     if length is None:
@@ -32,7 +32,8 @@ def longest_of(where: str, config: PretrainedConfig, max_model_len: int | None) 
 
 
 def require_room(where: str, max_tokens: int, max_model_len: int) -> None:
-    """Raises ValueError, starting with `where`, when replies leave no tokens for a judge's prompt."""
+    """Raises ValueError, starting with `where`, when replies of `max_tokens` leave no room for a judge's
+    prompt."""
     if max_tokens >= max_model_len:
         left = f"max_tokens={max_tokens} leaves none of its {max_model_len} tokens for a prompt"
         raise ValueError(f"{where}: {left}: lower it")
@@ -68,8 +69,8 @@ class JudgeSetup(NamedTuple):
 
 
 def judge_setup(where: str, path: str, judge: EngineJudge, seed: int, trust_remote_code: bool) -> JudgeSetup:
-    """Returns what a judge at `path` is started with. Raises ValueError like `longest_of`, `require_room` and
-    `judge_renderer`."""
+    """Returns the setup for a judge whose model is at `path`. Raises ValueError like `longest_of`,
+    `require_room` and `judge_renderer`."""
     config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
     longest = longest_of(where, config, judge.max_model_len)
     require_room(where, judge.max_tokens, longest)

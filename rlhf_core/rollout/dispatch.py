@@ -70,8 +70,8 @@ class Background:
 
 class Engines:
     """Dispatches requests to the engines of a group, within one event loop. `timeout`: how long an engine may
-    make no progress, in seconds. `revives`: someone restarts engines that die; if not, their requests
-    fail."""
+    make no progress, in seconds. `revives`: whether the caller restarts engines that die; otherwise their
+    requests fail."""
 
     def __init__(self, group: WorkerGroup, timeout: float, revives: bool = True):
         self._group = group
@@ -91,7 +91,7 @@ class Engines:
         self._back = asyncio.Event()
 
     def reserve(self, requests: int = 1) -> int:
-        """Returns the engine with the fewest reserved requests, and reserves this number on it until
+        """Returns the engine with the fewest reserved requests, and reserves `requests` more on it until
         `release`."""
         engine = self._least()
         self._reserved[engine] += requests
@@ -112,7 +112,7 @@ class Engines:
         sampling: Sampling,
         pictures: Pictures = (),
     ) -> SampledAnswer:
-        """Asks an engine for one answer. If it dies, asks another, or the same one once it is back
+        """Asks an engine for one answer. If it dies, asks another, or the same one after its restart
         (`revived`). Raises RoleFailed when an engine fails in another way, makes no progress, or dies for
         good. Cancelling this call makes the engine abort the request."""
         while True:
@@ -192,7 +192,7 @@ class Engines:
         self.died.set()
 
     async def revived(self) -> None:
-        """Marks all dead engines as back."""
+        """Marks all dead engines as running again."""
         self.revivals += 1
         self.dead.clear()
         self.died.clear()
@@ -205,7 +205,7 @@ class Engines:
 
 
 async def in_daemon(work: Callable[[], R], name: str) -> R:
-    """Waits for work in a thread of its own, a daemon: it does not delay the end of this process."""
+    """Waits for work in a separate daemon thread, which does not delay the end of this process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[R] = loop.create_future()
 

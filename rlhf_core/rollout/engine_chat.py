@@ -26,9 +26,8 @@ Found = TypeVar("Found")
 class EngineChat:
     """Asks the model of a group of engines, with greedy sampling.
 
-    `start` returns the group once its engines have loaded; it is called when there is something to send.
-    `timeout`: seconds that an engine may make no progress. Engines that share GPUs (`sleep`) sleep outside
-    of `each`.
+    `start` returns the group once its engines have loaded; it is called before the first request. `timeout`:
+    seconds that an engine may make no progress. Engines that share GPUs (`sleep`) sleep outside of `each`.
     """
 
     def __init__(self, setup: JudgeSetup, start: Callable[[], WorkerGroup], timeout: float):
@@ -80,8 +79,8 @@ class EngineChat:
             group.call("sleep", SamplerRole.sleep, True).wait(self._timeout)
 
     async def ask(self, messages: Sequence[Mapping[str, str]]) -> ChatReply:
-        """Sends messages and returns the reply. Call it only inside `each`. Raises Unanswerable for messages
-        that the model cannot read."""
+        """Sends messages and returns the reply. Must be called inside `each`. Raises Unanswerable for
+        messages that the model cannot read."""
         engines = self._engines
         assert engines is not None, "each has started them"
         try:

@@ -1,4 +1,5 @@
-"""What an engine is: token ids in, token ids and log-probs out, with weights that the trainer sends."""
+"""Defines rollout engines, which turn token ids into token ids and log-probs, with weights from the
+trainer."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ class SampledAnswer:
     distribution it sampled from. `versions`: for answers to a `Request`, pairs (first token, version of the
     weights from there on).
 
-    `finished` is False when the length limit cut the answer; else its last token is a stop token or ends a
-    stop text. `experts` (T - 1, layers, k): the experts of the tokens of prompt and answer; the last token
-    was routed to none. Only engines with `routing_replay` return them.
+    `finished` is False when the length limit cut the answer; otherwise its last token is a stop token or
+    completes a stop text. `experts` (T - 1, layers, k): the experts of each token of prompt and answer,
+    except the last token, which is not routed. Only engines with `routing_replay` return them.
     """
 
     tokens: Sequence[int]
@@ -82,9 +83,9 @@ class Sampling(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Asks for one answer (`sampling.n` is ignored) alongside others that the engine works on. `key`: a
-    number chosen by the caller. `pictures`: the images of the prompt, whose placeholders in `tokens` are
-    already expanded."""
+    """Requests one answer (`sampling.n` is ignored); the engine may work on other requests at the same time.
+    `key`: a number chosen by the caller. `pictures`: the images of the prompt, whose placeholders in `tokens`
+    are already expanded."""
 
     key: int
     tokens: list[int]
@@ -98,8 +99,8 @@ class RolloutEngine(Protocol):
     prompt, so a resumed run samples the same answers as an uninterrupted one. What a kind of engine can do is
     in `rlhf_core.config.engines.ABILITIES`.
 
-    `first`: the number of processes of the engines before it. `version`: the trainer's count of the weights.
-    `pictures`: the images of each prompt or document, as in `Request`; empty if none has any.
+    `first`: the total number of processes of earlier engines. `version`: the trainer's version number of the
+    weights. `pictures`: the images of each prompt or document, as in `Request`; empty if none has any.
     """
 
     first: int
@@ -122,8 +123,8 @@ class RolloutEngine(Protocol):
         sampling: Sampling,
         pictures: Sequence[Pictures] = (),
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
-        """Like `generate`, but yields each prompt as its answers finish: the prompt's index and its `n`
-        answers."""
+        """Works like `generate`, but yields each prompt's index and its `n` answers as soon as they are
+        finished."""
 
     def advance(
         self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
@@ -149,11 +150,11 @@ class RolloutEngine(Protocol):
 
     def receive_weights(self, version: int = 0) -> None:
         """Loads all weights, or only the adapters if the engine has them, from the trainer, which must send
-        them at the same time. `version`: the trainer's count."""
+        them at the same time. `version`: the trainer's version number."""
 
     def sampled(self) -> tuple[int, int]:
-        """Returns, for an engine that drafts tokens, how many tokens it sampled since the last call and in
-        how many steps."""
+        """Returns, for an engine with speculative decoding, the number of tokens sampled since the last call
+        and the number of steps that this took."""
 
     def sleep(self, keep_weights: bool) -> None:
         """Frees the GPU until `wake`. Weights that are not kept must be sent again after `wake`, before

@@ -29,9 +29,9 @@ def open_engine(
     fp32_head: bool = False,
     **of_vllm: Any,
 ) -> RolloutEngine:
-    """Starts an engine and loads a model, a folder or Hub id. `max_model_len`: tokens of the longest prompt
-    and answer together. `fp32_head`: logits are computed in fp32. `of_vllm`: what only vLLM's engine reads
-    (`VllmEngine`). Raises ValueError for a model that this kind of engine cannot run."""
+    """Starts an engine and loads a model from a folder or a Hub id. `max_model_len`: tokens of the longest
+    prompt and answer together. `fp32_head`: whether logits are computed in fp32. `of_vllm`: options that only
+    vLLM's engine has (`VllmEngine`). Raises ValueError for a model that this kind of engine cannot run."""
     if config.kind == "transformers":
         from rlhf_core.rollout.transformers_engine import TransformersEngine
 

@@ -1,6 +1,6 @@
-"""Samples answers to prompts with images by the language model and the frozen image encoder.
+"""Samples answers to prompts with images, using the language model and the frozen image encoder.
 
-A prompt is read once for all of its answers, which continue from copies of its keys and values.
+A prompt is processed once for all of its answers, which start from copies of its keys and values.
 """
 
 from __future__ import annotations
@@ -84,5 +84,5 @@ def _read(
 
 
 def _identity(request: Request) -> object:
-    """Returns what is equal for equal prompts."""
+    """Returns a key that is equal for equal prompts."""
     return tuple(request.tokens), tuple(picture.source.identity for picture in request.pictures)

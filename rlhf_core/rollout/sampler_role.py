@@ -1,4 +1,4 @@
-"""Runs one engine as the object of a Ray worker: the sampler role."""
+"""Runs one engine in a Ray worker: the sampler role."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class SamplerRole:
         sampling: Sampling,
         pictures: Sequence[Pictures] = (),
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
-        """Like `generate_share`, but yields each prompt as its answers finish."""
+        """Works like `generate_share`, but yields each prompt's index and answers as soon as they are
+        finished."""
         mine = range(self.rank, len(prompts), self.world_size)
         own_prompts = [prompts[i] for i in mine]
         own_seeds = [seeds[i] for i in mine]

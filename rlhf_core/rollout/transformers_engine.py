@@ -1,7 +1,8 @@
-"""Runs one transformers engine in this process (`RolloutEngine`). It answers with transformers' `generate`,
-and loads the model as the trainer does. It is meant for models that vLLM cannot sample, and is slow but
-exact: answers to prompts of one length are sampled together, without padding, until the longest one ends;
-then the next ones start.
+"""Runs a transformers engine in this process (`RolloutEngine`). It samples with transformers' `generate`, and
+loads the model as the trainer does.
+
+The engine serves models that vLLM cannot sample, and is slow but exact: it samples answers to prompts of
+equal length together, without padding, and starts the next prompts when the longest answer ends.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class TransformersEngine:
         return self._policy
 
     def _free(self) -> None:
-        """Drops the weights, before others are loaded, so that the GPU never holds both."""
+        """Drops the current weights before new ones are loaded, so that the GPU never holds both."""
         self._policy = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -167,8 +168,8 @@ class TransformersEngine:
         return [(request.key, answer) for request, answer in zip(batch, answers, strict=True)]
 
     def _batches(self, requests: Sequence[Request]) -> list[list[Request]]:
-        """Returns requests that can be sampled together: prompts of one length, with the same settings,
-        all with images or none."""
+        """Groups requests that can be sampled together: their prompts have equal lengths and the same
+        settings, and either all or none have images."""
 
         def kind(request: Request) -> tuple[int, bool, str]:
             return len(request.tokens), bool(request.pictures), repr(request.sampling)
@@ -199,7 +200,7 @@ class TransformersEngine:
         return ends.answers()
 
     def _reads_pictures(self) -> PictureReader:
-        """Returns how images are read. Loads the encoder when the first images arrive."""
+        """Returns the reader of images. Loads the encoder when the first images arrive."""
         if self._reader is None:
             whole = first_base(self._path)  # adapters have no image encoder
             tokenizer = load_tokenizer(whole, self._trust_remote_code)
@@ -234,8 +235,8 @@ class TransformersEngine:
         return found
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights, and any weights of the image encoder that are sent: collects them in host
-        memory, then rebuilds the model. Raises ValueError if some are missing."""
+        """Replaces all weights of the model, and those of the image encoder that are sent. Collects them in
+        host memory, then rebuilds the model. Raises ValueError if some are missing."""
         before = self._sampled
         kind = type(before.model)
         sent = {name: weight.detach().to("cpu", copy=True) for name, weight in weights}
@@ -283,7 +284,8 @@ class TransformersEngine:
         return 0, 0  # it drafts no tokens
 
     def sleep(self, keep_weights: bool) -> None:
-        """Moves the weights to host memory, even those that will be replaced: they describe the model."""
+        """Moves the weights to host memory, even if they will be replaced, because the model is rebuilt from
+        them."""
         self._sampled.to("cpu")
         if self._sampled.tower is not None:
             self._sampled.tower.move("cpu")

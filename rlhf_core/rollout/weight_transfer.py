@@ -1,11 +1,11 @@
-"""Sends weights from the trainer's ranks to the engines in buckets, so that memory holds only a bucket or two
-besides the two models.
+"""Sends weights from the trainer's ranks to the engines in buckets, so that the transfer needs memory for
+only one or two buckets.
 
-Three routes. `gpus`: every engine process is on a GPU with a trainer rank, which shares each bucket with it
-through CUDA IPC. `nccl`: one trainer rank broadcasts over NCCL to engines on other GPUs (NCCL refuses two
-ranks on one GPU). `gloo`: the same broadcast through host memory, on machines without GPUs and for all other
-placements. The channel opens once and serves every sync. At the end of a sync the checksums of the sent and
-the received weights are compared.
+There are three routes. `gpus`: every engine process is on a GPU with a trainer rank, which shares each bucket
+with it through CUDA IPC. `nccl`: one trainer rank broadcasts over NCCL to engines on other GPUs (NCCL refuses
+two ranks on one GPU). `gloo`: the same broadcast through host memory, on machines without GPUs and for all
+other placements. The channel opens once and serves every sync. At the end of a sync the checksums of the sent
+and the received weights are compared.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Route(NamedTuple):
 
 
 class Rendezvous(NamedTuple):
-    """Describes where the two sides connect: the address of the source's store and, for `gpus`, the socket of
-    the trainer rank on each GPU and a key."""
+    """Describes where trainer and engines connect: the address of the source's store and, for `gpus`, a key
+    and the socket of the trainer rank on each GPU."""
 
     address: str
     sockets: Mapping[str, str]

@@ -53,8 +53,8 @@ class Digests:
         return list(self._cached(f"{read.__name__} {path.resolve()}", [path], lambda: read(path)))
 
     def together(self, title: str, files: Mapping[str, Path]) -> str:
-        """Returns the digest of the names and contents of many files, cached as one: `absent` in place of the
-        contents of a missing file."""
+        """Returns the digest of the names and contents of many files, cached as one: a missing file counts as
+        `absent`."""
         return str(
             self._cached(
                 title,
@@ -69,7 +69,8 @@ class Digests:
         )
 
     def _cached(self, title: str, paths: Sequence[Path], make: Callable[[], Any]) -> Any:
-        """Returns what `make` returns, once for each state of these files: path, size and mtime."""
+        """Returns the result of `make`, which is called once per state of these files (path, size and
+        mtime)."""
         states = [_state(path) for path in paths]
         state = digest(states)
         known = self._known.get(title)
@@ -181,8 +182,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Creates the folder `target` with hard links to the files of `source`, or with copies if the file system
-    does not support links."""
+    """Creates the folder `target` with hard links to the files of `source`, or copies if the file system has
+    no links."""
     shutil.rmtree(target, ignore_errors=True)  # left by a killed attempt
     shutil.copytree(source, target, copy_function=_linked)
 

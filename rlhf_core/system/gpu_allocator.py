@@ -55,8 +55,8 @@ def shared_bytes(size: int, device: torch.device) -> torch.Tensor:
 
 
 def free_unused() -> None:
-    """Frees GPU memory that this process no longer uses, for an engine in another process, which reserves a
-    share of the whole GPU."""
+    """Frees GPU memory that this process no longer uses. An engine in another process, which reserves a share
+    of the whole GPU, needs this memory."""
     import torch
 
     gc.collect()
@@ -65,7 +65,7 @@ def free_unused() -> None:
 
 
 def pinned_bytes(size: float) -> float:
-    """Returns the bytes of host memory that a pinned block of `size` bytes takes."""
+    """Returns how many bytes of host memory a pinned block of `size` bytes occupies."""
     return 2.0 ** math.ceil(math.log2(size)) if size > 0 else 0.0
 
 

@@ -22,8 +22,8 @@ class NodeLost(RuntimeError):
 
 
 class Unreachable(ConnectionError):
-    """Raised when every attempt to reach a service got no answer, or only the answer that it is busy or down.
-    The message is one sentence."""
+    """Raised when every attempt to reach a service got no answer, or a reply that the service is busy or
+    down. The message is one sentence."""
 
 
 def num_cpus() -> int:
@@ -98,8 +98,8 @@ DISK_PROBLEMS = {
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """Returns why the disk cannot be written to, and what to do, if an error or one of its causes says so;
-    else None.
+    """Returns why the disk cannot be written to, and what to do about it, if an error or one of its causes
+    shows this; otherwise None.
 
     Libraries in other languages (safetensors) raise their own classes, with the errno in the message.
     """

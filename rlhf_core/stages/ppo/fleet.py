@@ -182,8 +182,8 @@ class Fleet:
         return self.sources.start(rollouts, documents, allowed_failures, Turns(self.config.colocate_all))
 
     def reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
-        """Returns the rewards of `start_reward`. Threads take turns, so that each source keeps to its limit
-        of concurrent requests."""
+        """Returns the rewards of `start_reward`. Only one thread at a time requests rewards, so that each
+        source keeps to its limit of concurrent requests."""
         with self.rewarding:
             return self.start_reward(rollouts, allowed_failures)()
 
@@ -255,8 +255,8 @@ class Fleet:
         `synced`).
 
         Experts are chosen by products that engine and trainer round in bf16 in different orders. A few tokens
-        therefore go to another expert, and their log-probs may differ by a nat. So a bf16 model with experts
-        must meet the bound only for nine of ten tokens.
+        therefore go to another expert, and their log-probs may differ by a nat, so a bf16 model with experts
+        must meet the bound for only nine of ten tokens.
         """
         trainer = self.actor.call("probe", Actor.probe, list(documents))
         found = self.engines.prompt_logprobs(documents)
@@ -269,7 +269,7 @@ class Fleet:
 
     @property
     def models(self) -> list[WorkerGroup]:
-        """Returns the groups of all models, without the sampler's group."""
+        """Returns the groups of all models, without the sampler."""
         return [
             group
             for group in (
@@ -300,8 +300,8 @@ class Fleet:
         work: Mapping[str, GroupWork],
     ) -> dict[str, float]:
         """Returns the metrics of an iteration that took `seconds`. They cover the minimum times of its
-        phases, the last sync, and each role's memory, `work` and waits. They also cover the judges' usage,
-        and the tokens per step of engines that draft."""
+        phases, the last sync, each role's memory, `work` and waiting time, the judges' usage, and the tokens
+        per step with speculative decoding."""
         metrics: dict[str, float] = {}
         if self.machine is not None:
             scorings = scorings_of(self.config, [rollout.prompt.row for rollout in rollouts])
@@ -313,7 +313,8 @@ class Fleet:
         return metrics | self.engines.draft_metrics()
 
     def save_state(self, folder: Path) -> None:
-        """Tells the roles to write their parts (`state_files`) during the next iterations."""
+        """Makes the roles write their parts of the resume state (`state_files`) during the next
+        iterations."""
         for group in self.trained:
             (folder / group.name).mkdir()
         wait_all(

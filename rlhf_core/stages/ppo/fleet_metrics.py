@@ -51,7 +51,8 @@ def memory_metrics(models: Sequence[WorkerGroup], timeout: float) -> dict[str, f
 
 
 def work_metrics(work: Mapping[str, GroupWork], seconds: float) -> dict[str, float]:
-    """Returns each role's working seconds by phase, and the fraction of `seconds` that it spent waiting."""
+    """Returns the seconds that each role worked in each phase, and the fraction of `seconds` that it
+    waited."""
     metrics: dict[str, float] = {}
     for role, done in work.items():
         spent = done.seconds()

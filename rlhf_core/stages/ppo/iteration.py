@@ -54,9 +54,9 @@ class Carried(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """Holds the results of an iteration: metrics, the mean KL per token of its rollout (nats), and the state
-    for the next iteration. Also holds its rollouts with their rewards, its timeline, and records of some
-    rollouts by index."""
+    """Holds the results of an iteration: metrics, the mean KL per token of its rollouts (nats), the state for
+    the next iteration, its rollouts with their rewards, its timeline, and records of some rollouts by
+    index."""
 
     metrics: dict[str, float]
     kl: float
@@ -196,8 +196,8 @@ def actor_metrics(steps: Sequence[Mapping[str, float]], config: PPO) -> dict[str
 def training_passes(
     updates: Mapping[str, Sequence[Update]], steps: Sequence[Mapping[str, float]], max_epochs: int
 ) -> dict[str, float]:
-    """Returns how many times each trained role passed over the rollout. For the actor, steps after `stop_kl`
-    and steps without a token to train on do not count."""
+    """Returns how many times each trained role passed over the rollout. The actor's steps after `stop_kl`,
+    and its steps without a token to train on, do not count."""
     passes = dict.fromkeys(updates, float(max_epochs))
     if "actor" in updates:
         passes["actor"] *= sum("policy/ratio" in step for step in steps) / max(1, len(updates["actor"]))
@@ -228,7 +228,7 @@ def sampled_of(fleet: Fleet, setup: Setup, carried: Carried, collector: Collecto
 
 
 def taken(engines: RolloutGroup, collector: Collector) -> Sampled:
-    """Takes an iteration's answers from the collector, and restarts engines that die in the meantime."""
+    """Takes an iteration's answers from the collector. Restarts engines that die in the meantime."""
     while (sampled := collector.take()) is None:
         engines.revive()
     return sampled

@@ -236,7 +236,8 @@ class IterationLoop:
         return every is not None and done % every == 0 and done < self._iterations
 
     def _reset_reference(self, done: int) -> None:
-        """Gives the reference the actor's weights through an export, which later states link to."""
+        """Copies the actor's weights to the reference through an export, to which later resume states
+        link."""
         self._reference = self._run / STATE / REFERENCE
         export(self._fleet, self._reference)
         self._fleet.reset_reference(self._reference)
@@ -286,8 +287,9 @@ def validated(
 
 def chosen(fleet: Fleet, held_out: Validation, run: RunDir, best: Best, last: int) -> dict[str, float]:
     """Returns the metrics of the best iteration. Metrics named `eval/...` are of its answers with fresh
-    seeds. Metrics named `selection/reward/...` are those it was chosen by, and are biased upwards because
-    they are the largest of all validations. `last` is the iteration whose weights the engines have."""
+    seeds. Metrics named `selection/reward/...` are those by which it was chosen; they are biased upwards,
+    because they are the largest of all validations. `last` is the iteration whose weights the engines
+    have."""
     if best.answered_again is not None:
         metrics = best.answered_again
     elif best.iteration == last:
@@ -356,7 +358,7 @@ def start_collector(
     group_filter: GroupFilter | None = None,
 ) -> Collector:
     """Starts collecting answers for iteration `first` and all later ones. `state` is the folder of a resume
-    state. `group_filter` is used with dynamic filtering."""
+    state. `group_filter` is set with dynamic filtering."""
     assert engines.background is not None and engines.dispatch is not None
     known = read_collected(state, setup.order) if state else Collected()
     updates = updates_before(setup.config, first)
@@ -375,8 +377,8 @@ def start_collector(
 
 
 def export(fleet: Fleet, folder: Path) -> None:
-    """Writes the actor as a model and flushes it to disk, because a resume state relies on it. Replaces what
-    an interrupted attempt left."""
+    """Writes the actor as a model and flushes it to disk, because a resume state relies on it. Replaces the
+    files of an interrupted attempt."""
     shutil.rmtree(folder, ignore_errors=True)
     fleet.export_actor(folder)
     sync_to_disk(folder)

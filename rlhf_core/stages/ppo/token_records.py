@@ -34,8 +34,8 @@ class TokenRecord(NamedTuple):
 
     `trainer` holds the actor's log-probs before the iteration's first optimiser step, or from the passes of
     that step. `left_out` marks tokens that `sampler_is: mask` leaves out of the loss. `trained` says whether
-    the answer is in the loss. `reward` holds its parts by name. `ages` is the smallest and largest number of
-    updates by which the weights that sampled the tokens were behind.
+    the answer is in the loss. `reward` holds its parts by name. `ages` holds the smallest and the largest
+    age, in updates, of the weights that sampled the tokens.
     """
 
     advantages: np.ndarray
@@ -166,10 +166,9 @@ def ended_by(rollout: Rollout) -> str | None:
 def tokens_of(
     rollout: Rollout, record: TokenRecord, texts_of: Callable[[Sequence[int]], TokenTexts]
 ) -> dict[str, Any]:
-    """Returns the first `MAX_TOKENS` tokens of a rollout as JSON. This holds their ids and texts, which
-    tokens are special, the borders of sampled tokens, and where further conversations start. It also holds
-    the record's numbers for the sampled tokens in order. `total` and `sampled` count the tokens of the whole
-    rollout."""
+    """Returns the first `MAX_TOKENS` tokens of a rollout as JSON: their ids and texts, which tokens are
+    special, the borders of sampled tokens, where further conversations start, and the record's numbers for
+    the sampled tokens in order. `total` and `sampled` count the tokens of the whole rollout."""
     document = rollout.document
     mask = document.mask_array[:MAX_TOKENS]
     ids = [int(token) for token in document.tokens[:MAX_TOKENS]]

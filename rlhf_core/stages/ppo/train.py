@@ -156,7 +156,7 @@ def judges_of(
 
 
 def tell_left_out(config: PPO, prompts: int) -> None:
-    """Prints how many prompts each episode leaves out, if any."""
+    """Prints how many prompts each episode (pass over the prompts) leaves out, if any."""
     left = prompts % config.rollout_batch_size
     if left and config.curriculum is None:
         batch = f"{config.rollout_batch_size} (rollout_batch_size)"

@@ -1,1 +1,1 @@
-"""Protection for servers of local pages: tokens, the files that hold them, and the form that asks for one."""
+"""Protects servers of local pages: tokens, the files that store them, and the form that requests one."""

@@ -29,8 +29,8 @@ def kept_secret(place: Path, prefix: str = "") -> str:
 
 
 def make_private(home: Path, *files: str) -> None:
-    """Makes a state folder accessible only to this user (0700), and also its files that match the patterns
-    `files` (0600). Creates the folder if needed.
+    """Makes a state folder (0700), and its files that match the patterns `files` (0600), accessible only to
+    this user. Creates the folder if needed.
 
     Only logs a warning for paths that another user owns, and for a folder that others may need: one with the
     sticky bit, the working directory, or a folder above it.

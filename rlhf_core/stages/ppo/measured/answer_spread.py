@@ -1,5 +1,5 @@
-"""Measures how the answers of an iteration vary, which means hide: groups without a signal, lengths, and
-advantages."""
+"""Measures how the answers of an iteration vary, which mean values do not show: groups without a signal,
+lengths, and advantages."""
 
 from __future__ import annotations
 

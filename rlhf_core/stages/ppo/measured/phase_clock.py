@@ -74,8 +74,8 @@ def _parts(
 
 
 def _drawn(spans: Iterable[CallSpan], begin: float, whole: float) -> list[tuple[str, float, float]]:
-    """Returns (phase, begin, end) within the iteration, in order. Joins spans of one phase that have only a
-    very short gap between them."""
+    """Returns (phase, begin, end) within the iteration, in order. Joins spans of one phase that are separated
+    only by a very short gap."""
     joined: list[tuple[str, float, float]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         first = min(max(span.begin - begin, 0.0), whole)

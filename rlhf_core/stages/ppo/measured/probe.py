@@ -30,8 +30,8 @@ class Probe(NamedTuple):
 
 
 def gaps_of(found: Sequence[Any], expected: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the absolute differences of log-probs over all documents. Leaves out first tokens, which have
-    no log-prob."""
+    """Returns the absolute differences of log-probs over all documents, except at each document's first
+    token, which has no log-prob."""
     return np.concatenate(
         [np.abs(np.asarray(got) - want)[1:] for got, want in zip(found, expected, strict=True)]
     )

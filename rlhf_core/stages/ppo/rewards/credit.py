@@ -72,8 +72,8 @@ class Credited(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Holds the actor's distance from reference and sampler: the mean KL per token (nats) for the KL
-    controller, and metrics."""
+    """Holds the actor's distance from reference and sampler: the mean KL per token (nats), which the KL
+    controller uses, and metrics."""
 
     kl: float
     metrics: dict[str, float]
@@ -390,5 +390,5 @@ def _response(mask: np.ndarray) -> slice | np.ndarray:
 
 
 def _cut(padded: Tensor, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the padded rows without their padding. `rows` has the original lengths."""
+    """Removes the padding of padded rows. `rows` has the original lengths."""
     return [found[: len(row)] for found, row in zip(padded.numpy(), rows, strict=True)]

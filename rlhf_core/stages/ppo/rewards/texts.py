@@ -1,4 +1,4 @@
-"""Decodes sampled tokens to text in one batch, and only those texts that a reward source reads."""
+"""Decodes those sampled tokens to text that a reward source reads, in one batch."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from rlhf_core.training.train_loop import accumulate, passes_of_rank
 
 
 def prepare(deepspeed: bool) -> None:
-    """Imports what a role needs beyond the imports of this module and the modules that it imports."""
+    """Imports dependencies of a role that this module does not import."""
     if deepspeed:
         import_zero()
 
@@ -100,8 +100,8 @@ class Actor(Trained):
             )
 
     def probe(self, documents: Sequence[Document]) -> tuple[Scored, Scored]:
-        """Returns the log-probs under the whole distributions, and the same with noise of the size of
-        rounding errors."""
+        """Returns the log-probs under the whole distributions, first without and then with noise of the size
+        of rounding errors."""
         plain = self.logprobs(documents, 1.0)
         noise = noise_of(self.config.dtype, self.config.engine.options, self.config.float8)
         with noisy(self.module, noise):
@@ -205,8 +205,8 @@ class Actor(Trained):
             self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
 
     def send_weights(self) -> float | None:
-        """Sends weights to the engines: either only the adapters, or all trained weights, with a trained
-        image encoder, under their checkpoint names. Returns the fraction of the adapters' update that
+        """Sends weights to the engines under their checkpoint names: either only the adapters, or all trained
+        weights including those of an image encoder. Returns the fraction of the adapters' update that
         survives in merged weights.
 
         This is a collective: ranks that do not send only help to gather.

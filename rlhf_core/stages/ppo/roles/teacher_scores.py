@@ -30,7 +30,7 @@ def start_teachers(
     teachers: Mapping[str, Callable[[Sequence[Rollout]], Pending[Any]]], rollouts: Sequence[Rollout]
 ) -> PendingShares:
     """Starts scoring the rollouts. `teachers` maps a teacher's name to a function that starts scoring some
-    rollouts; the reference has the name "". A teacher without rollouts does not score."""
+    rollouts; the reference has the name "". Teachers without rollouts are not called."""
     places = places_by_teacher(teachers, (rollout.prompt.row for rollout in rollouts))
     shares = [
         (places[name], start([rollouts[i] for i in places[name]]))

@@ -103,8 +103,7 @@ class Trained(ModelRole):
 
     def step(self, name: str, learning_rate: float) -> dict[str, float]:
         """Takes the engine's step and returns its metrics, whose names begin with `name`. In float16 these
-        include the loss scale after the step, and 1 if the step was skipped because of an overflow, otherwise
-        0."""
+        include the loss scale after the step, and whether an overflow made it skip the step (1 or 0)."""
         before = self.engine.scaling
         norm = self.engine.step(learning_rate)
         metrics = {} if norm is None else {f"{name}/grad_norm": norm}

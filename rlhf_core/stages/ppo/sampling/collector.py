@@ -33,9 +33,9 @@ AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
 
 
 class Collected(NamedTuple):
-    """Holds the state of a collector between two iterations: the next place in the order to start, and the
-    places being answered. Two fields are keyed by place: the iterations in which prompts were `begun`, and
-    all answers to the prompts that are `ready`.
+    """Holds the state of a collector between two iterations: the next place in the prompt order to start, and
+    the places whose prompts are being answered. Two fields are keyed by place: the iterations in which
+    prompts were `begun`, and all answers to the prompts that are `ready`.
 
     With a filter, two more fields are keyed by place: the answers `dropped` since the last iteration, and the
     `rewards` of all answers held here. It also holds the places of ready groups that are already `counted` in

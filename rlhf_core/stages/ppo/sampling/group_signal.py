@@ -34,8 +34,8 @@ class Looked(NamedTuple):
 
 
 def most_batches(rounds: int) -> int:
-    """Returns the most batches of prompts that `rounds` rounds of filtering may examine: one in the first
-    round, and MOST in each further one."""
+    """Returns the maximum number of batches of prompts that `rounds` rounds of filtering may examine: one in
+    the first round, and MOST in each further one."""
     return 1 + MOST * (rounds - 1)
 
 
@@ -74,8 +74,8 @@ def no_signal(groups: int, rounds: int) -> str:
 
 
 def allowed_of(answers: int, setup: Setup) -> int:
-    """Returns on how many of the `answers` a source may fail: the number allowed in an iteration, or the same
-    fraction if there are more answers."""
+    """Returns the number of `answers` on which a source may fail: the number allowed in an iteration, or the
+    same fraction if there are more answers."""
     usual = setup.order.batch * setup.sampling.n
     return setup.allowed_failures * max(answers, usual) // usual
 

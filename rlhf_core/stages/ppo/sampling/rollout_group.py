@@ -109,7 +109,8 @@ class RolloutGroup:
             yield index, [rollout(seeded[index][0], answer) for answer in answers]
 
     async def answer(self, prompt: Prompt, seed: int, sampling: Sampling) -> list[Rollout]:
-        """Answers one prompt in the loop of `background`, with episodes or with the least-loaded engine."""
+        """Samples answers to one prompt in the loop of `background`, with episodes or with the least-loaded
+        engine."""
         assert self.dispatch is not None
         n = sampling.n
         if self.episodes is not None:
@@ -201,7 +202,8 @@ class RolloutGroup:
         return call.wait(self.config.timeout)
 
     def draft_metrics(self) -> dict[str, float]:
-        """Returns how many tokens a step has yielded since the last call, for engines that draft tokens."""
+        """Returns the mean number of tokens per step since the last call, for engines with speculative
+        decoding."""
         if self.config.engine.drafts is None:
             return {}
         counts = self.sampler.call("look", SamplerRole.sampled).wait(self.config.timeout)

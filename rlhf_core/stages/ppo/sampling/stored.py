@@ -53,7 +53,7 @@ def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
 
 
 def write_collected(folder: Path, collected: Collected) -> None:
-    """Writes a collector's state: finished groups, dropped groups, and the places of prompts being
+    """Writes a collector's state: finished groups, dropped groups, and the places of prompts that are being
     answered."""
     groups = [
         {"place": place, "begun": collected.begun[place], "answers": len(rollouts)}
@@ -200,8 +200,8 @@ def digest_of_row(prompt: Prompt) -> str:
 
 
 def remove_kept(folder: Path, after: int) -> None:
-    """Removes the kept rollouts of iteration `after` + 1 and all later ones, which an attempt before the
-    resume wrote."""
+    """Removes the kept rollouts of iteration `after` + 1 and all later ones, written by an attempt before the
+    resume."""
     for file in folder.glob("iteration*"):
         number = file.stem.removeprefix("iteration")
         if number.isdigit() and int(number) > after:

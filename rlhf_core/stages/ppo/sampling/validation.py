@@ -2,8 +2,8 @@
 intervals, and finds the best iteration.
 
 Each prompt has the same seed at every validation, so that two validations differ only in the weights. The
-largest of several noisy means is biased upwards. The best iteration therefore answers again, with seeds that
-played no part in its selection.
+largest of several noisy means is biased upwards. The weights of the best iteration therefore answer the
+prompts again, with seeds that were not used in the selection.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def validate(
 def answer_again(
     engines: RolloutGroup, models: ScoringModels, validation: Validation, run: RunDir
 ) -> dict[str, float]:
-    """Works like `validate`, but with fresh seeds, whose answers played no part in the selection. Writes the
+    """Works like `validate`, but with fresh seeds that were not used to select the best iteration. Writes the
     answers to `validation/checkpoint.jsonl`."""
     file = run / VALIDATION / "checkpoint.jsonl"
     return _validate(engines, models, validation, validation.fresh_seeds, file)
