@@ -1,10 +1,11 @@
 """Runs the stage of one run directory, with or without Prefect: `python -m rlhf_core RUN_DIR`.
 
-`--wait KIND DESCRIPTOR` in place of RUN_DIR: it imports what the kind needs, then reads the run directory
-from an inherited pipe. Exit codes: 0 done; 2 wrong input (one line on stderr says what to change); 3 a
-package is missing, or a GPU is too small (likewise); 1 anything else, with a traceback, or one line where a
-node of the cluster was lost, or training came to a loss, gradient norm or weight that is not finite. A
-ValueError counts as wrong input when our own code raised it; one from inside a library is a failure.
+With `--wait KIND DESCRIPTOR` instead of RUN_DIR, imports the libraries that the kind needs, then reads the
+run directory from an inherited pipe. Exit codes: 0 done; 2 wrong input (one line on stderr says what to
+change); 3 a package is missing, or a GPU is too small (likewise); 1 anything else, with a traceback, or one
+line where a node of the cluster was lost, or training came to a loss, gradient norm or weight that is not
+finite. A ValueError counts as wrong input when our own code raised it; one from inside a library is a
+failure.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ def _imported_first(kind: str, descriptor: int) -> str | None:
 
 
 def _missing_package(error: BaseException | None) -> str | None:
-    """Returns the module that could not be imported. transformers raises an error without a name, caused by
-    the one that has it."""
+    """Returns the name of the module that could not be imported. transformers raises an error without the
+    name, whose cause has it."""
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name:
             return error.name

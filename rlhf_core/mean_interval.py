@@ -42,8 +42,8 @@ def mean_interval(
 ) -> tuple[float, float]:
     """Returns the interval of `total.sum() / weight.sum()`; without a question it is (0, 1).
 
-    `weight` (n,) is the weight of each question, `total` (n,) its score times its weight. `added`: weight of
-    the question that is added, which should be as large as the largest of the others.
+    `weight` (n,) is the weight of each question, `total` (n,) its score times its weight. `added` is the
+    weight of the added question, which should equal the largest weight of the others.
     """
     tail = (1 - level) / 2
     return _lower(total, weight, added, tail), 1 - _lower(weight - total, weight, added, tail)
@@ -80,5 +80,6 @@ def _at_most_zero(scales: Floats, shapes: Floats) -> float:
 
 
 def _log_damping(scales: Floats, shapes: Floats, points: Floats) -> Floats:
-    """Returns the logarithm of the modulus of the sum's characteristic function, (points,); it falls."""
+    """Returns the logarithm of the modulus of the sum's characteristic function, (points,), which
+    decreases."""
     return -shapes @ np.log1p(np.outer(scales, points) ** 2) / 2

@@ -84,8 +84,8 @@ def _checks(kind: type) -> tuple[str, ...]:
 
 
 class Config(Frozen):
-    """Base of everything a recipe may contain. Infinity and NaN are rejected, and so is true where a number
-    is expected, unless a field has its own validator for them."""
+    """Base of everything a recipe may contain. Rejects infinity and NaN, and true or false where a number is
+    expected, unless a field has its own validator for them."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -149,7 +149,7 @@ class Ranks(Config):
 
     @property
     def world_size(self) -> int:
-        """The number of ranks on all nodes."""
+        """Returns the number of ranks on all nodes."""
         return self.num_nodes * self.num_ranks_per_node
 
 
@@ -230,13 +230,13 @@ class Judgment(Frozen):
 
     @property
     def scores(self) -> tuple[float | None, float | None]:
-        """The model's score in each game, 0, 0.5 or 1; None for a game without a verdict."""
+        """Returns the model's score in each game, 0, 0.5 or 1; None for a game without a verdict."""
         first, second = (None if game.score is None else POINTS[game.score] for game in self.games)
         return None if first is None else 1 - first, second
 
     @property
     def score(self) -> float | None:
-        """The mean over the games with a verdict; None if there are none."""
+        """Returns the mean score over the games with a verdict; None if there are none."""
         played = [score for score in self.scores if score is not None]
         return sum(played) / len(played) if played else None
 
@@ -274,7 +274,7 @@ class WinRate(Frozen):
 
     @property
     def counted(self) -> str:
-        """The counts in words, such as "won 214, lost 4 and tied 202 of 420 battles"."""
+        """Returns the counts in words, such as "won 214, lost 4 and tied 202 of 420 battles"."""
         if self.num_won is None:
             return f"played {self.num_questions} battles"
         return (
@@ -352,8 +352,8 @@ class EvalReport(Frozen):
 
 
 def keys_that_are_no_text(where: str, value: Any) -> Iterator[str]:
-    """Yields a message for each key in the mapping `value`, at any depth, that is not text, such as true or
-    1."""
+    """Yields a message for each key in the mapping `value`, at any depth, that is not a string, such as true
+    or 1."""
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         if not isinstance(key, str):
             yield (

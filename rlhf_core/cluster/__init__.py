@@ -1,5 +1,5 @@
-"""Ray: placement and worker groups. Importing the package restricts a single-machine cluster to loopback
-before Ray is imported.
+"""Runs worker groups on Ray, and places their processes. Importing the package restricts a single-machine
+cluster to loopback before Ray is imported.
 
 Without RAY_ADDRESS, all sockets of Ray, gloo and NCCL are bound to loopback, and Ray serves only clients that
 have this run's token, which processes inherit through their environment. A cluster at RAY_ADDRESS keeps its

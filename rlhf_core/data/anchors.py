@@ -16,8 +16,8 @@ POINTS = {"A": 0.0, "tie": 0.5, "B": 1.0}  # points of answer B
 
 
 class AnchorPairs(NamedTuple):
-    """Holds anchors: N questions, two answers to each, and the points that the past verdicts give to answer
-    B, (N,)."""
+    """Holds anchors: N questions, two answers to each, and the points that past verdicts award to answer B,
+    (N,)."""
 
     questions: list[Question]
     answers: dict[str, list[str]]

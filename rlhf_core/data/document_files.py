@@ -82,8 +82,8 @@ class Writer:
 def stored(
     folder: Path | None, key: str, shape: ItemShape, build: Callable[[Writer], DataReport]
 ) -> Loaded[Any]:
-    """Returns the items stored under `key` in a folder; `build` writes them if they are missing. Without a
-    folder, uses a temporary one.
+    """Returns the items stored under `key` in a folder, after `build` has written them if they are missing.
+    Uses a temporary folder if `folder` is None.
 
     If several processes call this, one builds and the others wait. Raises TimeoutError if that takes a day.
     """

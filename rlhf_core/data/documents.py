@@ -110,8 +110,8 @@ class Document:
         return indexOf(self.mask, True) if True in self.mask else len(self)
 
     def after(self, trunk: Document) -> Document:
-        """Returns the document with its prompt shared with `trunk`, or unchanged. Shares the prompt if both
-        have the same one and are single sequences without images, and the document has an answer.
+        """Returns the document with its prompt shared with `trunk`, if both have the same prompt and are
+        single sequences without images, and the document has an answer. Otherwise returns it unchanged.
 
         The shared document starts at a position that `trunk` and the documents after it have already passed,
         so the positions show where it starts.
@@ -173,7 +173,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Holds one answer of unpaired data. The mask is True from the answer's first token to the end."""
+    """Holds one answer of an unpaired data set. The mask is True from the answer's first token to the end."""
 
     document: Document
     desirable: bool

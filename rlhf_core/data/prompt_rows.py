@@ -75,7 +75,7 @@ def environment_sends(config: StageConfig) -> bool:
 
 
 def engine_refusal(engine: EngineConfig) -> str:
-    """Returns a sentence that says why engines cannot read images, or "" if they can."""
+    """Returns a sentence that explains why engines cannot read images, or "" if they can."""
     if engine.kind != "vllm":
         return ""
     if engine.adapters == "alone":
@@ -86,8 +86,8 @@ def engine_refusal(engine: EngineConfig) -> str:
 
 
 def picture_refusal(config: StageConfig, have: str = "the rows have images") -> str:
-    """Returns a sentence that says why a stage cannot read the images of its rows, or "" if it can. `have` is
-    the beginning of the sentence."""
+    """Returns a sentence that explains why a stage cannot read the images of its rows, or "" if it can.
+    `have` is the beginning of the sentence."""
     has = f"{have}, which"
     if getattr(config, "sequence_parallel_size", 1) > 1:
         return f"{has} ranks do not split: set sequence_parallel_size to 1"

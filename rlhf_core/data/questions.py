@@ -31,7 +31,7 @@ class Question:
 
     @property
     def prompt(self) -> str:
-        """Returns the prompt as one string for the judge, with `<image>` in place of each image."""
+        """Returns the prompt as one string for the judge, with each image replaced by `<image>`."""
         return as_text([{**each, "content": marked_text(each["content"])} for each in self.messages])
 
     @property
@@ -82,7 +82,7 @@ def load_questions(source: Source, max_questions: int | None, seed: int) -> list
 
 
 def cannot_see(config: Evaluation) -> Iterator[str]:
-    """Yields sentences about the parts of an evaluation that cannot read images, for questions with
+    """Yields a sentence about each part of an evaluation that cannot read images. Call it for questions with
     images."""
     models = {config.baseline, *config.models, *(config.parents or {}).values()}
     if models - config.endpoints.keys() and (refusal := engine_refusal(config.engine)):

@@ -75,9 +75,9 @@ ANSWER_CUT = "no answer within the token limit"
 class BuiltItems(NamedTuple):
     """Holds the items built from a row; each item is a tuple of documents and a number.
 
-    `cut` is the number of cut items, `rows` the number that the row should give, `dropped` why there are
-    fewer. Lengths are in tokens before cutting, and None or empty if nothing was tokenised. `marks` are
-    facts.
+    `cut` is the number of cut items, `rows` is the number of items expected from the row, and `dropped` is
+    the reason if there are fewer. Lengths are in tokens before cutting, and None or empty if nothing was
+    tokenised. `marks` names further facts about the row.
     """
 
     items: Sequence[tuple[Sequence[Document], float]]
@@ -90,7 +90,7 @@ class BuiltItems(NamedTuple):
 
 
 class Finding(Frozen):
-    """Describes a fact beyond its limit."""
+    """Reports a fact about a data set that exceeds its limit."""
 
     name: str
     sentence: str
@@ -275,7 +275,7 @@ class Surveyor:
         return DataReport(survey, numbers)
 
     def _texts(self, located: Located) -> tuple[str, list[str], list[str]]:
-        """Returns as strings the prompt, the answers, and the messages between answers. Also counts labels,
+        """Returns the prompt, the answers, and the messages between answers as strings. Also counts labels,
         margins, rewards and comparisons."""
         if self._kind == "sft":
             messages = conversation_of(located)

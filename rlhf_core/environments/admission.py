@@ -1,5 +1,5 @@
-"""Decides how many episodes an environment process runs at once, so that episodes that crash the process do
-not stop all the others."""
+"""Decides how many episodes an environment process runs at once, so that an episode that crashes the process
+does not stop all others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ class Admission:
     """Lets at most `most` episodes run at once, and fewer for a while after the process has died.
 
     The limit changes by additive increase and multiplicative decrease, like TCP's window (Chiu & Jain 1989):
-    a death halves it, down to a single episode, which no other can take down; every finished attempt adds
-    one.
+    each death of the process halves it, down to a single episode, and every finished attempt adds one.
     """
 
     def __init__(self, most: int):

@@ -156,8 +156,8 @@ class EpisodeAttempt:
             self._begin(told)
 
     def _begin(self, told: dict[str, Any]) -> None:
-        """Sends a request to the engine. If the token limit leaves no room for it in addition to the requests
-        being answered, holds it back."""
+        """Sends a request to the engine. Delays the request if the token limit leaves no room for it in
+        addition to the requests being answered."""
         call = told["call"]
         try:
             tokens, room = self._trajectories.ask(call, told)
@@ -189,8 +189,8 @@ class EpisodeAttempt:
         self._process.send(answer=self._number, call=call, **asdict(seen), message=message)
 
     def _drop(self, call: int) -> None:
-        """Aborts a request that nobody is waiting for. A `model.answer` conversation cannot continue without
-        its answer, so it is left to report that itself."""
+        """Aborts a request that nobody is waiting for. Leaves requests of the `model.answer` conversation
+        open, because it cannot continue without its answer and reports that itself."""
         self._held = [told for told in self._held if told["call"] != call]
         task = self._answering.get(call)
         if task is not None and not self._trajectories.of_row(call):

@@ -18,7 +18,7 @@ from rlhf_core.rollout.engine_contract import Pictures, SampledAnswer, Sampling,
 
 
 class MadeUpAnswers:
-    """Stands in for the engines and returns the same answer to every request."""
+    """Replaces the engines, and returns the same answer to every request."""
 
     def __init__(self, renderer: Renderer, text: str):
         self._tokens = list(renderer.answer_tokens([], text).tokens)

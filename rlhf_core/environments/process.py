@@ -191,5 +191,5 @@ class Process:
 
 
 def _as_json(value: Any) -> str:
-    """Returns a value that JSON lacks as text: bytes, such as a row's image, in base64."""
+    """Returns a value that JSON cannot represent as text. Bytes, such as a row's image, become base64."""
     return in_base64(value) if isinstance(value, bytes) else str(value)

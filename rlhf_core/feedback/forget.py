@@ -1,7 +1,7 @@
 """Deletes one person's feedback from the inbox, the files that stages read, run directories and their copies
 in stores.
 
-The inbox comes last, so that a deletion that was killed can be repeated from the start. A checkpoint cannot
+The inbox is changed last, so that an interrupted deletion can be repeated from the start. A checkpoint cannot
 forget a row that it was trained on, so the affected stages are listed. Torch-free.
 """
 

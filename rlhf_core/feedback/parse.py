@@ -37,7 +37,7 @@ class Unusable(ValueError):
 
 
 def feedback_of(row: Any, source: str = "", annotator: str | None = None) -> Feedback:
-    """Returns the feedback in a row. `source`, `annotator`: defaults for rows that name none.
+    """Returns the feedback in a row. `source`, `annotator`: defaults for rows that do not name one.
 
     Raises Unusable for a row without a judgement (a tie, a skipped label), and ValueError for a malformed
     row.

@@ -58,10 +58,10 @@ def receive(
     annotator: str | None = None,
     shown: Callable[[Receipt], None] = lambda receipt: None,
 ) -> Receipt:
-    """Adds the feedback in rows to an inbox. If it is killed, it has added only whole batches, and importing
-    the same rows again finds those to be duplicates.
+    """Adds the feedback in rows to an inbox. If it is killed, only whole batches have been added; a second
+    import of the same rows counts them as duplicates.
 
-    `source`, `annotator`: defaults for rows that name none. `shown` is called after each batch. Raises
+    `source`, `annotator`: defaults for rows that do not name one. `shown` is called after each batch. Raises
     ValueError as `Inbox` does, and MachineLacks when presidio is needed but not installed.
     """
     receipt = Receipt()

@@ -19,8 +19,8 @@ def encodes_images(config: StageConfig) -> bool:
 
 
 def may_have_images(config: StageConfig, limit: int | None = None) -> bool:
-    """Returns whether a stage's data may have images, or its environment may send some. Data on the Hub, or
-    that another stage makes, may have some. `limit`: as in `may_hold_images`."""
+    """Returns whether a stage's data may have images, or its environment may send some. Data on the Hub, and
+    data that another stage makes, may always have images. `limit`: as in `may_hold_images`."""
     if environment_sends(config) or (isinstance(config, DPO | KTO) and config.data is None):
         return True
     sources = [source for text in config.texts for source in text.data.sources if not source.is_generated]

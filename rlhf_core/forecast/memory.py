@@ -57,8 +57,8 @@ class ProcessBytes(NamedTuple):
 
 
 class ImageBytes(NamedTuple):
-    """Bytes for images of one process: the encoder's weights, what its pass holds at once, and the features
-    that the language model's pass keeps."""
+    """Bytes that one process needs for images: the encoder's weights, the tensors that the encoder's pass
+    holds at once, and the features that the language model's pass keeps."""
 
     weights: float = 0.0
     passing: float = 0.0
@@ -66,7 +66,7 @@ class ImageBytes(NamedTuple):
 
 
 def image_bytes(size: Size, tokens: int) -> ImageBytes:
-    """Returns the bytes of a model's frozen image encoder for a pass of which all `tokens` are of images."""
+    """Returns the bytes of a model's frozen image encoder for a pass whose `tokens` are all image tokens."""
     encoder = size.encoder
     if encoder is None:
         return ImageBytes()
@@ -74,15 +74,15 @@ def image_bytes(size: Size, tokens: int) -> ImageBytes:
 
 
 class TunedEncoder(NamedTuple):
-    """What is trained of an image encoder: its number of weights, and the bytes that its pass keeps until its
-    backward pass."""
+    """The trained part of an image encoder: its number of weights, and the bytes that its forward pass keeps
+    for the backward pass."""
 
     weights: float = 0.0
     kept: float = 0.0
 
 
 def tuned_encoder(size: Size, how: Training) -> TunedEncoder:
-    """Returns the trained part of the image encoder for a pass of which all tokens are of images."""
+    """Returns the trained part of the image encoder for a pass whose tokens are all image tokens."""
     encoder = size.encoder
     if encoder is None or how.image_encoder == "frozen":
         return TunedEncoder()
@@ -245,7 +245,8 @@ def lacking_for_engines(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float
 
 
 def copies(config: Optimised, ranks: Ranks) -> int:
-    """Returns the number of ranks that share a second copy of the weights (`zero_hpz`); 1: no such copy."""
+    """Returns the number of ranks that share a second copy of the weights (`zero_hpz`); 1 means that there is
+    no second copy."""
     return ranks.num_ranks_per_node if config.zero_hpz and ranks.num_nodes > 1 else 1
 
 

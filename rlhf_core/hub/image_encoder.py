@@ -1,6 +1,7 @@
-"""The size of a model's image encoder, from its config.json. Torch-free.
+"""Computes the size of a model's image encoder from its config.json. Torch-free.
 
-It is counted as it runs alongside the language model (`models/multimodal/picture_tower.py`).
+The estimates are for an encoder that runs alongside the language model
+(`models/multimodal/picture_tower.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ KEPT = 11
 
 
 class ImageEncoder(NamedTuple):
-    """Per token of an image: `operations` of the forward pass (2 for each weight that a patch meets), the
+    """Per token of an image: `operations` of the forward pass (2 for each weight applied to a patch), the
     bytes that the pass holds at once (`passing`), and the bytes of the features that the language model reads
     (`features`). If it is trained, also the bytes that all layers keep for the backward pass (`kept`), and
     those that they keep if they are recomputed (`inputs`). `parameters`: number of parameters of the encoder
@@ -80,7 +81,7 @@ def encoder_of_config(config: Mapping[str, Any], hidden: int) -> ImageEncoder | 
 
 
 def patches_of_token(config: Mapping[str, Any], vision: Mapping[str, Any]) -> float:
-    """Returns how many patches one image token stands for."""
+    """Returns how many patches one image token represents."""
     merge = vision.get("spatial_merge_size") or config.get("spatial_merge_size")
     merge = merge or vision.get("pooling_kernel_size")
     if merge:

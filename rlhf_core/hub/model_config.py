@@ -253,7 +253,8 @@ LOADED_WHOLE = ("mxfp4", "fp8")  # formats of quantised weights that training co
 
 
 def quantised_by(config: Mapping[str, Any]) -> str | None:
-    """Returns the quantisation format of the weights according to a config.json; None if it names none."""
+    """Returns the quantisation format of the weights according to a config.json; None if they are not
+    quantised."""
     about = config.get("quantization_config") or text_config(config).get("quantization_config")
     return str(about.get("quant_method")) if isinstance(about, Mapping) else None
 

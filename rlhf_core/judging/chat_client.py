@@ -69,9 +69,9 @@ NO_REPLY = (
 
 
 class Connection(NamedTuple):
-    """An endpoint. `hint`: added to messages, says what to check when the endpoint refuses; `check`: raises
-    if the endpoint's server is known to have ended. `without_key`: whether no key is sent to an endpoint that
-    may require one.
+    """An endpoint. `hint`: a text added to messages that says what to check when the endpoint refuses;
+    `check`: raises an error if the endpoint's server is known to have ended. `without_key`: whether no key is
+    sent to an endpoint that may require one.
 
     Requests to a server on this machine (`local`) use no proxy.
     """
@@ -119,8 +119,8 @@ class Chat(Protocol):
 
 
 class Pace:
-    """Limits callers to `per_minute` evenly spaced requests per minute (None: no limit). Time lost in a pause
-    is not made up for."""
+    """Limits callers to `per_minute` evenly spaced requests per minute (None: no limit). Callers do not catch
+    up after a pause."""
 
     def __init__(self, per_minute: float | None):
         self.gap = 60 / per_minute if per_minute else 0.0
@@ -136,9 +136,9 @@ class Pace:
 class ChatClient:
     """Sends requests to `model` at an endpoint, within the config's limits.
 
-    `who`: the client's name in messages (`judge gpt`). `connect`: called when there is something to send; may
-    start a server. `settings`: the other fields of a request; `asked`: these fields before the endpoint
-    refused any. `pause`: scale of the first pause, in seconds. `requests`: number of requests sent.
+    `who`: the client's name in messages (`judge gpt`). `connect`: called before the first request; may start
+    a server. `settings`: the other fields of a request; `asked`: the same fields before the endpoint refused
+    any of them. `pause`: scale of the first pause, in seconds. `requests`: number of requests sent.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class ChatClient:
             self._running = None
 
     async def ask(self, messages: Sequence[Mapping[str, Any]]) -> ChatReply:
-        """Sends messages and returns the reply, with retries. Call it only from inside `each`.
+        """Sends messages and returns the reply, with retries. Must be called inside `each`.
 
         Raises one of NO_REPLY, or ValueError when no attempt can succeed.
         """
@@ -252,7 +252,7 @@ class ChatClient:
 
     @property
     def _proxy(self) -> str:
-        """A phrase that ends a sentence by naming the proxy used for the endpoint."""
+        """Returns a phrase for the end of a sentence that names the proxy used for the endpoint."""
         return "" if self.connection.local else proxy_of(self.connection.url)
 
     async def _once(self, messages: Any) -> ChatReply:

@@ -41,7 +41,7 @@ class Flag(NamedTuple):
 
     @property
     def first(self) -> str:
-        """The first word of the value, or ''."""
+        """Returns the first word of the value, or ''."""
         return self.words[0] if self.words else ""
 
 
@@ -62,7 +62,7 @@ class Draft:
         return self.left.pop(flag, None)
 
     def note(self, what: What, flag: Flag | str | None, text: str) -> None:
-        """Appends a note about a flag, which may be given by name; does nothing for None."""
+        """Appends a note about a flag, which may be given by name; does nothing if `flag` is None."""
         if flag is not None:
             self.notes.append(
                 Note(what, self.name, flag.shown if isinstance(flag, Flag) else flag, text, self.line)

@@ -45,7 +45,7 @@ MAX_DEPTH = 4  # nesting of scripts inside scripts
 
 
 class Launch(NamedTuple):
-    """A training command of a tool. `flags`: words by flag; `gpus`: the launcher's (nodes, GPUs per node),
+    """A training command. `flags`: the words of each flag; `gpus`: (nodes, GPUs per node) from the launcher,
     None where not given."""
 
     kind: str

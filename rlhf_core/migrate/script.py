@@ -25,7 +25,7 @@ HEADINGS = {
 
 
 class Migrated(NamedTuple):
-    """A valid recipe, its YAML with comments, a note about every flag, and remarks about the script."""
+    """A converted script: a valid recipe, its YAML with comments, a note about every flag, and remarks."""
 
     recipe: Recipe
     text: str

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the load-balancing loss, and replayed routing.
+"""Computes the load-balancing loss of mixtures of experts, and replays the routing of a sampler.
 
 The balance loss is computed per document and averaged over the documents of an optimiser step (the
 sequence-wise form of DeepSeek-V3, section 2.1.2), so it is the same for any split into micro-batches, packed

@@ -47,8 +47,8 @@ def load_policy(
     shards: Shards | None = None,
 ) -> Policy:
     """Loads a causal language model from a folder or Hub id, safetensors only; an adapter is merged into its
-    base. `on_host`: load into host memory, for models that are offloaded later: on a GPU transformers
-    allocates all weights as one block, which can only be freed as a whole."""
+    base. `on_host`: whether to load into host memory. Models that are offloaded later need this: on a GPU
+    transformers allocates all weights as one block, which can be freed only as a whole."""
     return _policy(path, _options(dtype, trust_remote_code, on_host=on_host), shards)
 
 
@@ -86,8 +86,8 @@ def trained_policy(
     router_aux_coef: float = 0.0,
     shards: Shards | None = None,
 ) -> Policy:
-    """Loads a policy to train: all weights, or with `lora` only adapters, on 4-bit weights if configured.
-    `shards` cuts weights while they are read.
+    """Loads a policy to train. All weights are trained, or with `lora` only adapters, whose base weights have
+    4 bits if configured. `shards` splits weights while they are read.
 
     Raises ValueError when experts are to be balanced and the model has none, and RuntimeError without the GPU
     or package for 4-bit weights.
@@ -125,9 +125,9 @@ DRAWS = "PhimoeTopKRouter"
 
 
 def without_dropout(module: Wrapped) -> Wrapped:
-    """Sets dropout, and noise before routers, to 0, and makes PhiMoE's routers, which sample experts in
-    training, take the best. Otherwise the loss would depend on the split of a step, and PPO's first ratio
-    would not be 1. The config is unchanged."""
+    """Sets dropout, and noise before routers, to 0. Makes PhiMoE's routers, which sample experts in training,
+    choose the best ones. Otherwise the loss would depend on the split of a step, and PPO's first ratio would
+    not be 1. The config is unchanged."""
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -141,7 +141,7 @@ def without_dropout(module: Wrapped) -> Wrapped:
 
 
 def _stay_in_eval(part: nn.Module, mode: bool = True) -> nn.Module:
-    """Replaces `part.train`."""
+    """Keeps a module in evaluation mode; replaces its method `train`."""
     return nn.Module.train(part, False)
 
 
@@ -157,7 +157,7 @@ def _load_scorer(
     path: str, pad_token_id: int, options: dict[str, Any], new_head: bool, shards: Shards | None
 ) -> Scorer:
     """Loads a scorer. `new_head`: a model (or the base of an adapter) without a head gets one of zeros;
-    otherwise it is refused."""
+    otherwise it is rejected."""
     auto = AutoModelForSequenceClassification
     added = False
 
@@ -224,8 +224,8 @@ def _merged(
     load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any], shards: Shards | None
 ) -> PreTrainedModel:
     """Loads the model at `path`, or the language model of a multimodal one; an adapter is merged into its
-    base. Raises ValueError like `language_model`, and for weight files that do not determine which of them
-    belong together."""
+    base. Raises ValueError like `language_model`, and for weight files if it is unclear which of them belong
+    together."""
     base = base_of(path)
     if base is None:
         if Path(path).is_dir() and (fault := layout_fault(Path(path))) is not None:

@@ -1,5 +1,5 @@
-"""Low-rank adapters: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023), with peft's layers and file
-format.
+"""Adds and merges low-rank adapters: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023), with peft's
+layers and file format.
 
 The transformers model is changed in place; its linear layers compute `W x + (alpha / rank) B A x`, W frozen.
 There is no dropout, which would make the loss depend on the split of a step.
@@ -176,7 +176,7 @@ def base_of(path: str) -> str | None:
 
 
 def first_base(path: str) -> str:
-    """Returns the model that the adapters at `path` build on; `path` itself if it is no adapter."""
+    """Returns the model that the adapters at `path` build on; `path` itself if it is not an adapter."""
     base = base_of(path)
     return path if base is None else first_base(base)
 

@@ -133,7 +133,7 @@ class Policy(nn.Module):
         GPU. After `replay_routing`, `experts` (B, T, layers, k) are the experts of each token. `top`
         truncates the distributions (`token_logprobs`). `pictures`: read by `tower`. `teacher`: a row for each
         token in `mask`, in the order of the batch. `top_k`: how many of the most probable tokens to return,
-        in place of an entropy and without a gradient.
+        instead of entropies and without a gradient.
         """
         ranks = self.sequence
         # kept until the next pass: layers may be recomputed for the backward pass

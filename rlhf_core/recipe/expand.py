@@ -8,7 +8,7 @@ also becomes P.round1, P.round2, ..., each of which depends only on its round. F
 P.iteration10 names the actor after iteration 10. For a stage S, S.ema names its moving average.
 
 A stage S with `sweep: {beta: [0.1, 0.3]}` becomes S.beta=0.1 and S.beta=0.3. In an evaluation or a select
-stage, S means all of them; no other stage may name S.
+stage, S means all these stages; no other stage may name S.
 """
 
 from __future__ import annotations

@@ -121,6 +121,6 @@ def reset_reference_notes(planned: Plan) -> list[str]:
 
 
 def meaning_of(kind: str, metric: str) -> str:
-    """Returns a sentence or two about what a failed gate on this metric usually means, or '' if no general
-    reason is known."""
+    """Returns one or two sentences about the usual meaning of a failed gate on this metric, or '' if none is
+    known."""
     return meaning_of_failure(KINDS[kind].metrics, metric)

@@ -36,8 +36,8 @@ Value = TypeVar("Value")
 
 class Inboxes:
     """Holds the inboxes of a recipe's stages. `settled` are the rounds whose inbox rows are known. `taken`
-    holds the newest rows of rounds that have begun. With `pin`, other rounds take all rows up to the newest,
-    and its number is stored. Without `pin`, they are left open."""
+    holds the newest rows of rounds that have begun. With `pin`, other rounds take all rows up to the newest
+    one, whose number is stored. Without `pin`, their rows are left open."""
 
     def __init__(self, recipe: Recipe, pins: Pins, digests: Digests, taken: Taken, pin: bool):
         self._recipe = recipe

@@ -55,8 +55,8 @@ class ConfigReference(NamedTuple):
 
     @property
     def decides(self) -> bool:
-        """Returns whether its result affects the stage's result. A calibration does not; the stage only waits
-        for it."""
+        """Returns whether the result of the named stage affects this stage's result. The result of a
+        calibration does not; the stage only waits for it."""
         return self.kinds != ("calibration",)
 
 
@@ -162,8 +162,8 @@ def _placed(where: str, name: str, folder: Path, problems: list[str], absolute: 
 
 
 def _nearly(place: Path) -> str | None:
-    """Returns a sibling of a missing path. Its name has one letter more or less, or the same letters in a
-    different order."""
+    """Returns a sibling of a missing path whose name has one letter more or less, or the same letters in a
+    different order; None if there is none."""
     try:
         others = os.listdir(place.parent)
     except OSError:

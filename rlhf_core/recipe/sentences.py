@@ -20,8 +20,8 @@ ANYTHING = "placeholder"  # stands for a missing required value, so that later c
 
 
 def sentences(error: ValidationError, raw: object) -> list[str]:
-    """Returns one sentence for each pydantic error: its place, the mistake and the correction. `raw`: the
-    value that was validated."""
+    """Returns one sentence for each pydantic error, with its place, the mistake and the correction. `raw`:
+    the value that was validated."""
     found: list[str] = []
     for item in error.errors():
         where = ".".join(str(part) for part in _place(item["loc"]))
@@ -231,8 +231,8 @@ def field_of_recipe(key: str) -> str | None:
 
 
 def unknown(name: str, valid: Iterable[str], what: str = "key") -> str:
-    """Returns `unknown key 'x'; did you mean y?`, or lists all valid names when none is close. `what`
-    replaces "key"."""
+    """Returns `unknown key 'x'; did you mean y?`, or lists all valid names when none is close. `what` is the
+    word used instead of "key"."""
     valid = list(valid)
     near = difflib.get_close_matches(name, valid, n=3, cutoff=0.6) or [
         other for other in valid if other.lower() == name.lower()

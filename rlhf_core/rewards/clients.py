@@ -56,7 +56,7 @@ PARTS = 4
 
 class RewardBackend(Protocol):
     """Makes a single attempt to get rewards. Raises RewardError if this attempt fails, and ValueError if
-    every attempt would. `wanted`: the lists of the contract that the source reads."""
+    every attempt would fail. `wanted`: the lists of the contract that the source reads."""
 
     @property
     def wanted(self) -> Collection[str]: ...

@@ -1,4 +1,5 @@
-"""Metrics of answers grouped by a name in their rows: the task of a generated question, or an environment."""
+"""Computes metrics of answers grouped by a name in their rows: the task of a generated question, or an
+environment."""
 
 from __future__ import annotations
 

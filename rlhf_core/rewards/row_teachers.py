@@ -1,4 +1,4 @@
-"""Determines which teacher of the stage each prompt's row names. Torch-free."""
+"""Determines which of the stage's teachers the row of each prompt names. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ TEACHER = "teacher"  # the column
 
 
 def teacher_problem(teachers: Collection[str], rows: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """Returns a message about the first row that names a teacher the stage does not have; "" if there is
-    none, or the stage has no teachers. `rows`: pairs of a row's place and the row."""
+    """Returns a message about the first row that names a teacher the stage does not have; "" if there is no
+    such row, or the stage has no teachers. `rows`: pairs of a row's place and the row."""
     for where, row in rows if teachers else ():
         name = row.get(TEACHER)
         if name is None or (isinstance(name, str) and name in teachers):

@@ -21,8 +21,8 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class Allotment:
-    """What a run gives a stage. `variables`: environment variables of the stage's process, which override the
-    run's; `stop`: set when the run ends."""
+    """The environment and stop signal that a run assigns to a stage. `variables`: environment variables of
+    the stage's process, which override the run's; `stop`: set when the run ends."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)

@@ -63,8 +63,7 @@ class StageFailed(RuntimeError):
 
     @property
     def can_retry(self) -> bool:
-        """Whether a retry can succeed, which it cannot after wrong input, missing resources or a stop
-        signal."""
+        """Returns whether a retry can succeed: not after wrong input, missing resources or a stop signal."""
         return self.code not in (WRONG_INPUT, ENVIRONMENT, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
     def __str__(self) -> str:
@@ -74,7 +73,7 @@ class StageFailed(RuntimeError):
 
     @property
     def summary(self) -> str:
-        """The message without the lines of the log."""
+        """Returns the message without the lines of the log."""
         if self.code in (WRONG_INPUT, ENVIRONMENT):
             return (
                 f"stage {self.name}:"

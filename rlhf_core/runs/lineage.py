@@ -25,9 +25,9 @@ class Ancestor:
     """One node of a lineage.
 
     `kind` is the stage's kind, or `hub` (a Hub id; `digest` is the commit if it is known), `folder` or `file`
-    (`digest` is that of the content), or `unknown` (missing). Stages also have their config, seed, final
-    metrics and package versions. `parents` holds pairs (name in the config, ancestor). Each run directory is
-    one object, however many paths lead to it.
+    (`digest` is the digest of its content), or `unknown` (missing). Stages also have their config, seed,
+    final metrics and package versions. `parents` holds pairs (name in the config, ancestor). Each run
+    directory is one object, however many paths lead to it.
     """
 
     name: str
@@ -41,13 +41,13 @@ class Ancestor:
 
     @property
     def is_stage(self) -> bool:
-        """Whether this is a stage rather than a Hub id, folder or file."""
+        """Returns whether this is a stage rather than a Hub id, folder or file."""
         return bool(self.config)
 
 
 class Dataset(NamedTuple):
-    """A data set of a stage. `field`: the config field that names it; `digest`: that of its current contents;
-    '' when it is not on this machine."""
+    """A data set of a stage. `field`: the config field that names it; `digest`: the digest of its current
+    contents, or '' when it is not on this machine."""
 
     stage: str
     field: str

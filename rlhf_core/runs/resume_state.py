@@ -48,7 +48,7 @@ class Cadence:
 
     @property
     def by_clock(self) -> bool:
-        """Whether states are saved at time intervals."""
+        """Returns whether states are saved at time intervals."""
         return not self.steps and self.seconds > 0
 
     def due(self, done: int) -> bool:

@@ -101,7 +101,7 @@ class RunDir:
 
     @property
     def artifacts(self) -> Path | None:
-        """The artifacts folder that contains the directory; None when it is elsewhere."""
+        """Returns the artifacts folder that contains the directory; None when it is elsewhere."""
         return self.path.parents[1] if self.path.parent.name == "stages" else None
 
     def result(self) -> StageResult | None:

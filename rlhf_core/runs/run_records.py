@@ -51,7 +51,7 @@ asked: ContextVar[RunRequest | None] = ContextVar("asked", default=None)
 
 
 class RecordedStage(BaseModel):
-    """A stage of a recorded run. `run_dir` is relative to the artifacts folder; `status`: what became of the
+    """A stage of a recorded run. `run_dir` is relative to the artifacts folder; `status`: the outcome of the
     stage in the run; `parents`: the stages that it depends on."""
 
     name: str
@@ -84,13 +84,13 @@ class RunRecord(BaseModel):
 
     @property
     def label(self) -> str:
-        """The run's name and id, for messages."""
+        """Returns the run's name and id, for messages."""
         return f"{self.name} ({self.id})" if self.name else self.id
 
     @property
     def heading(self) -> str:
-        """The heading of the run's page: the name, id and overrides, which distinguish it from other
-        runs of the recipe."""
+        """Returns the heading of the run's page: name, id and overrides, which distinguish the run from
+        others of the recipe."""
         label = self.label
         if not self.overrides:
             return label

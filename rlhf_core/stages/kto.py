@@ -55,7 +55,7 @@ Mismatch = tuple[int, int]  # indices of the items that provide the prompt and t
 
 
 class KtoAnswer(NamedTuple):
-    """Holds an answer, its place in the data (held-out answers follow the training data), and its log-prob
+    """Holds an answer, its index in the data (held-out answers follow the training data), and its log-prob
     under the reference."""
 
     place: int

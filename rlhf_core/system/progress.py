@@ -35,7 +35,7 @@ def count_children() -> None:
 
 @contextmanager
 def files(folder: Path) -> Iterator[None]:
-    """Within the block, counts as progress the bytes that appear in the folder's files or that this process
+    """Counts as progress, within the block, the bytes that appear in the folder's files or that this process
     reads from them."""
     _folders.append(folder)
     try:

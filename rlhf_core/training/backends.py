@@ -38,7 +38,7 @@ class TrainingBackend(Protocol):
         `role`: as in `Optimised.offloaded`."""
 
     def frozen_shards(self, dtype: str) -> Shards | None:
-        """Does the same as `shards` for a model that is not trained."""
+        """Works like `shards`, but for a model that is not trained."""
 
     def frozen(self, module: nn.Module, dtype: str) -> FrozenModel:
         """Wraps a model that was loaded with `frozen_shards`."""

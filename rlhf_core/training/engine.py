@@ -1,4 +1,4 @@
-"""The interface of a training engine, and the plain-torch engine of a single rank.
+"""Defines the interface of a training engine, and the plain-torch engine of a single rank.
 
 `ZeroEngine` in `zero_engine.py` is the DeepSpeed implementation. Both engines expect losses already divided
 by a denominator counted over the whole optimiser step and all ranks, so gradients are summed over
@@ -71,7 +71,7 @@ class Engine(Protocol):
 
     @property
     def scaling(self) -> Scaling | None:
-        """The loss scale and skipped steps in float16, otherwise None."""
+        """Returns the loss scale and the number of skipped steps in float16, otherwise None."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Returns the sum of `values` over all ranks."""
@@ -311,7 +311,7 @@ def adamw_optimizer(module: nn.Module, trained: Mapping[str, Tensor], adamw: Ada
 
 
 def set_rates(groups: Iterable[dict[str, Any]], learning_rate: float) -> None:
-    """Gives each group of an optimiser its share of a step's learning rate (`adamw_optimizer`)."""
+    """Sets the learning rate of each parameter group to its share of a step's rate (`adamw_optimizer`)."""
     for group in groups:
         group["lr"] = learning_rate * group.get("rate", 1.0)
 
@@ -351,8 +351,8 @@ def on_cpu(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> dict[str, T
 
 
 def finite(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields `weights`, then raises FloatingPointError if any of them was not finite. The error waits for the
-    last weight so that no other rank is left waiting in a gather."""
+    """Yields `weights`, then raises FloatingPointError if any of them was not finite. It raises the error
+    only after the last weight, so that no other rank is left waiting in a gather."""
     largest: dict[str, float] = {}
     for name, weight in weights:
         if weight.is_floating_point() and weight.itemsize > 1 and weight.numel():

@@ -1,4 +1,4 @@
-"""The moving average of trained weights (Polyak and Juditsky 1992), in fp32."""
+"""Keeps a moving average of trained weights (Polyak and Juditsky 1992), in fp32."""
 
 from __future__ import annotations
 

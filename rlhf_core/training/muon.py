@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024), the optimiser of hidden matrices, in PyTorch's implementation."""
+"""Provides Muon (Jordan et al. 2024), the optimiser of hidden matrices, in PyTorch's implementation."""
 
 from __future__ import annotations
 

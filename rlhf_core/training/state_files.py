@@ -1,5 +1,5 @@
-"""The files of a training state: each rank writes its parts of the trained weights and of the optimiser's
-moments, by name and in fp32.
+"""Reads and writes the files of a training state. Each rank writes its parts of the trained weights and of
+the optimiser's moments, by name and in fp32.
 
 A state can be read by any number of ranks under any ZeRO stage: each rank reads the elements it holds from
 the files of the ranks that wrote them. The tensors in a rank's file (`rank_file`) are named KIND/FIRST/NAME

@@ -1,4 +1,5 @@
-"""The training loop of SFT, reward model, DPO and KTO: one function that runs on every rank of the stage.
+"""Runs the training loop of SFT, reward model, DPO and KTO: one function that runs on every rank of the
+stage.
 
 A stage supplies items (documents or pairs), micro-batches, a denominator and a loss; the loop adds the order
 of items, the learning rate schedule, metrics and resuming. The items of step k depend only on the seed and k,
@@ -34,8 +35,8 @@ LAST_STEPS = 4  # final metrics average at least this many steps, since the last
 
 class Task(NamedTuple):
     """A stage's training task. `loss(engine, micro_batch, denominator)` returns sums divided by the global
-    denominator; `text` returns an item's text for use in messages; `documents` returns those of a micro-batch
-    whose images are decoded for it."""
+    denominator; `text` returns an item's text for use in messages; `documents` returns the documents of a
+    micro-batch, whose images are decoded before the micro-batch needs them."""
 
     items: Sequence[Any]
     micro_batches: Callable[[Sequence[Any]], list[Any]]
@@ -275,8 +276,8 @@ def check_losses(metrics: Mapping[str, float]) -> None:
 
 
 class RankPass(NamedTuple):
-    """One pass of this rank: the index of its micro-batch, its weight in the loss, and its weight in sums
-    over all ranks."""
+    """One pass of this rank: the index of its micro-batch, the micro-batch's weight in the loss, and its
+    weight in sums over all ranks."""
 
     place: int
     weight: float

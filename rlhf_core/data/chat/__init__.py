@@ -3,8 +3,9 @@ assistant's answers.
 
 The rendered string is split where an answer begins and ends, and the parts are encoded separately, so that no
 token crosses a border. The tokens of `prompt(messages[:i])`, which a sampler continues, are therefore exactly
-the beginning of `conversation(messages)`, which training reads. A template may write an answer that other
-messages follow without the end of its prompt (an empty thought); the mask follows what is written.
+the beginning of `conversation(messages)`, which training reads. If other messages follow an answer, a
+template may omit the end of the answer's prompt (an empty thought); the mask matches the text that the
+template writes.
 
 A control token typed inside a message (`<|im_end|>`) stays text: a placeholder replaces it in the template,
 and it is encoded with `split_special_tokens`. This applies to all added tokens marked special, in all roles.

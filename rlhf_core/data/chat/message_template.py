@@ -24,9 +24,9 @@ NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 class MessageTemplate:
     """Renders with the chat template of a tokenizer ("chat"), or with a plain template that contains one {}.
 
-    `end_of_turn_id` is the token that the template puts after an answer, and `end_of_turn` is its text; both
-    are None if there is no such token. `arguments` are passed to the chat template by name. Raises ValueError
-    if the template cannot be used, or never reads an argument.
+    `end_of_turn_id` is the token that the template writes after an answer, and `end_of_turn` is the text of
+    that token; both are None if the template writes none. `arguments` are passed to the chat template by
+    name. Raises ValueError if the template cannot be used, or never reads an argument.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class PictureRenderer:
 
     def _size(self, source: PictureSource) -> tuple[int, int]:
         """Returns width and height. Decodes each image only once, even if its row is rendered several times
-        to be cut."""
+        until it is short enough."""
         identity = source.identity
         if identity not in self._sizes:
             if len(self._sizes) >= SIZES:
@@ -133,7 +133,7 @@ class PictureRenderer:
 
 
 class _OfImages:
-    """Allows a processor to be built without its video processor, and returns what is sent to the encoder."""
+    """Builds a processor without its video processor, and returns the inputs of the image encoder."""
 
     image_processor: Any
     unused_input_names: Sequence[str]

@@ -28,7 +28,7 @@ OTHER_NAMES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model
 
 class Located(NamedTuple):
     """Holds a row with standard column names. `where` is its file and number, for error messages.
-    `no_preference` says why the row prefers no answer, if that is so. `folder` is the folder of its file, or
+    `no_preference` is the reason why the row prefers no answer, or ''. `folder` is the folder of its file, or
     None for a data set without one."""
 
     where: str

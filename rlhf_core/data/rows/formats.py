@@ -32,8 +32,8 @@ class Standard(NamedTuple):
 
 
 def recognise(row: Row) -> str:
-    """Returns the format of a data set, determined from its first row: `columns` unless it is clearly
-    another."""
+    """Returns the format of a data set, judging by its first row: `columns`, unless the row clearly has
+    another format."""
     if {"conversation_a", "conversation_b", "winner"} <= row.keys():
         return "arena"
     if {"instruction", "completions"} <= row.keys() or {

@@ -1,7 +1,7 @@
 """Generates questions from reasoning-gym's tasks: `python -m rlhf_core.data.rows.reasoning_gym_worker`.
 
-Reads a JSON object from stdin: the fields of `ReasoningGymPrompts`, with `options` and `shares` by task in
-place of `tasks`, and `count`, the number of rows to write. Writes one row per line, or `{"problem":
+Reads a JSON object from stdin: the fields of `ReasoningGymPrompts`, with `options` and `shares` by task
+instead of `tasks`, and `count`, the number of rows to write. Writes one row per line, or `{"problem":
 SENTENCE}`.
 """
 

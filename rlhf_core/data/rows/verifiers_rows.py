@@ -89,9 +89,9 @@ def _rows(asked: str, python: str | None) -> tuple[dict[str, Any], ...]:
 
 
 def _answered(asked: str, mode: str, python: str | None, seconds: float) -> list[dict[str, Any]]:
-    """Returns what the driver wrote. Its error output is shown if it takes part in rows. Raises ValueError
-    with a sentence when it wrote a problem, did not end in time, or failed; NoSuchInstallation for a missing
-    interpreter, and for a problem with its release."""
+    """Returns the objects that the driver wrote. Raises ValueError with a sentence if the driver reported a
+    problem, did not end in time, or failed. Raises NoSuchInstallation if the interpreter is missing, or if
+    the driver reported a problem in mode `release`."""
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
             done = subprocess.run(

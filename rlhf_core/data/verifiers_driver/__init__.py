@@ -1,9 +1,10 @@
 """Runs an environment of the package `verifiers`, in the interpreter that has it.
 
-Imports the standard library and verifiers, nothing of alignflow: `data/rows/verifiers_rows` starts it by its
-folder, and its files import each other relative to it. The first argument is a mode. Lines of JSON come on
-stdin; the first one names the environment: `{"name", "options"}`. Every mode answers `{"problem": SENTENCE}`
-when the environment cannot be used. What the environment prints goes to stderr.
+Imports only the standard library and verifiers, nothing from alignflow: `data/rows/verifiers_rows` starts it
+by its folder, and its files import each other relative to that folder. The first argument is a mode. Requests
+are lines of JSON on stdin; the first one names the environment: `{"name", "options"}`. In every mode the
+driver replies `{"problem": SENTENCE}` if the environment cannot be used. The environment's output goes to
+stderr.
 
     release  out  {"verifiers": VERSION, "code": digest of the environment's Python files}
     rows     in   also "count" (null: all) and "dataset" (train or eval)

@@ -16,7 +16,7 @@ FOREIGN = (*(f"{os.sep}{name}{os.sep}" for name in OTHERS), "<")
 
 
 class Problem(Exception):
-    """Reports, in a sentence, an environment that cannot be used."""
+    """Reports in one sentence why an environment cannot be used."""
 
 
 class Failure(Exception):

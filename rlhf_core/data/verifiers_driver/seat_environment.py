@@ -1,4 +1,5 @@
-"""Runs an environment of `verifiers.v1`, releases from 0.2 on: a taskset, and seats that harnesses play."""
+"""Runs an environment of `verifiers.v1` (verifiers 0.2 and later): a taskset, and seats that harnesses
+play."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The two programs that check an answer's functions, each in its own sandbox: one holds the answer's code,
-the other the tests. `python -c SOURCE answer|tests`. Both use only the standard library, since nothing else
-is available there.
+"""Defines the two programs that check an answer's functions, each in its own sandbox: one runs the answer's
+code, the other the tests. They are started as `python -c SOURCE answer|tests`, and use only the standard
+library, since nothing else is available there.
 
 The tests side requests calls of the answer's functions and gets their results as plain data. The answer
 therefore sees no test and no expected value, cannot change how results are compared, and cannot report a test

@@ -2,8 +2,8 @@ r"""Finds the final answer in a response. Standard library only.
 
 The answer is taken from the first of these forms that occurs, and from its last occurrence: `\boxed{...}`, a
 line `#### ...` (as in GSM8K), and a sentence with `answer is ...` or `answer: ...`. Sentences without a
-number or a formula count only if every sentence is like that. A sentence with several values, or one that
-hedges, is not an answer. A response that is nothing but a number or a formula is itself the answer.
+number or a formula count only if no sentence has one. A sentence with several values, or one that hedges, is
+not an answer. A response that is nothing but a number or a formula is itself the answer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The sandboxed program that scores answers with reasoning-gym: `python -c SOURCE FOLDER...`, where the
-folders contain the package and its dependencies.
+"""Scores answers with reasoning-gym, in a sandbox: `python -c SOURCE FOLDER...`, where the folders contain
+the package and its dependencies.
 
 Reads JSON from stdin: `tag`, `seconds` and `answers`, a list of [response, entry]. Writes a line when it is
 ready, then one per answer: `{"score": NUMBER}`, or `{"failed": TEXT}` if the task raised. Some tasks evaluate

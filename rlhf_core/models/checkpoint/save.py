@@ -116,9 +116,9 @@ def describe_scorer(file: Path, model: PreTrainedModel) -> None:
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Writes config.json: that of the checkpoint the model was loaded from, except for the values that
-    describe these weights. transformers alone would use its own release's names for values, which other tools
-    may not read."""
+    """Writes the config.json of the checkpoint that the model was loaded from, but with the values that
+    describe the exported weights. transformers would write its own release's names of values, which other
+    tools may not recognise."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype

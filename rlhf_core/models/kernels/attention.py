@@ -1,5 +1,5 @@
-"""Attention within each document of a packed row, on a GPU: runs a varlen kernel (`choose`) in transformers'
-models.
+"""Computes attention within each document of a packed row on a GPU, with a varlen kernel (`choose`) in
+transformers' models.
 
 The kernel accepts concatenated rows and the bounds of the documents; it needs no padding and no mask.
 transformers' own flash-attn path is not used, because in each pass it reads from the GPU whether rows are
@@ -200,7 +200,7 @@ def is_stateful(model: PreTrainedModel) -> bool:
 
 def takes_varlen(model: PreTrainedModel) -> bool:
     """Returns whether the model accepts one row and document bounds instead of a mask. A stateful model does
-    only if `_fits` accepts it."""
+    so only if `_fits` accepts it."""
     return model.config._attn_implementation in ((VARLEN,) if is_stateful(model) else (FLASH, VARLEN, PLAIN))
 
 

@@ -1,4 +1,4 @@
-"""Feed-forward blocks that compute some of the tokens at a time, for long passes.
+"""Makes feed-forward blocks compute only part of the tokens at a time, for long passes.
 
 A block's inner activations are several times as wide as the hidden states, and all of them exist at once when
 a layer is recomputed for the backward pass. Here the activations of only one part of the tokens exist at a

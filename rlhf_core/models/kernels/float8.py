@@ -1,5 +1,5 @@
-"""FP8 matrix products in linear layers (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), with each row of a
-factor scaled by its largest value.
+"""Computes the matrix products of linear layers in FP8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433),
+with each row of a factor scaled by its largest value.
 
 Outputs and the gradients of inputs are products of FP8 numbers, which Hopper GPUs accumulate with 14 bits;
 the gradients of weights stay in the training dtype, as in torchao's recipe `rowwise_with_gw_hp`. The weights'

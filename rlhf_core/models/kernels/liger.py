@@ -1,4 +1,4 @@
-"""Fused kernels for those parts of a layer that only move memory: norms, rotary embeddings, gated
+"""Fuses the parts of a layer whose speed depends only on memory: norms, rotary embeddings, gated
 activations."""
 
 from __future__ import annotations

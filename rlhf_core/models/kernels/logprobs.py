@@ -1,5 +1,5 @@
-"""Log-probs of single tokens from logits on a GPU, with one read in the forward pass, and one read and one
-write in the backward pass.
+"""Computes log-probs of single tokens from logits on a GPU, with one read in the forward pass, and one read
+and one write in the backward pass.
 
 The softmax is never stored; PyTorch stores it in each pass as an fp32 tensor, twice the size of the logits.
 `token_logprobs.py` does the same with PyTorch when there is no GPU.

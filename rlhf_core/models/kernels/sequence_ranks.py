@@ -1,4 +1,5 @@
-"""Sequence parallelism: N ranks compute each pass together (Ulysses; Jacobs et al. 2023, section 3).
+"""Implements sequence parallelism: N ranks compute each pass together (Ulysses; Jacobs et al. 2023, section
+3).
 
 Rank i computes the i-th part of the tokens everywhere except in attention. There an all-to-all gives it all
 tokens for an N-th of the heads, so that kernels, document bounds and shared prompts are the same as on one

@@ -1,5 +1,5 @@
-"""Packed documents in layers that carry state along a row: passes the starts of documents to the layers'
-convolution and recurrence.
+"""Separates packed documents in layers that carry state along a row: passes the starts of documents to the
+layers' convolution and recurrence.
 
 For gated delta rules (Yang et al. 2024, arXiv:2412.06464; Qwen3-Next, Qwen3.5) transformers uses the kernels
 of flash-linear-attention if it is installed; they accept document bounds. The convolution that transformers

@@ -358,7 +358,8 @@ LARGE = 100.0  # scale of hidden states at which a cap on the logits has an effe
 
 
 class _LastHiddenState(MoeModelOutputWithPast):
-    """Returns None for every other attribute that a family's backbone output may have."""
+    """Holds a backbone's last hidden state. Returns None for all other attributes that a backbone's output
+    may have."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

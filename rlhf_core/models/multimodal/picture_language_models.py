@@ -1,4 +1,4 @@
-"""Causal language models of families for which transformers has them only inside the multimodal model.
+"""Defines the causal language models of families for which transformers has only the multimodal model.
 
 They are not registered with `AutoModelForCausalLM`, which ignores registered classes for its own configs
 before transformers 5.18.
@@ -97,7 +97,7 @@ def with_bounds(config: PretrainedConfig, positions: Tensor) -> Tensor:
 
 
 def has_causal_class(config: PretrainedConfig) -> bool:
-    """Returns whether there is a causal language model for the config, here or in transformers."""
+    """Returns whether this module or transformers has a causal language model for the config."""
     return type(config) in PICTURE_LANGUAGE_MODELS or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 

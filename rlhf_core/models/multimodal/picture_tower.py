@@ -134,7 +134,7 @@ def _each_alone(pixels: Tensor, sizes: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 class PictureTower:
     """Turns images into features. `named`: the multimodal model without its language model, whose base model
-    is the encoder. `stand_in`: the token in place of image tokens."""
+    is the encoder. `stand_in`: the token that replaces image tokens."""
 
     # None: nothing is trained
     trained: TrainedEncoder | None = None
@@ -155,12 +155,12 @@ class PictureTower:
 
     @property
     def parts(self) -> list[PreTrainedModel]:
-        """The encoder, without its projector if that is a separate module."""
+        """Returns the encoder, without its projector if that is a separate module."""
         return [part for part in self._whole.children() if isinstance(part, PreTrainedModel)]
 
     def train(self, projector_only: bool) -> TrainedEncoder:
-        """Makes the encoder or only its projector trainable, and returns its weights, which belong into the
-        trained module. Dropout must be off (`without_dropout`)."""
+        """Makes the encoder or only its projector trainable, and returns its weights, which must become part
+        of the trained module. Dropout must be off (`without_dropout`)."""
         stored = self.stored_weights()
         names = {id(weight): name for name, weight in self._whole.named_parameters()}
         used = {name: weight for name, weight in stored.items() if not names[id(weight)].startswith(UNUSED)}
@@ -197,16 +197,16 @@ class PictureTower:
             own[name].copy_(weight)
 
     def unseen(self, tokens: Tensor) -> SeenPictures | None:
-        """Returns a pass without images, (B, T), in which the trained weights take part; None if none are
-        trained."""
+        """Returns the record for a pass without images, tokens (B, T), in which the trained weights still
+        take part; None if no weights are trained."""
         if self.trained is None:
             return None
         nothing = self.trained(None)
         return SeenPictures(tokens, torch.zeros_like(tokens, dtype=torch.bool), nothing, (), None, None)
 
     def seen(self, tokens: Tensor, positions: Tensor, pictures: BatchPictures) -> SeenPictures:
-        """Returns the images of a pass. Raises ValueError if the number of features differs from that of
-        image tokens."""
+        """Returns the images of a pass. Raises ValueError if the numbers of features and of image tokens
+        differ."""
         if self._device != tokens.device:
             self.move(tokens.device)
         if self.trained is None:
@@ -270,8 +270,8 @@ class PictureTower:
 
 
 def load_tower(model: PreTrainedModel, path: str, dtype: str) -> PictureTower:
-    """Loads the image encoder of the checkpoint at `path` for its language model, `model`, and switches the
-    attention to one that takes masks if images need them. Raises ValueError for other families."""
+    """Loads the image encoder of the checkpoint at `path` for its language model, `model`. If images need
+    masks, switches the model to an attention that accepts them. Raises ValueError for other families."""
     config = AutoConfig.from_pretrained(path)
     family = str(config.model_type)
     if family not in PICTURE_FAMILIES:
@@ -301,8 +301,8 @@ def _masks_of(family: str, text: PretrainedConfig) -> Masks | None:
 
 
 def _leave_out(config: PretrainedConfig, text: PretrainedConfig) -> None:
-    """Changes the configs so that the model has no part for sound, and one layer of the language model, which
-    is already loaded."""
+    """Changes the configs so that the multimodal model is built without a part for sound and with only one
+    layer of the language model, which is already loaded."""
     text.num_hidden_layers = 1
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]

@@ -58,8 +58,8 @@ def gathered(
 
 @contextmanager
 def as_they_come(shards: Shards | None) -> Iterator[None]:
-    """While the context is open, counts each weight that transformers has read as progress, and shards large
-    ones."""
+    """Counts each weight that transformers has read as progress, and shards large ones, while the context is
+    open."""
 
     def placed(_module: nn.Module, _name: str, weight: nn.Parameter) -> None:
         progress.made()
@@ -93,8 +93,8 @@ def require_data(model: nn.Module, shards: Shards | None) -> None:
 
 @contextmanager
 def one_by_one(reads: bool = True) -> Iterator[None]:
-    """While the context is open, makes transformers read one weight at a time into separately allocated
-    memory, because pages of a mapped file stay with the process. Without `reads`, large weights are not read
+    """Makes transformers read one weight at a time into separately allocated memory while the context is
+    open, because pages of a mapped file stay with the process. Without `reads`, large weights are not read
     (`WeightFile`). From then on, freed memory is returned to the system."""
     give_back_freed_memory()
     opened: Callable[..., Any] | None = getattr(modeling_utils, "safe_open", None)

@@ -2,8 +2,8 @@
 
 The trained weights are a part of the trained module; the encoder that computes with them is not, because
 ranks run its layers a different number of times, once for each image in some families. Each pass calls
-`TrainedEncoder` once, and in it every weight gets a gradient, which is zero in a pass without images. So all
-ranks gather weights and sum gradients in the same order, whatever their passes hold.
+`TrainedEncoder` once, and in it every weight gets a gradient, which is zero in a pass without images. All
+ranks therefore gather weights and sum gradients in the same order, whatever their passes contain.
 """
 
 from __future__ import annotations

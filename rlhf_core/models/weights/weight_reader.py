@@ -128,7 +128,7 @@ def _bytes_of(file: Path, about: dict[str, Any]) -> np.ndarray:
 
 
 class _Large:
-    """Stands in for the slice of a large weight."""
+    """Replaces safetensors' slice of a large weight, as `WeightFile` reads it."""
 
     def __init__(self, file: WeightFile, name: str, about: dict[str, Any]):
         self._file = file

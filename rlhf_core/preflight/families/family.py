@@ -118,7 +118,7 @@ def _changed(place: str) -> int:
 @cache
 def _ask(asked: tuple[tuple[str, str, int], ...], trust_remote_code: bool) -> tuple[str, ...]:
     """Runs `main` in a separate process and returns one answer per request, "" for no problem. If the process
-    ends early, the remaining requests have no answer."""
+    ends early, leaves out the answers to the remaining requests."""
     module = "rlhf_core.preflight.families.family"
     command = [sys.executable, "-P", "-m", module, *["trust"] * trust_remote_code]
     environment = child_environment() | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}

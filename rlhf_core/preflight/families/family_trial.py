@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 class Trial(NamedTuple):
     """Holds the result of a trial. `problem` is a sentence, or "" if there is no problem. `tried` is False if
-    no small copy could be built; the trial then says nothing about the model."""
+    no small copy could be built, so that nothing is known about the model."""
 
     tried: bool
     problem: str = ""

@@ -80,11 +80,11 @@ class LoopState:
     def why_not(
         self, max_rounds: int | None = None, min_gain: float | None = None, due: datetime | None = None
     ) -> str:
-        """Returns a sentence that says why the next round should not begin, or '' if it should.
+        """Returns a sentence that explains why the next round should not begin, or '' if it should.
 
         It should not begin after `max_rounds` rounds, or if the last round raised the win rate by no more
         than `min_gain`. It should also not begin if the last round began after `due`, the scheduled time of
-        this run, and so took its place.
+        this run, since that round then took the place of this run's.
         """
         rounds = self.record.rounds
         used = self.record.used

@@ -50,7 +50,7 @@ def refuse(recipe: Recipe, state: LoopState, why: str) -> LoopState:
 def follow(recipe: Recipe, state: LoopState, champion: str, earlier: Mapping[str, str]) -> LoopState:
     """Makes the loop continue from the champion. Records in `loop.json` that the champion's round is used
     again, and that later rounds that were champions are left out, together with the rounds trained from them.
-    A round in progress is left out if any of its stages is done; otherwise it begins anew.
+    A round in progress is left out if any of its stages is done; otherwise it starts again.
 
     `champion` is the stage that created the champion's model. `earlier` holds the stages of previous
     champions, each with the reason for its rollback or ''. Returns the loop's state.

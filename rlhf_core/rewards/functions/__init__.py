@@ -1,1 +1,1 @@
-"""Reward sources that are Python functions written by the user, each running in its own processes."""
+"""Runs reward sources that are Python functions written by the user, each in its own processes."""

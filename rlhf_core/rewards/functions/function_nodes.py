@@ -55,7 +55,7 @@ class SpreadFunction:
             print(f"the reward function {name} runs here and on {addresses}", flush=True)
 
     def score(self, samples: Sequence[Sample]) -> Reply:
-        """Does the same as `Function.score`, but may also raise NodeLost."""
+        """Works like `Function.score`, but may also raise NodeLost."""
         helper = self._free.get()
         try:
             if helper is None:

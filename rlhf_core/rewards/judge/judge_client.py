@@ -1,11 +1,11 @@
 """Gets rewards from a judge, which is a chat model at an OpenAI-compatible endpoint or on engines of this
 run.
 
-`opinions.py` decides what the judge is asked. Every verdict is cached as soon as it arrives, by the request,
-the judge's name and the prompt's version, so that a resumed stage pays for no verdict twice. A reply without
-a verdict is followed by one reminder. A request that still has no verdict is not cached; an answer without a
-verdict has a failed reward, which is never 0. Requests and retries are in `rlhf_core/judging/chat_client.py`,
-requests to engines in `rlhf_core/rollout/engine_chat.py`.
+`opinions.py` decides what the judge is asked. Every verdict is cached as soon as it arrives, under a key of
+the request, the judge's name and the prompt's version, so that a resumed stage does not pay twice for a
+verdict. A reply without a verdict is followed by one reminder. A request that still has no verdict is not
+cached; an answer without a verdict has a failed reward, which is never 0. Requests and retries are in
+`rlhf_core/judging/chat_client.py`, requests to engines in `rlhf_core/rollout/engine_chat.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from rlhf_core.system.files import digest
 
 
 class StoredVerdict(Frozen):
-    """One line of the cache. `verdict`: the numbers of a rating, or the points of answer A. `reply`: the
-    judge's words, including its reasons."""
+    """One line of the cache. `verdict`: the numbers of a rating, or the points of answer A. `reply`: the text
+    of the judge's reply, including its reasons."""
 
     key: str
     verdict: Rating
@@ -44,7 +44,7 @@ class StoredVerdict(Frozen):
 
 
 class GivenVerdict(NamedTuple):
-    """A judge's verdict with its words, or the reason why it gave none (None)."""
+    """A judge's verdict with the text of its reply, or None and the reason why it gave no verdict."""
 
     verdict: Rating | None
     words: str

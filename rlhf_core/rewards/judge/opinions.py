@@ -1,9 +1,9 @@
 """Decides what to ask a judge about answers, and turns its verdicts into rewards. Sends nothing.
 
-An opinion on an answer rests on the verdicts of one or two requests: a rating, or the two games of a pair.
-The second game swaps the answers, so that a judge that always prefers the first place gives both a half. An
-opinion that lacks a verdict does not count. An answer's reward is the mean of its opinions; with `compare`,
-this is the share of its pairs that it wins, with ties counting a half.
+An opinion on an answer is based on the verdicts of one or two requests: a rating, or the two games of a pair.
+The second game swaps the answers, so that both get one half from a judge that always prefers the first place.
+An opinion that lacks a verdict does not count. An answer's reward is the mean of its opinions; with
+`compare`, this is the share of its pairs that it wins, with ties counting a half.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ not at all.
 It is written next to its destination, checked, marked and renamed, so that a reader never finds an incomplete
 model. The marker (`alignflow.json`) records who wrote the folder, from which stage, and every file with its
 size and SHA-256. It allows the next publication to replace the folder; a folder without a marker belongs to
-somebody else and is not replaced. Copies only files that a model needs, never pickles. An adapter (peft's
+another program and is not replaced. Copies only files that a model needs, never pickles. An adapter (peft's
 format) is published unchanged, except that its config names the Hub repository of its base model.
 """
 

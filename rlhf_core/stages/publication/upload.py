@@ -91,8 +91,8 @@ def upload(
     branch: str = MAIN,
     gated: Gated | None = None,
 ) -> HubCommit:
-    """Uploads a published folder to the Hub: repository, branch, one commit, tag. Safe to repeat after any
-    failure.
+    """Uploads a published folder to the Hub: repository, branch, one commit, tag. The call can be repeated
+    after any failure.
 
     With `gated`, a repository that everyone may read is changed to require access requests before any file is
     sent.

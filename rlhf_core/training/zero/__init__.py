@@ -1,1 +1,1 @@
-"""Everything that touches DeepSpeed: engines for ZeRO, options, patches, and state files of shards."""
+"""Contains all code that uses DeepSpeed: engines for ZeRO, options, patches, and state files of shards."""

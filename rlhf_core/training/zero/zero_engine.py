@@ -1,7 +1,6 @@
-"""The DeepSpeed engine: ZeRO stages 1 to 3, on NCCL or gloo. This is the only file that imports deepspeed.
+"""Implements the DeepSpeed engine: ZeRO stages 1 to 3, on NCCL or gloo. Only this file imports deepspeed.
 
-DeepSpeed's schedulers, data loaders and accumulation counter are not used; the training loops take their
-place.
+DeepSpeed's schedulers, data loaders and accumulation counter are not used; the training loops replace them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from rlhf_core.training.zero.loss_scale import FP16
 
 
 class ZeroOptions(NamedTuple):
-    """How an engine uses DeepSpeed, apart from sharding.
+    """The settings of an engine for DeepSpeed, apart from sharding.
 
     `adam_offload`: the optimiser keeps its state in pinned host memory and steps on the CPU (ZeRO-Offload,
     Ren et al. 2021). `param_offload`: ZeRO-3 also keeps the shards of the weights in pinned host memory until
