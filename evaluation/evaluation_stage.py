@@ -119,7 +119,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def readers_with_replies(config: configs.Evaluation, run: RunDir) -> list[str]:
-    """Returns the judges and endpoints with stored replies, as messages name them."""
+    """Returns the judges and endpoints with stored replies, under their names in messages."""
     answering = [f"the endpoint {name}" for name in config.endpoints if remote_file(run, name).is_file()]
     return answering + judges_with_verdicts(config.judges, run)
 
@@ -176,8 +176,8 @@ def about_answers(
     questions: Sequence[Question],
     rule: KnownAnswerJudge | None,
 ) -> dict[str, dict[str, float]]:
-    """Returns what reports say about each model's answers: the share of right ones if there is a `rule`, the
-    mean number of tokens, and the share of truncated ones."""
+    """Returns statistics of each model's answers for the reports: the share of right ones if there is a
+    `rule`, the mean number of tokens, and the share of truncated ones."""
     right = {}
     if rule:
         for model, given in answers.items():

@@ -1,4 +1,4 @@
-"""Defines the flows `alignment` (a whole recipe) and `stage` (one of its stages). Read this first; then
+"""Defines the flows `alignment` (a whole recipe) and `stage` (one of its stages). Read this file first, then
 loops.py and parts.py.
 
 Each stage runs in its own process, in a directory named after the digest of its configuration and inputs. A

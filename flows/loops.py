@@ -98,7 +98,7 @@ def loop(
 
 def _from_champion(recipe: Recipe, found: LoopState) -> LoopState:
     """Returns the state of a loop that continues from the recipe's champion, even if a person has rolled back
-    or promoted one. Also completes an interrupted move of the champion."""
+    or promoted a model. Also completes an interrupted move of the champion."""
     folder = found.plan.folder
     try:
         with suppress(ValueError):  # the Hub refused this move for good; the next one replaces it

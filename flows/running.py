@@ -25,8 +25,8 @@ POLL_SECONDS = 0.5
 
 
 class Ended(NamedTuple):
-    """A stage that ended. `result` returns its status or raises the error that ended it; with `OneByOne`,
-    calling it runs the stage."""
+    """A stage that ended. `result` returns the stage's status or raises the error that ended it; with
+    `OneByOne`, the call of `result` runs the stage."""
 
     name: str
     result: Callable[[], Status]

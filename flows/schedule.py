@@ -130,8 +130,8 @@ class Schedule:
 
     @cached_property
     def _order(self) -> list[str]:
-        """The stages, those with the longest chains of dependent stages first, else in the recipe's
-        order. If stages run one at a time, only the recipe's order counts."""
+        """Returns the stages, those with the longest chains of dependent stages first, otherwise in the
+        recipe's order. If stages run one at a time, only the recipe's order counts."""
         if self.at_most == 1:
             return list(self.costs)
         chains = dict.fromkeys(self.costs, 0)
@@ -161,7 +161,7 @@ class Schedule:
 
     @cached_property
     def peak(self) -> int:
-        """The largest number of stages that would run at once if none was done and all took equally
+        """Returns the largest number of stages that would run at once if none were done and all took equally
         long."""
         outside = {
             parent for parents in self.parents.values() for parent in parents if parent not in self.costs

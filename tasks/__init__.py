@@ -1,5 +1,5 @@
-"""Prefect tasks and their helpers. Importing the package sets defaults for Prefect's settings, which Prefect
-reads on import, and keeps requests to this machine away from proxies."""
+"""Defines Prefect tasks and their helpers. Importing the package sets defaults for Prefect's settings, which
+Prefect reads on import, and keeps requests to this machine away from proxies."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Reads keys and tokens from Prefect's secrets, for runs of deployments whose worker has none in its
+"""Reads keys and tokens from Prefect's secrets, for runs of deployments whose worker has no keys in its
 environment.
 
 A secret block is named after the variable, in lower case with dashes: `hf-token` for HF_TOKEN. A variable

@@ -1,4 +1,4 @@
-"""Removes tracebacks from Prefect's run logs if the error is a sentence for the user."""
+"""Removes the tracebacks of errors whose message is meant for the user from Prefect's run logs."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ VIEWS = TypeAdapter(list[StageView])
 
 
 def this_run(recipe: str) -> RunRecord:
-    """Returns the record of a run that starts now, with the request from the command line or from the
-    parameters of a deployment's run."""
+    """Returns the record of a run that starts now. The record's request comes from the command line or from
+    the parameters of a deployment's run."""
     started = time.time()
     parameters = runtime.flow_run.parameters or {}
     source = parameters.get("recipe")
@@ -141,7 +141,7 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
 
 def write_or_tell(plan: Plan, statuses: dict[str, Status], run: RunRecord, state: str) -> Path | None:
     """Writes the folder and the page as `write` does. If the disk cannot be written to, logs one sentence and
-    returns None, because the stages are done with or without a page."""
+    returns None, because a missing page does not affect the stages."""
     try:
         return write(plan, statuses, run, state)
     except Exception as error:

@@ -145,8 +145,8 @@ ours = ServerProcess()
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """Prepares this process's temporary server, unless the environment names one. Stops it after the block
-    if the block did not start it."""
+    """Prepares this process's temporary server, unless the environment names one. Stops the server after the
+    block if the block did not start it."""
     if not os.environ.get("PREFECT_API_URL"):
         with contextlib.suppress(OSError):  # Prefect reports the problem when a flow needs a server
             ours.prepare()

@@ -4,7 +4,7 @@ stages of other runs wait for it.
 The slot is a global concurrency limit of the Prefect server, named by ALIGNFLOW_LIMIT; `alignflow serve`
 creates it and sets the variable. Without the variable there is no limit. Stages of one run that work side by
 side share the slot; flows/schedule.py decides which fit on the machine together. A slot is freed when the
-last of them ends, or five minutes after its run was killed with SIGKILL.
+run's last stage ends, or five minutes after the run was killed with SIGKILL.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ LINES_PER_SECOND = 20
 
 
 def can_retry(task: Any, task_run: Any, state: Any) -> bool:
-    """Returns whether Prefect should retry, which it should after a crash, because the stage resumes, but not
-    after wrong input or a stop signal."""
+    """Returns whether Prefect should retry a task: after a crash, because the stage resumes, but not after
+    wrong input or a stop signal."""
     error = state.result(raise_on_failure=False)
     return isinstance(error, StageFailed) and error.can_retry
 
@@ -95,8 +95,8 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
 
 def require_unchanged(request: StageRequest, digests: Digests) -> None:
     """Raises StageFailed when a file that determines the result has changed since the run was planned and its
-    directory was named. Otherwise the stage would continue from a resume state with different data, or would
-    look done to anyone who has the old file."""
+    directory was named. Otherwise the stage would continue from a resume state with different data, or its
+    result would be taken for that of the old file."""
     changed = [path for path, content in request.contents.items() if content_now(path, digests) != content]
     if changed:
         told = (
@@ -107,8 +107,8 @@ def require_unchanged(request: StageRequest, digests: Digests) -> None:
 
 
 class Throttle:
-    """Forwards at most LINES_PER_SECOND lines per second, and logs how many it dropped (the log file has them
-    all)."""
+    """Forwards at most LINES_PER_SECOND lines per second, and logs how many it dropped (the log file has all
+    lines)."""
 
     def __init__(self, log: Callable[[str], None]):
         self._log = log

@@ -109,7 +109,7 @@ def states_uploaded(
 
 
 def _is_needed(run: RunDir, state: Resume) -> bool:
-    """Returns whether a state is the newest one and its stage has no result. A finished stage removes its
+    """Returns whether a state is the newest one of a stage that has no result. A finished stage removes its
     states."""
     if run.result() is not None:
         return False

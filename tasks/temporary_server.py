@@ -1,5 +1,5 @@
-"""Runs a temporary Prefect server for a flow that was given no other, and restarts the server if it ends
-before the flow.
+"""Runs a temporary Prefect server for a flow for which no other server is configured, and restarts the server
+if it ends before the flow.
 
 The server only records events, but without it a run tries for minutes to record its end and then fails. It is
 our own (`server_process.py`), which requires an auth string and starts faster than Prefect's.
@@ -74,8 +74,8 @@ def start_server() -> None:
 
 
 class OwnServerFlow(Flow[..., Any]):
-    """A flow that starts this process's own server when called, if none is configured. The server that
-    Prefect would start answers anybody."""
+    """A flow that starts this process's own server when called, if none is configured. Prefect's own
+    temporary server would answer anyone."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         start_server()
@@ -83,8 +83,8 @@ class OwnServerFlow(Flow[..., Any]):
 
 
 def without_heartbeats() -> AbstractContextManager[object]:
-    """Disables heartbeats of flows in the block if this process's own server is running. Nobody watches that
-    server, and the heartbeats would delay the flow's end by half a second."""
+    """Disables heartbeats of flows in the block if this process's own server is running. That server does not
+    check heartbeats, and they would delay the flow's end by half a second."""
     return (
         temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
         if ours.running

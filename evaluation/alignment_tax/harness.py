@@ -1,8 +1,8 @@
 """Loads lm-eval's tasks, runs them against a local vLLM server, and converts the results to our records.
 
-lm-eval is imported only when a model has to be measured. It sends token ids from the checkpoint's own
-tokenizer to the server's completions endpoint, so that prompts and log-probs match the model. Prompts start
-with BOS if the tokenizer adds it.
+lm-eval is imported only if a model must be measured. It sends token ids from the checkpoint's own tokenizer
+to the server's completions endpoint, so that prompts and log-probs match the model. Prompts start with BOS if
+the tokenizer adds it.
 """
 
 from __future__ import annotations
@@ -281,6 +281,6 @@ def _number(value: Any) -> float | None:
 
 
 def _first(arguments: Any) -> str:
-    """Returns the prompt of a sample's first request, from either layout of arguments that lm-eval uses."""
+    """Returns the prompt of a sample's first request. Reads both layouts of arguments that lm-eval uses."""
     first = next(iter(arguments.values())) if isinstance(arguments, dict) else arguments[0]
     return str(next(iter(first.values())) if isinstance(first, dict) else first[0])

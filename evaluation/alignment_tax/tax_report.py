@@ -45,8 +45,8 @@ class ModelScores(Frozen):
 
 class ScoreDrop(Frozen):
     """The loss of a model on one metric. `tax`: baseline minus model, or model minus baseline if lower is
-    better. `paired`: whether the 95 % interval is over the documents that both models answered. If not, it
-    combines the two standard errors as independent, or is None if lm-eval gave none."""
+    better. `paired`: whether the 95 % interval is over the documents that both models answered. Otherwise it
+    combines the two standard errors, taken as independent, or is None if lm-eval reported none."""
 
     tax: float
     ci_low: float | None
@@ -82,7 +82,7 @@ class TaxReport(Frozen):
 
     @property
     def main(self) -> tuple[TaxRow, ...]:
-        """The rows of the tasks' main metrics."""
+        """Returns the rows of the tasks' main metrics."""
         return tuple(row for row in self.rows if row.main)
 
 

@@ -47,7 +47,7 @@ class ModelAnswer:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The length of the answer and its markdown counts, under arena-hard-auto's names."""
+        """Returns the length of the answer and its markdown counts, under arena-hard-auto's names."""
         return {"token_len": self.tokens, **markdown(self.text)}
 
 

@@ -1,4 +1,4 @@
-"""Images of questions: stores them next to the answers, and sends them to chat models."""
+"""Stores the images of questions next to the answers, and sends them to chat models."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SMALL = 320  # pixels of a side of an image on a page
 
 
 def store_pictures(report: Path, questions: Sequence[Question]) -> None:
-    """Writes each image of the questions to the report's folder, as it is in the data."""
+    """Writes each image of the questions, unchanged, to the report's folder."""
     for question in questions:
         for source in question.pictures:
             store_picture(source, report)
 
 
 def stored_messages(question: Question) -> list[dict[str, Any]]:
-    """Returns a question's messages as JSON, with the path in the report's folder for an image."""
+    """Returns a question's messages as JSON, with each image replaced by its path in the report's folder."""
     return [{**message, "content": _parts(message["content"], _stored_part)} for message in question.messages]
 
 
@@ -39,13 +39,13 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]], report: Path) -> list[dict[str, Any]]:
-    """Returns stored messages (`stored_messages`) with the images in the report's folder."""
+    """Returns the messages that `stored_messages` wrote, with the images from the report's folder."""
     read = partial(_read_part, report=report)
     return [{**message, "content": _parts(message["content"], read)} for message in messages]
 
 
 def with_images_of(question: Question, prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a judge's messages with the images of the question before the text of the last one."""
+    """Returns a judge's messages with the question's images before the text of the last message."""
     if not question.pictures:
         return [dict(message) for message in prompt]
     *before, last = prompt

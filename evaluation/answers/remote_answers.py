@@ -1,5 +1,5 @@
-"""Gets answers of remote models from an OpenAI-compatible endpoint. Saves each answer as it arrives, so
-that none is requested twice.
+"""Gets answers of remote models from an OpenAI-compatible endpoint. Saves each answer as soon as it arrives,
+so that no answer is requested twice.
 
 Prompts are not cut. A model's settings, tokens and cost become an `Answering` record in the report.
 """

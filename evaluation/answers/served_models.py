@@ -33,8 +33,8 @@ class LocalModel(NamedTuple):
 def local_model(
     where: str, path: str, config: VllmJudge | AlignmentTax, run: RunDir, trust_remote_code: bool
 ) -> LocalModel:
-    """Returns the model to serve. With `dtype` auto it has the stored dtype; with `max_model_len` None it
-    has as many positions as the model.
+    """Returns the model to serve. If `dtype` is auto, it is served in the stored dtype; if `max_model_len` is
+    None, with all positions of the model.
 
     Digests of the model's files are cached in the artifacts folder that contains the run directory. Raises
     ValueError like `longest_of`.

@@ -36,9 +36,10 @@ class Estimate(Frozen):
 class CalibrationReport(Frozen):
     """The contents of `calibration.json`.
 
-    `judge`: the judge's name; `identity`: a digest of the settings that decide its verdicts, for which the
-    calibration holds (`judge_identity`). `unjudged`: number of pairs without a verdict, which count only in
-    the measures of people. `confusion`: rows are people's A, tie, B; columns are the judge's.
+    `judge`: the judge's name; `identity`: a digest of the settings that affect its verdicts
+    (`judge_identity`); the calibration is valid only for these settings. `unjudged`: number of pairs without
+    a verdict, which count only in the measures of people. `confusion`: rows are people's A, tie, B; columns
+    are the judge's.
     """
 
     judge: str
@@ -54,7 +55,7 @@ class CalibrationReport(Frozen):
 
     @property
     def strength(self) -> str:
-        """The name of the range that kappa falls into; '' when there is no kappa."""
+        """Returns the name of the range that kappa falls into; '' when there is no kappa."""
         kappa = self.measures.get("kappa")
         if kappa is None:
             return ""
@@ -66,7 +67,7 @@ class CalibrationReport(Frozen):
 
     @property
     def rows(self) -> list[tuple[str, Estimate]]:
-        """The measures with their titles, in the order of TITLES."""
+        """Returns the measures with their titles, in the order of TITLES."""
         return [(title, self.measures[name]) for name, title in TITLES.items() if name in self.measures]
 
 

@@ -3,7 +3,7 @@ its verdicts are compared with theirs.
 
 `report/calibration.json` is the report, and `report/calibration.md` has its tables.
 `report/judgments/<judge>.jsonl` has the judge's games in Arena-Hard's format, with the models `a` and `b`.
-Verdicts of a chat judge are cached as they arrive, so a resumed stage never asks for one twice.
+Verdicts of a chat judge are cached as they arrive, so a resumed stage never requests the same verdict twice.
 """
 
 from __future__ import annotations

@@ -217,6 +217,6 @@ def _ratios(names: Sequence[str], sums: Floats) -> dict[str, Floats]:
 
 
 def _beyond(agreement: Floats, chance: Floats) -> Floats:
-    """Returns the agreement beyond chance as a share of the largest possible; nan if chance alone always
+    """Returns the agreement beyond chance, divided by its largest possible value; nan if chance alone always
     agrees."""
     return np.where(chance < 1 - 1e-12, (agreement - chance) / (1 - chance), np.nan)

@@ -116,8 +116,8 @@ class Folder:
         return file if _is(file, stat.S_ISREG) else None
 
     def json(self, file: Path) -> dict[str, Any]:
-        """Returns the JSON object in a file; {} where `read_json` returns that, and when the file is a link
-        or larger than MAX_JSON bytes."""
+        """Returns the JSON object in a file, as `read_json` does; {} also when the file is a link or larger
+        than MAX_JSON bytes."""
         return self._kept(file, ("json",), lambda: _object(file))
 
     def keys(self, file: Path) -> list[str]:
@@ -137,7 +137,7 @@ class Folder:
         return tail(file, lines) if _is(file, stat.S_ISREG) else ""
 
     def held(self, run_dir: Path) -> bool:
-        """Returns whether a process on this machine is working on a stage."""
+        """Returns whether a process on this machine is running a stage."""
         return self.locks.held(run_dir / LOCK)
 
     def changed(self, run_dir: Path) -> float | None:

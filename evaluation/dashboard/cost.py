@@ -45,7 +45,7 @@ class UsageLine(NamedTuple):
 
 
 class Bill(NamedTuple):
-    """The total of a run. `price`: price of a GPU-hour; None if the recipe gives none."""
+    """The total of a run. `price`: price of a GPU-hour; None if the recipe does not give it."""
 
     lines: list[UsageLine]
     price: Cost | None
@@ -60,12 +60,12 @@ class Bill(NamedTuple):
 
     @property
     def at_least(self) -> bool:
-        """Whether something is missing from the sums."""
+        """Returns whether the sums leave something out."""
         return any(line.unended or line.gpus is None for line in self.lines)
 
     @property
     def money(self) -> str:
-        """The cost of the GPUs and the fees, as text; '' when neither is known."""
+        """Returns the cost of the GPUs and the fees, as text; '' when neither is known."""
         sums: dict[str, float] = {}
         if self.price:
             sums[self.price.currency] = self.gpu_hours * self.price.gpu_hour
@@ -84,7 +84,7 @@ def bill(folder: Folder, run: RunRecord, stages: Sequence[Stage]) -> Bill:
 
 
 def price_of(folder: Folder, run: RunRecord) -> Cost | None:
-    """Returns the price in the recipe that was run; None when the recipe has none or cannot be read."""
+    """Returns the price in the recipe that was run; None when the recipe has no price or cannot be read."""
     config = folder.json(run.file).get("config")
     try:
         return (

@@ -40,8 +40,8 @@ class DataSource(NamedTuple):
 
 
 class Relatives(NamedTuple):
-    """The origins and descendants of a stage. `models`: input models that no stage in this folder made;
-    `parents`, `children`: names of run directories."""
+    """The origins and descendants of a stage. `models`: input models that were not made by a stage in this
+    folder; `parents`, `children`: names of run directories."""
 
     graph: Graph
     parents: list[str]

@@ -93,7 +93,7 @@ class Growing(Generic[Seen]):
             os.close(descriptor)
 
     def restart(self) -> None:
-        """Forgets all lines."""
+        """Discards all lines read so far."""
 
     def take(self, line: bytes) -> None:
         """Receives one line, without its line end."""
@@ -167,7 +167,7 @@ def _mean(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 class Metrics(NamedTuple):
-    """The metrics of a stage. Keyed by metric: its points, its number of values that are not finite, and its
+    """The metrics of a stage: for each metric its points, the number of values that are not finite, and the
     last finite value. `step`, `time`: from the last line; `pace`: seconds per step, over the last lines."""
 
     points: dict[str, list[tuple[float, float]]]
@@ -234,8 +234,8 @@ class Attempt(NamedTuple):
 
 
 class Log(NamedTuple):
-    """The starts of a stage's process, and (done, all) from the last line `step X/Y`, or from `X of Y`
-    lines that match PARTS."""
+    """The starts of a stage's process, and its progress, (done, all), from the last line `step X/Y` or from
+    lines `X of Y` that match PARTS."""
 
     attempts: tuple[Attempt, ...]
     progress: tuple[int, int] | None

@@ -53,7 +53,7 @@ COLOURS = {
 
 class Page(NamedTuple):
     """A page. `parts`: functions that return the HTML of each part; `slow`: parts that an open page rebuilds
-    only now and then; `watched`: returns a value that stays the same while nothing changes on disk."""
+    less often; `watched`: returns a value that stays the same while nothing changes on disk."""
 
     title: str
     parts: dict[str, Callable[[], str]]
@@ -92,7 +92,8 @@ def page_of(folder: Folder, path: str, query: dict[str, str]) -> Page:
 
 
 def overview(folder: Folder, wanted: str = "") -> Page:
-    """Returns the page of all runs, loops and stages. `wanted`: words that every listed run must contain."""
+    """Returns the page of all runs, loops and stages. `wanted`: words that the text about every listed run
+    must contain."""
     wanted = plain(wanted[:MAX_FILTER])
 
     def now() -> str:
@@ -356,7 +357,7 @@ def link(run: RunRecord) -> str:
 
 class Row(NamedTuple):
     """A row in the list of runs: a run's record and further values. `to`: address of the run's page; `done`:
-    how many of its `stages` are done; `rate`, `champion`: as in state.py."""
+    number of its `stages` that are done; `rate`, `champion`: as in state.py."""
 
     to: str
     done: int

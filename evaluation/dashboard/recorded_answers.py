@@ -124,7 +124,7 @@ def index(folder: Folder, files: Mapping[int, Path]) -> tuple[dict[str, list[int
 
 
 def neighbours(numbers: list[int], number: int) -> list[int]:
-    """Returns a number together with its neighbours in the list."""
+    """Returns a number and the numbers before and after it in the list."""
     place = numbers.index(number)
     return numbers[max(0, place - 1) : place + 2]
 

@@ -51,7 +51,7 @@ class Stage(NamedTuple):
 
     `steps`: (done, all) while it runs; `left`: estimated remaining seconds; `seconds`: duration of the
     process that finished it; `changed`: the time when its files were last written, in seconds since 1970;
-    `parents`: names of stages; `gates`: the gates that it does not pass, in words.
+    `parents`: names of stages; `gates`: a phrase for each gate that it does not pass.
     """
 
     folder: str
@@ -108,8 +108,8 @@ def stage_of(
 
 
 def _ended(holder: str, last: Attempt | None, elsewhere: bool) -> tuple[str, str]:
-    """Returns the state, and the reason for it, of a stage that has no result and that no process works
-    on."""
+    """Returns the state, and the reason for it, of a stage that has no result and that no process is
+    running."""
     goes_on = "the next run continues from its last checkpoint"
     if elsewhere:
         return "killed", f"no update for {FRESH:.0f} s from {holder}"
@@ -205,8 +205,8 @@ def approval_of(folder: Folder, run_dir: Path) -> Approval | None:
 
 
 def open_gates(config: Mapping[str, Any], metrics: Mapping[str, float], asked: Approval | None) -> list[str]:
-    """Returns part of a sentence for each gate that a finished stage does not pass. `asked`: the question to
-    a person, which is not asked while another gate stops the dependent stages."""
+    """Returns a phrase for each gate that a finished stage does not pass. `asked`: the question to a person,
+    which is sent only if no other gate stops the dependent stages."""
     found: list[str] = []
     waits = held = False
     gates = config.get("gates")

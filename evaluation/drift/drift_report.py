@@ -49,7 +49,7 @@ class DriftReport(Frozen):
 
     @property
     def values(self) -> dict[str, float]:
-        """The values of the signals by name."""
+        """Returns the values of the signals by name."""
         return {signal.name: signal.value for signal in self.signals}
 
 

@@ -24,8 +24,8 @@ def agreement(
     """Returns `judge/reward_correlation`: Spearman's correlation, over questions, between the judge's score
     of the model (0 to 1) and the difference between the reward model's scores of model and baseline.
 
-    Returns None when fewer than FEWEST questions were judged by both, or when one of the two gives all of
-    them the same score.
+    Returns None when fewer than FEWEST questions were judged by both, or when one of the two gives the same
+    score to all of these questions.
     """
     wins = {judgment.uid: judgment.score for judgment in judged if judgment.score is not None}
     gaps = {judgment.uid: gap for judgment in rewarded if (gap := score_gap(judgment.games[1])) is not None}

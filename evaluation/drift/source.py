@@ -19,7 +19,7 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 @dataclass(frozen=True)
 class Judged:
-    """A finished evaluation: its request, its names for the two models, and the answers by model name, in the
+    """A finished evaluation: its request, its names for the two models, and each model's answers, in the
     order of `questions`."""
 
     request: StageRequest
@@ -36,13 +36,13 @@ class Judged:
 
     @property
     def reward_judge(self) -> str | None:
-        """The name of the first second-opinion judge that is a reward model."""
+        """Returns the name of the first second-opinion judge that is a reward model."""
         named = list(judge_names(self.config.judges).items())[1:]
         return next((name for name, judge in named if isinstance(judge, configs.RewardJudge)), None)
 
     @property
     def judge(self) -> str:
-        """The name of the deciding judge."""
+        """Returns the name of the deciding judge."""
         return next(iter(judge_names(self.config.judges)))
 
     def judgments(self, judge: str) -> list[Judgment]:
@@ -96,8 +96,8 @@ def read_evaluation(report: Path, inputs: Mapping[str, str], model: str, referen
 
 
 def place_of(place: str) -> str:
-    """Returns a model's Hub id, or the last three parts of its path, which include its stage's digest and do
-    not depend on the location of the artifacts."""
+    """Returns a model's Hub id, or the last three components of its path, which include its stage's digest
+    and do not depend on the location of the artifacts."""
     return "/".join(PurePosixPath(place).parts[-3:])
 
 

@@ -1,9 +1,10 @@
 """Judges with a chat model at an OpenAI-compatible endpoint: a remote one, or a local vLLM server.
 
 Every verdict is cached when it arrives, keyed by (judge prompt, settings of the request, judge, prompt
-version), so a resumed stage requests none twice. If a reply has no verdict, contradicts itself, or was cut
-by the length limit, one reminder follows. Games that still fail are counted but not cached, and stop the
-stage when their share exceeds `max_failed`. Requests and retries: `rlhf_core/judging/chat_client.py`.
+version), so a resumed stage never requests the same verdict twice. If a reply has no verdict, contradicts
+itself, or was cut by the length limit, one reminder follows. Games that still fail are counted but not
+cached, and stop the stage when their share exceeds `max_failed`. Requests and retries:
+`rlhf_core/judging/chat_client.py`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class CachedVerdict(Frozen):
 class LlmJudge:
     """Requests a verdict on each match.
 
-    `cache`: file of verdicts; `identity`: identifies the judge in the cache's keys; a remote model's name,
-    or the digest of a local model's files. `used`: all verdicts used, including cached ones. `games` counts
-    the games, `failed` those without a verdict.
+    `cache`: file of verdicts; `identity`: the judge's part of the cache's keys, which is a remote model's
+    name or the digest of a local model's files. `used`: all verdicts used, including cached ones. `games`
+    counts the games, `failed` those without a verdict.
     """
 
     name: str
@@ -52,7 +53,7 @@ class LlmJudge:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Numbers of input and output tokens of all verdicts used."""
+        """Returns the numbers of input and output tokens of all verdicts used."""
         return sum(entry.input_tokens for entry in self.used.values()), sum(
             entry.output_tokens for entry in self.used.values()
         )

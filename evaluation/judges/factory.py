@@ -100,8 +100,8 @@ def make_judge(
 
 
 def remote_cache_name(judge: configs.OpenAIJudge) -> str:
-    """Returns the name of a judge's file in a shared cache: it is named after model and endpoint, so that
-    recipes with other judge names share it."""
+    """Returns the name of a judge's file in a shared cache. The name depends only on model and endpoint, so
+    that recipes with other names for the judge share the file."""
     return f"{file_name(judge.model)}-{digest(judge.base_url)[:8]}.jsonl"
 
 
@@ -114,7 +114,8 @@ def cache_of(name: str, judge: configs.ChatJudge, cache_name: str, run: RunDir) 
 
 
 def judges_with_verdicts(judges: Sequence[configs.Judge], run: RunDir) -> list[str]:
-    """Returns the remote judges with verdicts of earlier attempts or evaluations, as messages name them."""
+    """Returns the remote judges that have verdicts of earlier attempts or evaluations, under their names in
+    messages."""
     return [
         f"the judge {judge.model}"
         for name, judge in judge_names(judges).items()
@@ -126,8 +127,8 @@ def judges_with_verdicts(judges: Sequence[configs.Judge], run: RunDir) -> list[s
 def load_reward_model(
     name: str, request: StageRequest, config: JudgingStage, rendering: JudgingStage | configs.Data
 ) -> tuple[RewardScorer, Renderer]:
-    """Loads a reward model to the device. Returns it with the renderer for its inputs, which has the template
-    of `rendering` and those of its arguments that the reward model's template reads."""
+    """Loads a reward model onto the device. Returns the model and the renderer for its inputs, with the
+    template of `rendering` and those arguments of `rendering` that the reward model's template reads."""
     # imports torch's model code, so only when needed
     from rlhf_core.models.reward_scoring import RewardScorer
 

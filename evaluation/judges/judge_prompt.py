@@ -1,4 +1,4 @@
-"""Writes the prompt of an LLM judge: the structure of Arena-Hard v2.0, in our own words.
+"""Writes the prompt of an LLM judge, with the structure of Arena-Hard v2.0's prompt but different wording.
 
 For hard prompts the judge first writes its own answer; for creative writing it does not. The request has
 the user's prompt and both answers between markers. The verdict is one of five labels in double brackets

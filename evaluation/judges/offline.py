@@ -1,4 +1,5 @@
-"""Judges offline, with a rule for known answers or a reward model, and runs the battles of any judge.
+"""Defines judges that work offline, by a rule for known answers or with a reward model, and runs the battles
+of any judge.
 
 A judge receives matches (a question and two answers, A and B) and returns one verdict for each. Every
 battle is judged in both orders, even by offline judges: no verdict is derived from its mirror image.
@@ -30,7 +31,7 @@ class Match:
 
 
 class Judge(Protocol):
-    """Has a name and returns one game for each match, in order."""
+    """Defines a judge: it has a name, and returns one game for each match, in order."""
 
     @property
     def name(self) -> str: ...

@@ -96,12 +96,12 @@ class Assignment:
 
     @property
     def annotators(self) -> list[str]:
-        """The names in the file and on open pages, sorted."""
+        """Returns the names in the file and on open pages, sorted."""
         return sorted({*(label.annotator for label in self.file.labels), *self._holds})
 
     @property
     def finished(self) -> int:
-        """The number of pairs with enough labels."""
+        """Returns the number of pairs with enough labels."""
         return sum(self._decided[key] >= self.rules.per_item for key in self.pairs)
 
     def known_name(self, text: str) -> str:

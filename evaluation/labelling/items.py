@@ -1,8 +1,8 @@
 """Reads the pairs that annotators compare: answers of an evaluation's models, or rows of preferences.
 Torch-free.
 
-A row of a file that contains an unpaired surrogate is refused, as in training; in a model's answer, U+FFFD
-replaces it.
+A row of a file that contains an unpaired surrogate is refused, as in training; in a model's answer, each
+unpaired surrogate is replaced with U+FFFD.
 """
 
 from __future__ import annotations
@@ -203,5 +203,5 @@ def _pair(
 
 
 def whole(text: str) -> str:
-    """Returns `text` with U+FFFD in place of each unpaired surrogate, which UTF-8 cannot encode."""
+    """Returns `text` with each unpaired surrogate, which UTF-8 cannot encode, replaced with U+FFFD."""
     return HALVES.sub("\ufffd", text)

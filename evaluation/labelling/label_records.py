@@ -32,8 +32,8 @@ class ComparedPair(Frozen):
 
     @cached_property
     def key(self) -> str:
-        """A key that is the same for all labels of this pair, regardless of the file that it was read
-        from."""
+        """Returns a key that is the same for all labels of this pair, regardless of the file that the pair
+        was read from."""
         return digest([self.uid, list(self.prompt), self.answer_a, self.answer_b, self.model_a, self.model_b])
 
 
@@ -58,14 +58,14 @@ class HumanLabel(ComparedPair):
 
     @property
     def strength(self) -> int:
-        """The index of the verdict in LABELS, from 0 (A is much better) to 4 (B is). Must not be used for a
-        skipped label."""
+        """Returns the index of the verdict in LABELS, from 0 (A is much better) to 4 (B is much better). Must
+        not be used for a skipped label."""
         assert self.verdict is not None, "a skipped pair has no verdict"
         return LABELS.index(self.verdict)
 
     @property
     def winner(self) -> int:
-        """0 for A, 1 for a tie, 2 for B."""
+        """Returns 0 for A, 1 for a tie, 2 for B."""
         return (self.strength > 1) + (self.strength > 2)
 
 

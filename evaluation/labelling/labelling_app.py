@@ -1,8 +1,8 @@
 """Serves the labelling page for `alignflow label`. Browsers receive texts and counts, but never a model's
 name, a source, or which answer is the chosen one.
 
-Pages are small HTML files; label.js asks for one pair at a time. The event loop handles requests one after
-the other, including writing a label, so no two of them see the same state.
+Pages are small HTML files; label.js asks for one pair at a time. The event loop handles one request at a
+time, including writing a label, so no two requests see the same state.
 `rlhf_core/system/pages/page_server.py` controls access.
 """
 
@@ -70,7 +70,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def application(assignment: Assignment) -> Starlette:
-    """Returns the application, with the pages and their API, for an open labels file."""
+    """Returns the application that serves the pages and their API for an open labels file."""
 
     async def start(request: Request) -> Response:
         known = assignment.annotators

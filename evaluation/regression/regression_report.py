@@ -59,7 +59,7 @@ class RegressionReport(Frozen):
 
     @property
     def final_outcomes(self) -> dict[str, QuestionOutcome]:
-        """Outcomes of the final model by uid."""
+        """Returns the outcomes of the final model by uid."""
         return {question.uid: question.outcomes[self.final] for question in self.questions}
 
     def newly_failed(self, model: str) -> list[str]:
@@ -82,8 +82,8 @@ class RegressionReport(Frozen):
 
     @property
     def rows(self) -> list[tuple[str, QuestionResult]]:
-        """Each question with its change for the final model (newly failed, recovered or none),
-        starting with those that it does not pass."""
+        """Returns each question with its change for the final model (newly failed, recovered or none),
+        starting with the questions that the model does not pass."""
         changed = dict.fromkeys(self.newly_failed(self.final), "newly failed") | dict.fromkeys(
             self.recovered(self.final), "recovered"
         )

@@ -1,5 +1,5 @@
-"""Finds problems that make a run's other results worthless, for the top of its page: truncated answers, and
-rewards or gradients without a signal."""
+"""Finds problems that make a run's other results worthless, such as truncated answers, and rewards or
+gradients without a signal. The top of the run's page shows them."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ EXAMPLES = {"won": 5, "lost": 3, "tied": 3}
 
 
 class Example(NamedTuple):
-    """One battle. `pictures`: data URLs of the prompt's images, made small. `before` and `after`: answers of
-    the baseline and the final model."""
+    """One battle. `pictures`: data URLs of the prompt's images, reduced in size. `before` and `after`:
+    answers of the baseline and the final model."""
 
     battle: Judgment
     prompt: str
@@ -39,7 +39,7 @@ class StoredConversation(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Battles of one outcome: there are `played` out of `total`; `examples` are some of them."""
+    """Battles of one outcome: `played` of all `total` battles had it; `examples` are some of these."""
 
     outcome: str
     played: int

@@ -70,7 +70,7 @@ class TimedPhase(NamedTuple):
 
     @property
     def times(self) -> float | None:
-        """Seconds divided by the floor; None if there is no floor."""
+        """Returns the seconds divided by the floor; None if there is no floor."""
         return self.seconds / self.floor if self.floor else None
 
 

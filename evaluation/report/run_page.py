@@ -2,8 +2,8 @@
 lineage and configuration.
 
 The page is self-contained: it has inline CSS and SVG, no script and no external resources. Jinja2 escapes all
-text; only our own charts are marked safe. A sentence replaces a missing part (no evaluation, a failed stage,
-no metrics).
+text; only our own charts are marked safe. A sentence replaces each missing part (no evaluation, a failed
+stage, no metrics).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def rollout_pages(out_dir: Path, stages: Sequence[StageView]) -> dict[str, list[
 
 
 def in_subfolder(page: str) -> str:
-    """Returns the HTML of a page for use one folder deeper: its links lead one folder up."""
+    """Returns the HTML of a page that is moved to a subfolder: its links point one folder up."""
     return page.replace(f'href="{FOLDER}/', f'href="../{FOLDER}/')
 
 

@@ -50,20 +50,20 @@ class Evidence:
 
     @property
     def digest(self) -> str:
-        """The stage's digest, which is taken from the directory's name, `<stage name>-<digest>`, if the stage
-        has not run yet."""
+        """Returns the stage's digest, which is taken from the directory's name, `<stage name>-<digest>`, if
+        the stage has not run yet."""
         return self.result.digest if self.result else self.view.run_dir.name.rpartition("-")[2]
 
     @property
     def report(self) -> Path | None:
-        """The report folder of a finished evaluation or alignment tax; None for other stages."""
+        """Returns the report folder of a finished evaluation or alignment tax; None for other stages."""
         output = self.result.outputs.get("report") if self.result else None
         return self.view.run_dir / output if output else None
 
     @property
     def checkpoint(self) -> str | None:
-        """The model folder, relative to the artifacts folder (`stages/<name>-<digest>/...`); None if there
-        is none."""
+        """Returns the model folder, relative to the artifacts folder (`stages/<name>-<digest>/...`); None if
+        there is none."""
         output = self.result.outputs.get("checkpoint") if self.result else None
         return f"{self.view.run_dir.parent.name}/{self.view.run_dir.name}/{output}" if output else None
 
@@ -91,12 +91,12 @@ class Evaluated:
 
     @property
     def report(self) -> EvalReport:
-        """The report of the deciding judge."""
+        """Returns the report of the deciding judge."""
         return self.reports[0]
 
     @property
     def models(self) -> list[str]:
-        """The judged models, preceded by the baseline unless it was itself judged."""
+        """Returns the judged models, preceded by the baseline unless it was judged itself."""
         return list(
             dict.fromkeys(
                 [*(() if self.report.baseline in self.decided else [self.report.baseline]), *self.decided]
@@ -105,17 +105,17 @@ class Evaluated:
 
     @property
     def opinions(self) -> list[WinRate]:
-        """Win rates according to the other judges."""
+        """Returns the win rates according to the other judges."""
         return [rate for other in self.reports[1:] for rate in other.win_rates]
 
     @property
     def against_parent(self) -> dict[str, WinRate]:
-        """Win rates of models against their parents, for parents other than the baseline."""
+        """Returns the win rates of models against their parents, for parents other than the baseline."""
         return {rate.model: rate for rate in self.report.against_parent}
 
     @property
     def decided(self) -> dict[str, WinRate]:
-        """Win rates according to the first judge, by model."""
+        """Returns the win rates according to the first judge, by model."""
         return {rate.model: rate for rate in self.report.win_rates if rate.judge == self.report.judge}
 
 

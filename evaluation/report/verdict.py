@@ -98,8 +98,8 @@ class Suspect(NamedTuple):
 
 
 def suspects(stages: Sequence[Evidence]) -> list[Suspect]:
-    """Returns a question for each SFT, reward model and PPO stage, in the recipe's order; an empty list
-    when no stage has a gate.
+    """Returns a question with its answer for each SFT, reward model and PPO stage, in the recipe's order; an
+    empty list when no stage has a gate.
 
     Rounds of a loop are left out, since the table of gates has them.
     """

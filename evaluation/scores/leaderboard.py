@@ -1,6 +1,6 @@
 """Computes the leaderboard of a folder of judgments, without any model, for `alignflow leaderboard FOLDER`.
 
-Each judge, category and baseline has a board, with the arena score with our interval (over questions), and
+Each judge, category and baseline has a board. It has the arena score, with our interval over questions, and
 the style-controlled score if the answers are known. Torch-free.
 """
 

@@ -31,7 +31,7 @@ Suspicion = Literal["none", "possible", "sure"]
 class Point(Frozen):
     """One model: its KL from the baseline (nats per answer) and the proxy's mean score, each with its
     standard error, and the judge's win rate with its 95 % interval. `suspicion`: whether the proxy's score
-    rose and the win rate fell compared with the model `since`; `possible` if the means say so, `sure` if the
+    rose and the win rate fell compared with the model `since`: `possible` if the means did, `sure` if the
     intervals of both differences, over the same questions, exclude zero (95 %, Bonferroni-corrected)."""
 
     model: str

@@ -1,4 +1,4 @@
-"""Evaluates reward models on held-out preference pairs: accuracy, also by subset, calibration, length bias
+"""Evaluates reward models on held-out preference pairs: accuracy (also by subset), calibration, length bias
 and agreement. Torch-free.
 
 A model prefers the answer that it scores higher; equal scores count as half right. Its predicted probability

@@ -37,7 +37,7 @@ class QuestionSums(NamedTuple):
 
     @property
     def score(self) -> float:
-        """The weighted mean over all questions."""
+        """Returns the weighted mean over all questions."""
         return float(self.total.sum() / self.weight.sum())
 
 

@@ -92,7 +92,7 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
 
 
 def on_cpus(planned: Plan) -> str:
-    """Returns a sentence that names the stages that run on CPUs, whose figures apply only once they run on
+    """Returns a sentence that names the stages that run on CPUs, and whose figures therefore apply only on
     GPUs; "" if there are none."""
     trained = [node for node in planned.nodes if isinstance(node.config, PPO | Trainable)]
     without = [node.name for node in trained if not needs(node.config).gpus]
@@ -129,8 +129,8 @@ def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
 
 
 def model_size(planned: Plan, node: Node, name: str) -> Size:
-    """Returns the size of a model that a stage names: that of its folder or, if another stage trains the
-    model, that of the other stage's start model.
+    """Returns the size of a model that a stage names: the size of the model in its folder or, if another
+    stage trains the model, the size of the other stage's start model.
 
     Raises ValueError when the folder's config.json has no sizes.
     """

@@ -1,4 +1,5 @@
-"""Consoles, exit codes and option types shared by all commands, and their output for plans and migrations."""
+"""Defines the consoles, exit codes and option types that all commands share, and prints plans and
+migrations."""
 
 from __future__ import annotations
 

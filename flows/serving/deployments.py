@@ -49,7 +49,7 @@ class ServedRecipe(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Parameters of the recipe's deployments."""
+        """Returns the parameters of the recipe's deployments."""
         return {"recipe": self.path, "overrides": list(self.overrides)}
 
 
@@ -158,9 +158,9 @@ def deploy(
 
 
 def in_step(client: SyncPrefectClient, name: str, schedule: Schedule) -> Schedule:
-    """Returns an interval schedule that continues the deployment's existing one if the interval is the same,
-    because an interval that began again at each start of `serve` might never end. Returns other schedules
-    unchanged. `name`: FLOW/NAME."""
+    """Returns an interval schedule that continues the deployment's existing schedule if the interval is the
+    same, because an interval that began again at each start of `serve` might never end. Returns other
+    schedules unchanged. `name`: FLOW/NAME."""
     if schedule.interval is None:
         return schedule
     try:

@@ -29,8 +29,8 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
     Ends processes that are still running `IGNORED_SECONDS` after a cancellation. The worker's runner sends
     one signal per run, which a retried run has already received.
 
-    `at_start`: no worker is running yet, so runs that never had a process and runs that were about to start
-    are marked too. Returns the number of marked runs.
+    `at_start`: whether no worker is running yet. Runs that never had a process, and runs that were about to
+    start, are then marked too. Returns the number of marked runs.
     """
     found = client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": UNFINISHED}}}), limit=200

@@ -1,4 +1,5 @@
-"""Shared parts of the commands that serve pages: host names, the token in their output, and server limits."""
+"""Contains the shared parts of the commands that serve pages: host names, the token in their output, and
+server limits."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ class Services:
         return f"{self.ui.rpartition(':')[0]}:{port}"
 
     def start_dashboard(self, artifacts: Path, port: int) -> str:
-        """Starts the live page of an artifacts folder, on the server's host. Returns its address. If the
-        page ends, `serve` continues."""
+        """Starts the live page of an artifacts folder, on the server's host. Returns its address. `serve`
+        continues even if the page's process ends."""
         artifacts.mkdir(parents=True, exist_ok=True)
         command = ["dashboard", str(artifacts), "--allow-host", ",".join(self._hosts)]
         return self._start_endpoint(f"{PAGE} {artifacts}", command, port) + "/"

@@ -33,7 +33,7 @@ class Failures:
     """The failed runs of deployments, each reported once."""
 
     def __init__(self, since: datetime):
-        """Starts with no reported run. Runs that failed before `since` are not reported."""
+        """Starts without reported runs. Runs that failed before `since` are never reported."""
         self._since = since
         self._told = set[UUID]()
 

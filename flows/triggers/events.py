@@ -1,8 +1,8 @@
 """Notifies a Prefect server of new feedback with the event `alignflow.feedback.new`, which can start a
 deployment.
 
-Best effort: an event that cannot be sent causes one warning and never stops an import. PREFECT_API_URL names
-the server.
+Delivery is best effort: an event that cannot be sent causes one warning and never stops an import.
+PREFECT_API_URL names the server.
 """
 
 from __future__ import annotations

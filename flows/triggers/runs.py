@@ -1,4 +1,4 @@
-"""Starts a run of a deployment unless one exists already, so a thousand requests lead to one run."""
+"""Starts a run of a deployment unless one exists already, so that many requests lead to a single run."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class FeedbackTrigger:
         return asked.run
 
     def _last_run(self, run: UUID) -> FlowRun | None:
-        """Returns the run that was started last; None when somebody has deleted it."""
+        """Returns the run that was started last; None when it was deleted."""
         try:
             return self._client.read_flow_run(run)
         except ObjectNotFound:

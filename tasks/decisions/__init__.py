@@ -1,1 +1,1 @@
-"""Decisions about finished stages: gates, a person's approval, the champion."""
+"""Decides about finished stages: gates, a person's approval, the champion."""

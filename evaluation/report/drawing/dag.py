@@ -106,8 +106,8 @@ def draw(parents: Mapping[str, Sequence[str]]) -> Drawing:
 def _links(
     parents: Mapping[str, Sequence[str]], layer: Mapping[str, int]
 ) -> list[tuple[LayerSlot, LayerSlot]]:
-    """Returns edges between neighbouring layers: each node's path to its farthest child, and the branches off
-    that path."""
+    """Returns edges between neighbouring layers: each node's path to its farthest child, and the branches
+    from that path."""
     links: dict[tuple[LayerSlot, LayerSlot], None] = {}
     for child, above in parents.items():
         for parent in above:

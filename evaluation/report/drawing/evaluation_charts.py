@@ -166,8 +166,8 @@ def tax_chart(report: TaxReport) -> str:
 @matplotlib.rc_context(STYLE)
 def over_optimisation_chart(found: OverOptimisation) -> str:
     """Draws proxy reward and win rate over the square root of the KL from the baseline as SVG, as Gao et al.
-    (2022) do. A ring marks suspicious points (see `over_optimisation.Point`), and a thick ring those that are
-    sure."""
+    (2022) do. A ring marks points whose `suspicion` is `possible` (see `over_optimisation.Point`), and a
+    thick ring those where it is `sure`."""
     start, *points = found.points
     chains = {
         name: [start, *(p for p in points if p.chain == name)]

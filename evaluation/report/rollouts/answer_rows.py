@@ -23,8 +23,8 @@ KEY = re.compile(rb'\{"row": "([0-9a-f]+)"')  # the start of a row that has a ke
 class AnswerTokens(NamedTuple):
     """The tokens of an answer or episode: T recorded tokens, of which N were sampled, within the bounds in
     `answers`. `advantages`, `engine`, `trainer` and `reference` (N,): empty if unknown; None where a value is
-    not finite. `left_out`: which of the N are left out of the loss. `total`, `sampled`: numbers of tokens
-    before the record was truncated."""
+    not finite. `left_out`: which of the N tokens are left out of the loss. `total`, `sampled`: the numbers of
+    tokens before the record was truncated."""
 
     ids: list[int]
     texts: list[str]
@@ -41,10 +41,10 @@ class AnswerTokens(NamedTuple):
 
 
 class RecordedAnswer(NamedTuple):
-    """A sampled answer or episode. `key`: the same for all answers to a row of the data; `number`: counts
-    these answers, 0 if unknown. `messages`: (role, text). `rewards`: by source, None if a source failed.
-    `reward`: the numbers from the sum of the rewards to the value from which advantages are computed.
-    `trained`, `ages`, `tokens`: None if unknown."""
+    """A sampled answer or episode. `key`: the same for all answers to a row of the data; `number`: the
+    answer's number among these, 0 if unknown. `messages`: (role, text). `rewards`: by source, None if a
+    source failed. `reward`: the numbers from the sum of the rewards to the value from which advantages are
+    computed. `trained`, `ages`, `tokens`: None if unknown."""
 
     iteration: int
     key: str

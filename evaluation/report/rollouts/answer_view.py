@@ -25,8 +25,8 @@ PARTS = {
 
 
 class AnswerView(NamedTuple):
-    """An answer on the page: facts about it as (name, text), and its turns. There are no turns if its tokens
-    are not recorded; its messages are then shown instead."""
+    """An answer on the page: facts about it as (name, text), and its turns. If its tokens are not recorded,
+    there are no turns, and the page shows its messages instead."""
 
     answer: RecordedAnswer
     facts: list[tuple[str, str]]
@@ -79,8 +79,8 @@ def facts_of(answer: RecordedAnswer) -> list[tuple[str, str]]:
 
 
 def parts_text(answer: RecordedAnswer) -> str:
-    """Returns the numbers from the sum of the reward sources to the advantage, without steps that change
-    nothing."""
+    """Returns the steps from the sum of the reward sources to the advantage as text, without steps that
+    change nothing."""
     known = {name: value for name, value in answer.reward.items() if name not in ("kl", "kl_coef")}
     parts = dict(known)
     for name in ("clipped", "shaped"):

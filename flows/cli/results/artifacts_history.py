@@ -44,8 +44,8 @@ class ListedStage(NamedTuple):
 
 
 class SurveyedItem(NamedTuple):
-    """Something that `gc` removes or keeps: a run directory, its resume states, or the page of a run. `size`
-    is in bytes; `why`: which runs keep it or stopped keeping it."""
+    """An item that `gc` removes or keeps: a run directory, its resume states, or the page of a run. `size` is
+    in bytes; `why`: which runs keep the item or stopped keeping it."""
 
     path: Path
     size: int
@@ -274,8 +274,8 @@ def _win_rate_texts(run_dir: Path) -> dict[str, str]:
 def _claims(
     artifacts: Path, keeping: Keeping, locks: bool = True
 ) -> tuple[dict[Path, list[str]], dict[Path, list[str]]]:
-    """Returns, for each run directory, what keeps it, and which runs stopped keeping it. `locks`: whether a
-    process that works in a directory keeps it."""
+    """Returns, for each run directory, the reasons for keeping it, and the runs that stopped keeping it.
+    `locks`: whether a process that works in a directory keeps it."""
     runs = [run.require_whole() for run in records(artifacts)]
     parents = cache(_parents)
     keep = keeping(runs)

@@ -40,7 +40,7 @@ def is_watched(plain: bool) -> bool:
 
 @contextmanager
 def working(told: str, plain: bool) -> Iterator[None]:
-    """Shows `told` with a spinner during the block if the output is a terminal."""
+    """Shows the text `told` with a spinner during the block if the output is a terminal."""
     if not is_watched(plain):
         yield
         return
