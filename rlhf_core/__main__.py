@@ -2,10 +2,9 @@
 
 With `--wait KIND DESCRIPTOR` instead of RUN_DIR, imports the libraries that the kind needs, then reads the
 run directory from an inherited pipe. Exit codes: 0 done; 2 wrong input (one line on stderr says what to
-change); 3 a package is missing, or a GPU is too small (likewise); 1 anything else, with a traceback, or one
-line where a node of the cluster was lost, or training came to a loss, gradient norm or weight that is not
-finite. A ValueError counts as wrong input when our own code raised it; one from inside a library is a
-failure.
+change); 3 a package is missing, or a GPU is too small (likewise); 1 anything else, with a traceback, or with
+one line if a node of the cluster was lost, or a loss, gradient norm or weight is not finite. A ValueError
+counts as wrong input when our own code raised it; one from inside a library is a failure.
 """
 
 from __future__ import annotations

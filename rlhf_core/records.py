@@ -310,8 +310,8 @@ class Judging(Frozen):
 
 
 class Answering(Frozen):
-    """How the answers of a remote model were requested. `url`: the endpoint; `settings`: the sampling fields
-    of each request.
+    """The requests for a remote model's answers. `url`: the endpoint; `settings`: the sampling fields of each
+    request.
 
     Tokens are counted for all answers used, including stored ones; `requests` counts only requests sent by
     this run; `failed` counts questions without an answer. `cost` is in US dollars, None when the prices are

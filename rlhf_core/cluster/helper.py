@@ -41,8 +41,8 @@ class Helper:
     """Creates an object on another node with `factory(**options)`, in its own process.
 
     It inherits this process's environment variables, except node-specific ones (`OWN`) and those set by the
-    node. They are sent in a call, because Ray logs variables that are passed to an actor when it starts.
-    `threads`: maximum number of concurrent calls.
+    node. The variables are sent in a call, because Ray logs variables that are passed to an actor when it
+    starts. `threads`: maximum number of concurrent calls.
     """
 
     def __init__(self, node: RayNode, threads: int, factory: Callable[..., Any], **options: Any):
@@ -59,7 +59,7 @@ class Helper:
         self._made = self._process.make.remote(factory, options, variables)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Calls a method of the object. Raises whatever the method raises, HelperDied when the process has
+        """Calls a method of the object. Raises any error of the method, HelperDied when the process has
         ended, and NodeLost when the node is lost."""
         try:
             fetched(self._made)

@@ -71,8 +71,8 @@ def _numbered(slots: Sequence[BundleSlot]) -> Iterator[tuple[BundleSlot, int]]:
 
 
 def span_of(wanted: Wanted) -> int:
-    """Returns the number of processes that must be on one node: those of an engine, or of one of its pipeline
-    stages."""
+    """Returns the number of processes that must be on one node: the processes of an engine, or of one
+    pipeline stage."""
     return wanted.tensor_parallel_size if isinstance(wanted, EngineConfig) else 1
 
 
@@ -80,10 +80,9 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
     """Creates a bundle for each process, each engine, or each set of processes that share a GPU. Ray gives
     each process an equal part of its bundle.
 
-    Processes that share GPUs get one bundle per GPU, even if an engine is among them, and so do engines on
-    fractions of GPUs: with a larger bundle, Ray would put several of these processes on one GPU. Raises
-    ValueError when groups that share GPUs differ in their number of processes, or only some of them have
-    GPUs.
+    Processes that share GPUs, even with an engine among them, and engines on fractions of GPUs get one bundle
+    per GPU. With a larger bundle, Ray would put several of these processes on one GPU. Raises ValueError when
+    groups that share GPUs differ in their number of processes, or only some of them have GPUs.
     """
     bundles: list[dict[str, float]] = []
     slots: dict[str, list[BundleSlot]] = {}

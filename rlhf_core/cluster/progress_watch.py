@@ -60,8 +60,8 @@ class Watch:
 
     `keys`: maps the reference to each rank's work to the key under which the rank reports; ranks that share a
     key count as silent only when none of them makes progress. `notice` is called once, with the references of
-    ranks that have made no progress for NOTICE_SECONDS. `show` is called with a description of what has been
-    done, first after SHOWN_SECONDS and then at doubling intervals.
+    ranks that have made no progress for NOTICE_SECONDS. `show` is called with a description of the work done
+    so far, first after SHOWN_SECONDS and then at doubling intervals.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Watch:
 
     def next(self, waiting: Sequence[Any], failing: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
         """Returns the first reference that is ready, and the rest of `waiting`. `failing`: references that
-        become ready only if something that `waiting` depends on fails; they report no progress. Raises Silent
-        and NodeLost."""
+        become ready only if a process on which `waiting` depends fails; they report no progress. Raises
+        Silent and NodeLost."""
         while True:
             pause = min(CHECK_SECONDS, max(0.0, self._next_look - time.monotonic()))
             ready, others = ray.wait([*waiting, *failing], num_returns=1, timeout=pause, fetch_local=False)

@@ -46,8 +46,7 @@ def set_rank_environment(rank: int, world_size: int, store: str, local_rank: int
 
 def use_card_of(address: str) -> None:
     """Makes gloo and vLLM use the network card with this address, unless the environment names one. By
-    default they use the address that the host name resolves to, which on many machines is a loopback
-    address."""
+    default they use the address of the host name, which on many machines is a loopback address."""
     os.environ.setdefault("VLLM_HOST_IP", address)
     for card, found in psutil.net_if_addrs().items():
         if any(each.address == address for each in found):
@@ -70,8 +69,8 @@ def store_address(host: str = LOOPBACK) -> str:
 
 
 def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the store at an address from `store_address`. If that is a port, rank 0 must be the process that
-    created the address."""
+    """Opens the store at an address from `store_address`. If the address is a port, rank 0 must be the
+    process that created it."""
     import torch.distributed as dist
 
     place = urlsplit(address)
@@ -86,8 +85,8 @@ def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> 
 
 
 def serve_store(address: str) -> Store | None:
-    """Opens the store at an address that `store_address` created in this process, so that others can join it,
-    and does not wait for them. Returns None for a file, which needs no server."""
+    """Opens the store at an address that `store_address` created in this process, so that other processes can
+    join it, and does not wait for these. Returns None for a file, which needs no server."""
     import torch.distributed as dist
 
     place = urlsplit(address)

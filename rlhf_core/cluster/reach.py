@@ -157,8 +157,8 @@ def lost(names: str, when: str) -> str:
 
 def fetched(ref: Any) -> Any:
     """Waits for the small value behind a reference and returns it. Raises NodeLost when a node is lost
-    meanwhile, and whatever the work raised. Not suitable for large values, because Ray may restart their
-    transfer after each time limit."""
+    meanwhile, and any error that the work raised. Not suitable for large values, because Ray may restart
+    their transfer after each time limit."""
     while True:
         try:
             return ray.get(ref, timeout=CHECK_SECONDS)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class RankTime(NamedTuple):
-    """When a rank began a call (seconds since 1970, by its host's clock), and how many seconds the call
-    took."""
+    """The time when a rank began a call, in seconds since 1970 by its host's clock, and the seconds that the
+    call took."""
 
     begin: float
     seconds: float

@@ -25,12 +25,13 @@ from rlhf_core.system.processes import raised_by_us
 
 def cpu_threads(side_by_side: int) -> int:
     """Returns the number of threads for one of `side_by_side` processes: its share of the stage's cores or of
-    this node's (of the container's, if it has a quota)."""
+    this node's cores (or of the container's quota, if there is one)."""
     return max(1, int(os.environ.get(CORES_ENV) or num_cpus()) // side_by_side)
 
 
 class LibraryError(RuntimeError):
-    """Wraps a ValueError raised by a library. Unlike our own, it does not tell users what to change."""
+    """Wraps a ValueError raised by a library. Unlike a ValueError of our code, it does not tell users what to
+    change."""
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def mark_library_errors() -> Iterator[None]:
 
 
 class RankReady(NamedTuple):
-    """Reports that a rank is ready: its process ID, and how many seconds importing and loading took."""
+    """Reports that a rank is ready: its process ID, and the seconds that importing and loading took."""
 
     process: int
     imports: float
@@ -104,7 +105,7 @@ class Worker:
 
     def follow(self, *built: Any) -> None:
         """Creates the role's object as `build` does, and ends this process when the object's `stay` returns,
-        because that means it has failed."""
+        because a return means that the engine has failed."""
         self.build(*built)
         self.role.stay()
         print(
@@ -143,8 +144,8 @@ class Worker:
         return RankReady(os.getpid(), self._imports, time.monotonic() - start)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, RankTime]:
-        """Returns the method's result and how long it took. Results are in host memory, so the GPU has also
-        finished by then."""
+        """Returns the method's result and the time that it took. Results are in host memory, so the GPU has
+        also finished by then."""
         begin = time.time()
         start = time.monotonic()
         with mark_library_errors():

@@ -42,7 +42,7 @@ class WorkerGroup:
     An engine over several GPUs is one rank: `span` processes in `pipeline_stages` stages of vLLM's pipeline.
     In each stage a single process does the work (`Worker.follow`); the processes on the stage's other GPUs
     only reserve them. `at_once`: number of roles that work at the same time; their ranks share a node's
-    cores. `expandable_segments`: whether PyTorch may use them if the user turns them on
+    cores. `expandable_segments`: whether PyTorch may use expandable segments if the user turns them on
     (`rlhf_core.system.gpu_allocator`). `together`: whether the ranks wait for each other in collectives, so
     that progress by one counts for all.
     """
@@ -172,8 +172,8 @@ class WorkerGroup:
     def call(
         self, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
-        """Starts a method of the role's class on every rank's object. A subclass object runs its own
-        override."""
+        """Starts a method of the role's class on every rank's object. If a subclass overrides the method, its
+        objects run the override."""
         refs = [worker.call.remote(method.__name__, *args, **kwargs) for worker in self._workers]
         return Pending(self.name, phase, refs, self._keys, self._work, self._others(range(self.world_size)))
 
@@ -224,8 +224,8 @@ class WorkerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Iterator[R]:
-        """Yields the items that the method yields on the ranks, in order of arrival. Raises the same
-        RoleFailed as `wait_all`."""
+        """Yields the items that the method yields on the ranks, in order of arrival. Raises RoleFailed as
+        `wait_all` does."""
         working = [
             worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs)
             for worker in self._workers
@@ -317,8 +317,8 @@ def run_on_group(
 ) -> Outcome:
     """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome.
 
-    `resolve` returns the request, given the memory of the group's smallest GPU in bytes (0: there is none)
-    and the smallest amount of free host memory on any node.
+    `resolve` returns the request, given the memory of the group's smallest GPU in bytes (0: no GPU) and the
+    smallest amount of free host memory on any node.
     """
     connect()
     group = WorkerGroup(name, reserve(arrange({name: ranks}), timeout=600), 1, together=True)

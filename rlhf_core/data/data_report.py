@@ -37,7 +37,7 @@ def write_data_report(run: RunDir, name: str, **parts: DataReport | None) -> Non
 
 def surveys_of(parts: Mapping[str, DataReport | None]) -> dict[str, Survey]:
     """Returns the surveys by field. The survey of `eval_data` or `eval_prompts` also contains the fraction of
-    its prompts that are trained on."""
+    prompts that are in the training data."""
     reports = {field: report for field, report in parts.items() if report is not None}
     surveys = {field: report.survey for field, report in reports.items()}
     for trained, held_out in (("data", "eval_data"), ("prompts", "eval_prompts")):

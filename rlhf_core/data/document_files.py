@@ -43,7 +43,8 @@ class ItemShape(NamedTuple):
 
 
 class Writer:
-    """Appends items to the files in a folder. `items`, `tokens` and `images` count what has been written."""
+    """Appends items to the files in a folder. `items`, `tokens` and `images` are the numbers written so
+    far."""
 
     def __init__(self, folder: Path):
         self._folder = folder

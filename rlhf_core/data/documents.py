@@ -3,7 +3,8 @@ Torch-free.
 
 Conditional SFT appends an answer's reward to its prompt, ` <rm_score>: 0.73`, standardised over the stage's
 data, so that a prompt can request a reward. Sampling appends the suffix of the best answer, which the
-checkpoint stores. The model of a later stage that trains on prompts without rewards has no such file.
+checkpoint stores. A later stage that trains on prompts without rewards does not store the suffix with its
+model.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class Document:
 
     `starts` holds the indices at which further sequences begin, for an episode with several conversations.
     Each sequence attends only to itself, and its first token has no log-prob; losses count the document as
-    one. `shared` is the number of leading tokens that are not repeated in the row, because they equal those
-    of the last document before it with `shared` 0. `experts` (T - 1, layers, k) holds the experts that the
-    sampler chose for each token except the last, if known. `pictures` holds the images in the order of their
-    tokens; they stay encoded until a batch is collated.
+    one. `shared` is the number of leading tokens that are not repeated in the row, because they equal the
+    first tokens of the last document before it with `shared` 0. `experts` (T - 1, layers, k) holds the
+    experts that the sampler chose for each token except the last, if known. `pictures` holds the images in
+    the order of their tokens; they stay encoded until a batch is collated.
     """
 
     tokens: Tokens
@@ -106,7 +107,7 @@ class Document:
 
     @property
     def answer_start(self) -> int:
-        """Returns the index of the first token in the mask, or the length if there is none."""
+        """Returns the index of the first token in the mask, or the number of tokens if the mask is empty."""
         return indexOf(self.mask, True) if True in self.mask else len(self)
 
     def after(self, trunk: Document) -> Document:
@@ -294,8 +295,8 @@ def reward_suffix(rewards: Sequence[float]) -> Callable[[float], str]:
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """Returns messages as one string, for judges and digests. If there are several, each is prefixed with its
-    role."""
+    """Returns messages as one string, for judges and digests. If there are several messages, each is prefixed
+    with its role."""
     return (
         content_text(messages[0]["content"])
         if len(messages) == 1

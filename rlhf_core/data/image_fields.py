@@ -75,8 +75,8 @@ def _in_text(path: str, limit: int | None) -> bool:
 
 
 def image_names(path: Path) -> list[str]:
-    """Returns the image paths in a data file's rows, as written, sorted. Ignores rows after one that cannot
-    be read, because no stage reads such a file."""
+    """Returns the image paths in a data file's rows, as written, sorted. Ignores the rows after an unreadable
+    row, because no stage reads such a file."""
     if not may_hold_images(str(path)):
         return []
     names: set[str] = set()

@@ -49,7 +49,7 @@ class LabelLine(Frozen):
 
     @cached_property
     def key(self) -> str:
-        """Returns a key that all labels of a pair share, whichever of its answers is A."""
+        """Returns a key that all labels of a pair share, regardless of which answer is A."""
         return digest([self.uid, list(self.prompt), *sorted((self.answer_a, self.answer_b))])
 
     @property
@@ -84,8 +84,8 @@ class LabelLine(Frozen):
 
 class LabelledPair(NamedTuple):
     """Holds a pair of answers with each annotator's sign (1: A is better, 0: a tie, -1: B is better). `uid`
-    identifies the question, and is shared by all its pairs. `key` is unique to the pair. `repeats` holds the
-    (first, second) sign for each time an annotator was asked again."""
+    identifies the question, and is shared by all its pairs. `key` is unique to the pair. `repeats` holds a
+    (first, second) pair of signs for each repeated label."""
 
     uid: str
     key: str
@@ -107,7 +107,7 @@ def load_labels(path: str | Path, max_labels: int | None = None) -> list[Labelle
     `max_labels` (None: all).
 
     An annotator's later label of a pair replaces the earlier one. Raises ValueError like `read_label_file`,
-    and if the file has no label that counts.
+    and if no label in the file counts.
     """
     pairs = _pairs({label.id: label for label in read_label_file(path) if label.verdict is not None})
     if not pairs:
@@ -122,8 +122,8 @@ def read_label_file(path: str | Path) -> list[LabelLine]:
     All labels of a pair get the answer order of its first label, even if their lines have the answers
     swapped.
 
-    Leaves out a last line without a newline that is not JSON: a crash cut it off. Raises ValueError with the
-    file's faults and their lines.
+    Leaves out a last line that has no newline and is not JSON, because a crash cut it off. Raises ValueError
+    with the file's faults and their lines.
     """
     faults: list[str] = []
     labels: dict[str, LabelLine] = {}

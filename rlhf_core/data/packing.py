@@ -86,8 +86,8 @@ def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]
 
 
 def consecutive(documents: Sequence[Document], width: int) -> list[list[Document]]:
-    """Returns rows of consecutive documents, in order. A row has at most `width` tokens, or as many as the
-    longest document if that has more."""
+    """Returns rows of consecutive documents, in order. A row has at most `width` tokens, or consists of one
+    longer document."""
     width = max([width, *map(len, documents)])
     rows: list[list[Document]] = []
     held = width
@@ -162,7 +162,8 @@ class Passes(NamedTuple):
         return Parts(items, starts)
 
     def rows_of(self, documents: Sequence[Document]) -> list[list[Document]]:
-        """Returns the rows of a pass. With `apart`, raises ValueError for a document of several sequences."""
+        """Returns the rows of a pass. With `apart`, raises ValueError for a document with several
+        sequences."""
         if self.apart and any(document.starts for document in documents):
             raise ValueError(
                 "an episode has several conversations, which this model cannot keep apart in one row: take"
@@ -194,7 +195,7 @@ class Passes(NamedTuple):
 
     def together(self, documents: Sequence[Document]) -> list[list[int]]:
         """Groups the indices of documents that share a prompt, longest first. Without `share`, each index is
-        a group of its own.
+        a separate group.
 
         With several ranks, a group has at most half of a rank's tokens, so that all ranks receive parts of
         equal size. A group attends to at most `KEYS` times its own tokens.

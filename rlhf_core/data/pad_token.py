@@ -20,8 +20,8 @@ MEDIA = re.compile(r"image|video|audio|vision", re.IGNORECASE)  # multimodal mod
 
 
 def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Sets another token of the vocabulary as the pad token, if possible, if the tokenizer has none or uses
-    its end-of-sequence token."""
+    """If the tokenizer has no pad token, or uses its end-of-sequence token as one, sets another token of the
+    vocabulary as the pad token, if possible."""
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         found = _unused_token(tokenizer)
         if found is not None:
@@ -49,7 +49,7 @@ def _unused_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def embedding_rows(place: str) -> int | None:
-    """Returns how many tokens the model in a tokenizer's folder has embeddings for, or None if config.json is
+    """Returns the number of embedding rows of the model in a tokenizer's folder, or None if config.json is
     missing or does not specify it."""
     file = Path(place) / "config.json"
     if not file.is_file():

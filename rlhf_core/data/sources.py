@@ -67,8 +67,8 @@ def sft_documents(
     `response`).
 
     Cuts a longer document on the right and counts it, without adding an end-of-turn token. Drops and counts a
-    document without an answer within the limit. `folder` keeps the documents for a resumed stage. Raises
-    ValueError like `load_rows`, for missing columns and wrong types, and if no row is left.
+    document without an answer within the limit. The documents are kept in `folder` for a resumed stage.
+    Raises ValueError like `load_rows`, for missing columns and wrong types, and if no row is left.
     """
 
     make = maker_of("sft", renderer, max_len)
@@ -273,9 +273,9 @@ def answers_within(
 
     Returns the documents, the lengths in tokens of the prompt and the answers before cutting, and whether
     anything was cut. Cuts the prompt first, down to half of `max_len`, and keeps its end and the images of
-    its last message; then cuts the answers on the right. Raises PictureFault for an image that cannot be
-    used, and if those images do not fit. `cut` says which answers the length limit of sampling ended; they
-    get no end-of-turn token. `tools` are described in the prompt.
+    its last message; then cuts the answers on the right. Raises PictureFault if an image cannot be used, or
+    if the kept images do not fit. `cut` says which answers the length limit of sampling ended; they get no
+    end-of-turn token. `tools` are described in the prompt.
     """
     prompt: Document = at(where, renderer.prompt_document, messages, tools)
     answers = [at(where, renderer.response_tokens, messages, text, tools) for text in texts]
@@ -331,8 +331,8 @@ def _key(data: Data, renderer: Renderer, kind: Kind, limit: int, seed: int) -> s
 
 
 class AnswerDocuments(NamedTuple):
-    """Holds documents to train on. With a reward condition, `suffix_of` maps a reward to its prompt's suffix,
-    and `best_suffix` is the suffix of the highest reward."""
+    """Holds documents for training. With a reward condition, `suffix_of` maps a reward to its prompt's
+    suffix, and `best_suffix` is the suffix of the highest reward."""
 
     documents: Loaded[Document]
     best_suffix: str = ""

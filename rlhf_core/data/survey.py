@@ -352,8 +352,8 @@ class Surveyor:
 
 
 def shared_prompts(train: DataReport, held_out: DataReport) -> tuple[float, Finding | None]:
-    """Returns the fraction of held-out prompts that are also in the training data, and a finding if it is
-    above the limit."""
+    """Returns the fraction of held-out prompts that are also in the training data, and a finding if the
+    fraction is above the limit."""
     same = np.flatnonzero(np.isin(held_out.prompts[:, 0], train.prompts[:, 0]))
     share = len(same) / len(held_out.prompts)
     total = len(held_out.prompts)

@@ -9,8 +9,8 @@ import asyncio
 class Admission:
     """Lets at most `most` episodes run at once, and fewer for a while after the process has died.
 
-    The limit changes by additive increase and multiplicative decrease, like TCP's window (Chiu & Jain 1989):
-    each death of the process halves it, down to a single episode, and every finished attempt adds one.
+    The limit changes by additive increase and multiplicative decrease, like TCP's window (Chiu & Jain 1989).
+    Each death of the process halves the limit, down to a single episode, and every finished attempt adds one.
     """
 
     def __init__(self, most: int):

@@ -189,8 +189,8 @@ class EpisodeAttempt:
         self._process.send(answer=self._number, call=call, **asdict(seen), message=message)
 
     def _drop(self, call: int) -> None:
-        """Aborts a request that nobody is waiting for. Leaves requests of the `model.answer` conversation
-        open, because it cannot continue without its answer and reports that itself."""
+        """Aborts a request whose answer is no longer needed. Leaves requests of the `model.answer`
+        conversation open, because it cannot continue without its answer and reports that itself."""
         self._held = [told for told in self._held if told["call"] != call]
         task = self._answering.get(call)
         if task is not None and not self._trajectories.of_row(call):
@@ -215,7 +215,7 @@ class EpisodeAttempt:
 
 
 def _readable(source: PictureSource) -> PictureSource:
-    """Returns an image whose name is its path or, if it is in no file, its content in base64."""
+    """Returns an image whose name is the path of its file or, if it has no file, its content in base64."""
     return source._replace(name=in_base64(bytes(source.data)) if len(source.data) else source.file)
 
 

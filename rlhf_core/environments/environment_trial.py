@@ -39,7 +39,7 @@ def try_environment(
     config: Environment, episodes: Episodes, background: Background, prompt: Prompt, renderer: Renderer
 ) -> None:
     """Runs one episode. Prints a warning if it fails or takes too long. Raises ValueError if the
-    environment's code fails whatever the answer."""
+    environment's code would fail for every answer."""
     answers = MadeUpAnswers(renderer, made_up_answer(prompt.row))
     sampling = Sampling(n=1, temperature=1.0, max_new_tokens=1, stop_token_ids=())
     try:

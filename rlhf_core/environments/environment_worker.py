@@ -54,7 +54,7 @@ def end_if_forked() -> None:
 
 
 class Marked(Coroutine[Any, Any, Any]):
-    """Runs a coroutine, recording on the shared page which episode each of its steps belongs to."""
+    """Runs a coroutine, and records the episode of each of its steps on the shared page."""
 
     steps = 0
 

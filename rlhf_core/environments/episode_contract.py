@@ -13,7 +13,7 @@ from rlhf_core.rollout.engine_contract import Pictures, SampledAnswer, Sampling
 @dataclass(frozen=True)
 class Episode:
     """A finished episode. `rewards`: one per answer, or empty if all attempts failed; `failure` is then the
-    reason why the last one failed. `attempts`: how many attempts were made. `seconds`: the environment's own
+    reason why the last attempt failed. `attempts`: the number of attempts. `seconds`: the environment's own
     time in the last attempt."""
 
     trajectory: JoinedTrajectories

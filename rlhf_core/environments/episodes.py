@@ -69,8 +69,8 @@ class Episodes:
 
     async def run(self, asked: Sequence[EpisodeRequest], sampling: Sampling) -> list[Episode]:
         """Runs episodes and returns them in the order of `asked`. Raises RoleFailed when an engine fails or
-        makes no progress; an engine that has died is restarted and its requests are repeated. Raises the same
-        ValueError as `_check`."""
+        makes no progress; an engine that has died is restarted and its requests are repeated. Raises
+        ValueError as `_check` does."""
         self._asked += len(asked)
         tasks = [asyncio.create_task(self._episode(one, sampling)) for one in asked]
         try:

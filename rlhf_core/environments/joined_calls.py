@@ -42,8 +42,8 @@ class KnownConversation:
 
 
 class CallPlace(NamedTuple):
-    """Where a call belongs: its conversation, the messages to add, and the conversation and number of answers
-    that it forks, if any."""
+    """The place of a call: its conversation, the messages to add and, for a fork, the forked conversation and
+    its number of answers before the fork."""
 
     conversation: KnownConversation
     new: list[Message]
@@ -138,8 +138,8 @@ def plain_message(
 ) -> Message:
     """Converts an OpenAI chat completions message to the form that chat templates read: role, content as one
     string or as texts and images (`sent_content`), and tool calls with their arguments as an object. Raises
-    ValueError if it is not such a message, or has other parts; images in base64 URLs, and the row's `own`,
-    are read with `images`, but not in answers."""
+    ValueError if the input is not such a message, or has other parts; images in base64 URLs, and the row's
+    `own`, are read with `images`, but not in answers."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message is an object with a role and a content, not {message!r:.80}")
     role = ROLES.get(message["role"], message["role"])

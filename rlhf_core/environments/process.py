@@ -24,8 +24,8 @@ ENDING_SECONDS = 5.0  # how long a process may take to end once it has closed it
 
 
 class Failed(Exception):
-    """Reports why an attempt at an episode failed. `guilty`: whether the episode itself caused it, as far as
-    is known. `late`: whether its time was up. `place`, `certain`: as in `UsersError`."""
+    """Reports why an attempt at an episode failed. `guilty`: whether the episode itself is known to have
+    caused the failure. `late`: whether its time was up. `place`, `certain`: as in `UsersError`."""
 
     def __init__(
         self, reason: str, guilty: bool = True, late: bool = False, place: str = "", certain: bool = False

@@ -12,8 +12,8 @@ ENVIRONMENT = "environment"  # the column
 
 
 def environment_problem(environments: Collection[str], rows: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """Returns a message about the first row that names none of the environments; "" if there is none, or if
-    the stage's environments have no names. `rows`: pairs of a row's place and the row."""
+    """Returns a message about the first row that does not name one of the environments; "" if there is no
+    such row, or if the stage's environments have no names. `rows`: pairs of a row's place and the row."""
     for where, row in rows if environments else ():
         name = row.get(ENVIRONMENT)
         if isinstance(name, str) and name in environments:
@@ -30,7 +30,7 @@ def environment_problem(environments: Collection[str], rows: Iterable[tuple[str,
 def require_environments(
     environments: Collection[str], prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt] = ()
 ) -> None:
-    """Raises ValueError if a row of the prompts names none of the environments."""
+    """Raises ValueError if a row of the prompts does not name one of the environments."""
     for field, given in (("prompts", prompts), ("eval_prompts", eval_prompts)):
         rows = ((f"{field}: number {i}", prompt.row) for i, prompt in enumerate(given, 1))
         problem = environment_problem(environments, rows)

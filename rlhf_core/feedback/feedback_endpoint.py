@@ -124,8 +124,8 @@ def rows_of_body(body: bytes) -> list[Any] | None:
 def by_name(
     folders: list[Path], questions: Callable[[], Questions]
 ) -> dict[str, tuple[Inbox, Callable[[], Questions]]]:
-    """Returns the inboxes in these folders by name, each with the questions. Raises ValueError when two have
-    the same name."""
+    """Returns the inboxes in these folders by name, each with `questions`. Raises ValueError when two inboxes
+    have the same name."""
     named = {folder.name.removesuffix(SUFFIX): (Inbox(folder), questions) for folder in folders}
     if len(named) < len(folders):
         raise ValueError(

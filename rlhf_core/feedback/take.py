@@ -43,9 +43,9 @@ def take(
     """Returns the file with these rows, without those that match evaluation questions. `questions` is called
     only if the file must be written. `key`: a digest of the questions.
 
-    The columns by kind of rows are: for preference, prompt, chosen and rejected, for each pair of answers
-    with different ranks; for labelled, prompt, response and label; for sft, the prompt and the person's text;
-    for prompt, each prompt once.
+    The columns depend on the kind of rows. preference: prompt, chosen and rejected, for each pair of answers
+    with different ranks. labelled: prompt, response and label. sft: the prompt and the person's text. prompt:
+    each prompt once.
     """
     file = file_of(inbox, rows, after, until, key)
     if file.is_file():
@@ -82,8 +82,8 @@ def usable(
     questions: Callable[[], Questions] = NO_QUESTIONS,
     most: int | None = None,
 ) -> int:
-    """Returns how many rows of feedback above `after` a stage can train on, not counting rows that match
-    questions. Stops counting at `most`."""
+    """Returns the number of usable rows of feedback above `after`, not counting rows that match questions.
+    Stops counting at `most`."""
     raw = inbox.count(VIEWS[rows], after)
     if raw == 0 or (most is not None and raw < most):
         return raw

@@ -83,7 +83,7 @@ def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -
 
 def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) -> dict[str, PhaseBytes]:
     """Returns the peaks of a training stage: start-up, load, the reference's scores if there is one, step,
-    gather, export and save. The host is that of a node with as many ranks as the recipe sets."""
+    gather, export and save. The host memory is that of a node with the recipe's number of ranks per node."""
     how = training_of(config, zero_stage, gpu.memory)
     ranks = config.ranks.num_ranks_per_node
     host = _trained_on_host(size, how, KINDS[config.stage].has_vocabulary, gpu)
@@ -96,8 +96,8 @@ def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) 
 
 def training_host_doubt(phases: Mapping[str, PhaseBytes], free: float) -> str:
     """Returns a line for the log if a node of a training stage has less free host memory than estimated;
-    otherwise ''. Its processes do not count, because they have already started, and neither does saving a
-    state, which is written without a copy if memory is short."""
+    otherwise ''. The memory of its processes does not count, because they have already started. Saving a
+    state does not count either, because the state is written without a copy if memory is short."""
     return _host_doubt(
         max(each.host for phase, each in phases.items() if phase != "save") - phases["start-up"].host, free
     )
@@ -110,7 +110,7 @@ def host_doubts(
     nodes: Mapping[str, Sequence[str]],
     free: Mapping[str, float],
 ) -> str:
-    """Does the same as `training_host_doubt`, with one line for each node of PPO whose `free` bytes are
+    """Works like `training_host_doubt`, but returns one line for each node of PPO whose `free` bytes are
     known. `nodes`: the node of each rank of a role."""
     hosts = _hosts(config, sizes, gpu)
     needed = dict.fromkeys(free, 0.0)
@@ -205,8 +205,8 @@ def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
 
 
 def encoder_on_host(size: Size) -> float:
-    """Returns the bytes that an image encoder takes in host memory while it is loaded. It is loaded after the
-    language model, together with that model's embeddings and one of its layers."""
+    """Returns the bytes that an image encoder takes in host memory while it is loaded. The encoder is loaded
+    after the language model, together with the language model's embeddings and one of its layers."""
     if size.encoder is None:
         return 0.0
     layer = (size.parameters - size.vocabulary * size.hidden - size.head) / size.layers

@@ -33,7 +33,7 @@ def recipe_pass(config: Optimised, ranks: int) -> Pass:
 
 def as_laid(config: Optimised, ranks: int) -> tuple[Pass, int]:
     """Returns an optimiser step's passes on each of `ranks`, filled with complete documents of full length.
-    The result is a pass, with its tokens per rank, and the number of passes."""
+    The result consists of a pass, with its tokens per rank, and the number of passes."""
     configured = recipe_pass(config, ranks)
     documents = _documents(config, ranks)
     passes = math.ceil(documents / (configured.tokens // config.longest))
@@ -46,8 +46,8 @@ def as_laid(config: Optimised, ranks: int) -> tuple[Pass, int]:
 
 
 def sums_in_fp32(config: Optimised, ranks: int) -> bool:
-    """Returns whether the bf16 gradients of passes are summed in fp32, which is the case if a step may have
-    several passes on one of `ranks` and the recipe's DeepSpeed options do not request sums in bf16."""
+    """Returns whether the bf16 gradients of passes are summed in fp32. They are if a step may have several
+    passes on one of `ranks` and the recipe's DeepSpeed options do not request sums in bf16."""
     types = config.deepspeed.get("data_types")
     asked = types.get("grad_accum_dtype", "fp32") if isinstance(types, Mapping) else "fp32"
     return several_passes(config, ranks) and asked == "fp32"

@@ -16,8 +16,8 @@ LINK = 0.8  # of NVLink and the network in a large collective: assumed, not meas
 
 
 class GpuSpecs(NamedTuple):
-    """Figures from the manufacturer's data sheet: GiB available to a process, dense bf16 FLOP/s, and bytes/s
-    of memory, of NVLink (PCIe if there is none) in one direction, and of the link to the host."""
+    """Figures from the manufacturer's data sheet: GiB available to a process, dense bf16 FLOP/s, and the
+    bytes/s of memory, of NVLink in one direction (PCIe without NVLink), and of the link to the host."""
 
     memory: float
     flops: float
@@ -86,8 +86,8 @@ def gather_seconds(count_bytes: float, ranks: int, gpu: Gpu) -> float:
     of them, or to reduce and split as many bytes.
 
     A ring sends (n - 1) / n of the bytes over each link (Thakur et al. 2005, section 4.1). A ring across
-    nodes enters and leaves each node once, so the link of the whole node carries them too; the slower link
-    decides.
+    nodes enters and leaves each node once, so the network link of each node carries these bytes too. The
+    slower link determines the time.
     """
     if ranks < 2:
         return 0.0

@@ -181,22 +181,22 @@ def read(size: Size, tokens: int, head: bool, offload: bool = False, ranks: int 
 
 
 def bytes_of_weights(lora: Lora | None) -> float:
-    """Returns the bytes per weight of a model that is trained directly (bf16) or lies below adapters (bf16,
-    or 4 bits plus the constants of their blocks; Dettmers et al. 2023)."""
+    """Returns the bytes per weight of a model that is trained directly (bf16) or is the base of adapters
+    (bf16, or 4 bits plus the constants of their blocks; Dettmers et al. 2023)."""
     return 2.0 if lora is None or lora.quantize == "none" else 0.52
 
 
 def engine_needs(size: Size, over: int) -> float:
-    """Returns the bytes that an engine needs on each of `over` GPUs to start: its weights, those of an image
-    encoder too, and the memory that `rollout/vllm/patches/gpu_worker.py` sets aside for its largest batch."""
+    """Returns the bytes that an engine needs on each of `over` GPUs to start: its weights, including an image
+    encoder, and the memory that `rollout/vllm/patches/gpu_worker.py` sets aside for its largest batch."""
     return (2 * size.parameters + image_bytes(size, 0).weights) / over + 3 * GIB
 
 
 def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, ProcessBytes]:
     """Returns the bytes that each process of each group holds.
 
-    `sizes` has the model of each group of models. A judge's engine takes its share of the GPU, but if it
-    sleeps, only while it judges. Judges that sleep load before the other models.
+    `sizes` has the model of each group of models. A judge's engine takes its share of the GPU; if it sleeps,
+    it takes the share only while it judges. Judges that sleep load before the other models.
     """
     a_pass = config.scoring_pass.most_tokens(config.longest)
     held: dict[str, ProcessBytes] = {}
@@ -229,15 +229,15 @@ def _judges(config: PPO, gpu_bytes: float) -> dict[str, ProcessBytes]:
 
 
 def engine_sizes(config: PPO, sizes: Mapping[str, Size]) -> dict[str, tuple[EngineConfig, Size]]:
-    """Returns the engines of each group that has any, with the size of their model if known."""
+    """Returns the engines of each group that has engines, and the size of their model if known."""
     engines = {"sampler": (config.engine, sizes.get("actor"))}
     engines |= {judge.group: (judge.model.engine, sizes.get(judge.group)) for judge in config.own_judges}
     return {name: (engine, size) for name, (engine, size) in engines.items() if size is not None}
 
 
 def lacking_for_engines(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> float:
-    """Returns how many bytes an engine lacks for its weights in its share of a GPU; 0 or less if no engine
-    lacks any."""
+    """Returns the bytes that an engine lacks for its weights in its share of a GPU; 0 or less if the share of
+    every engine suffices."""
     return max(
         engine_needs(size, engine.processes) - engine.gpu_memory_utilization * gpu_bytes
         for engine, size in engine_sizes(config, sizes).values()
@@ -318,9 +318,9 @@ def peak(processes: list[ProcessBytes], released: bool, in_turn: bool = False) -
 def gpu_phases(processes: list[ProcessBytes], released: bool, in_turn: bool = False) -> dict[str, float]:
     """Returns the bytes of a GPU with these processes, by phase.
 
-    With `released`, memory passes from one phase to the next, and with `in_turn` also from one training
-    process to the next; otherwise each process keeps as much as its largest phase took. All processes start
-    at the same time, with engines awake.
+    With `released`, each phase can use the memory of the previous one, and with `in_turn` each training
+    process can use the memory of the previous one. Otherwise each process keeps as much as its largest phase
+    took. All processes start at the same time, with engines awake.
     """
     still, scoring, generating, starting, gathering, bucket = (
         sum(getattr(process, name) for process in processes)

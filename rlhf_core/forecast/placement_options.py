@@ -40,8 +40,8 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
 
 
 def judges_apart(config: PPO) -> int:
-    """Returns the number of GPUs taken by judges whose engines share them with no model, because they do not
-    sleep."""
+    """Returns the number of GPUs taken by judges whose engines do not sleep, and therefore cannot share GPUs
+    with models."""
     engines = [judge.model.engine for judge in config.own_judges if not judge.model.engine.sleep]
     return math.ceil(sum(processes(engine) * engine.gpus for engine in engines))
 

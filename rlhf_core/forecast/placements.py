@@ -22,8 +22,8 @@ from rlhf_core.hub.model_config import Size
 
 class Placement(NamedTuple):
     """One way to place the stage: the fields that produce it, the bytes of its fullest GPU, all GPUs with
-    their groups, seconds by phase, how many bytes an engine's share of a GPU lacks for its weights (0 or
-    less: none), and how many GPUs it needs beyond the available ones."""
+    their groups, seconds by phase, the bytes that an engine's share of a GPU lacks for its weights (0 or
+    less: none), and the number of missing GPUs."""
 
     name: str
     fields: dict[str, Any]
@@ -157,8 +157,9 @@ def _best(found: list[Placement], gpu: Gpu) -> Placement:
 
 
 def choose(found: list[Placement], gpu: Gpu) -> Placement | None:
-    """Returns the fastest placement that fits, or None when none fits. Among equals (within 5 %) this is the
-    recipe's own, or the one that leaves the most memory free if that makes a difference (5 % of a GPU)."""
+    """Returns the fastest placement that fits, or None when none fits. Among placements of equal speed
+    (within 5 %), chooses the recipe's own, or the one with the most free memory if that makes a difference (5
+    % of a GPU)."""
     fitting = [placement for placement in found if placement.fits(gpu)]
     fastest = min((placement.total for placement in fitting), default=0.0)
     equals = [placement for placement in fitting if placement.total <= 1.05 * fastest]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 class Rates(NamedTuple):
     """`scoring`, `training`, `sharded`: share of the matrix rate reached in passes without gradients, in
     training, and in training under ZeRO-3. `decode_step`: seconds of a vLLM step other than reading weights,
-    keys and values. `exposed`: when a node both computes and sends, the share of the shorter of the two that
-    does not overlap with the longer (assumed)."""
+    keys and values. `exposed`: when a node computes and sends at the same time, the share of the shorter
+    activity that does not overlap with the longer one (assumed)."""
 
     scoring: float
     training: float

@@ -154,9 +154,9 @@ def seconds_of_pass(
     rates: Rates = TYPICAL,
     logits_twice: bool = False,
 ) -> float:
-    """Returns the time for the pass's operations, or for the host to launch them if that takes longer.
-    `head`: as in `memory.trained`. `logits_twice`: whether the head's product is computed again in the
-    backward half (`fp32_head`)."""
+    """Returns the time of the pass's operations, or the host's time to launch them if that is longer. `head`:
+    as in `memory.trained`. `logits_twice`: whether the head's product is computed again in the backward half
+    (`fp32_head`)."""
     again = 1 + what.recomputed / 3  # of 3 parts, one forward and two backward, the first is recomputed
     sharding = SHARDINGS[zero_stage]
     share = rates.sharded if sharding.weights else rates.training
@@ -183,7 +183,7 @@ def beside(computed: float, sent: float, exposed: float) -> float:
 def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
     """Returns the seconds spent sending a role's data, in bf16.
 
-    ZeRO-3 gathers weights for each pass, and again for its backward half unless they are kept (with hpZ from
+    ZeRO-3 gathers weights for each pass, and again for the backward half unless they are kept (with hpZ, from
     the same node), and reduces gradients. Stages 1 and 2 gather weights once a step and reduce gradients,
     stage 2 in every pass. Adapters have hardly any gradients. With weights in host memory, each fetch reads
     the rank's shard over the link to the host. Frozen models are read in full, once, with
@@ -214,8 +214,9 @@ def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
 
 
 def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
-    """Returns shares of a GPU for an engine that shares it with models, largest first: enough for its weights
-    and for the keys and values of all its answers, of a half, or of fewer at a time."""
+    """Returns possible shares of a GPU for an engine that shares it with models, largest first. Each share
+    has room for the engine's weights and for the keys and values of all its answers, of half of them, or of
+    fewer."""
     over = config.engine.processes
     answers = min(
         SEQUENCES,

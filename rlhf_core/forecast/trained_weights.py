@@ -16,8 +16,8 @@ MOMENT = 4  # bytes of a moment of one weight, in fp32
 
 
 class TrainedWeights(NamedTuple):
-    """The number of trained weights (`number`), and of those trained by Muon, which keeps one moment instead
-    of Adam's two. `head`: whether a language model's head is trained."""
+    """The number of trained weights (`number`), and the number trained by Muon, which keeps one moment
+    instead of Adam's two. `head`: whether a language model's head is trained."""
 
     number: float
     by_muon: float
@@ -25,8 +25,8 @@ class TrainedWeights(NamedTuple):
 
 
 def trained_weights(size: Size, how: Training, head: bool) -> TrainedWeights:
-    """Returns the weights that `freeze` leaves to train, and how `optimizer` divides them. `head`: as in
-    `memory.trained`."""
+    """Returns the weights that `freeze` does not freeze, and how many of them Muon trains according to
+    `optimizer`. `head`: as in `memory.trained`."""
     count = size.parameters - (0 if head else size.head)
     embeddings = size.vocabulary * size.hidden
     layers = size.layers

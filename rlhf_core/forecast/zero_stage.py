@@ -51,9 +51,9 @@ class Chosen(NamedTuple):
 
 
 def uses_deepspeed(config: PPO) -> bool:
-    """Returns whether the actor and critic use DeepSpeed. This is as `zero_stage` sets it; under `auto` they
-    do when either has several ranks or no GPUs, or the recipe offloads them to the host or has DeepSpeed
-    options."""
+    """Returns whether the actor and critic use DeepSpeed. `zero_stage` determines this. With `auto` they use
+    DeepSpeed if either has several ranks or no GPUs, or if the recipe offloads them to the host or has
+    DeepSpeed options."""
     if config.sharding is not None:
         return config.sharding is not TORCH
     return not config.alone or not all(ranks.gpus for ranks in config.trained_ranks.values())
@@ -61,7 +61,7 @@ def uses_deepspeed(config: PPO) -> bool:
 
 def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, gpu_bytes: float) -> Chosen:
     """Returns the ZeRO stage for the actor and critic, considering everything that shares their GPUs.
-    `sizes`: the size of each group's model, None if unknown; `gpu_bytes`: 0: no GPU."""
+    `sizes`: the size of each group's model, None if unknown; `gpu_bytes`: the memory of a GPU (0: no GPU)."""
     alone = bool(gpu_bytes) and not uses_deepspeed(config)
     return _choose(
         config, alone, sizes, lambda known, stage: peak_of_ppo(config, known, stage, gpu_bytes), gpu_bytes
@@ -92,7 +92,7 @@ def peak_of_ppo(config: PPO, sizes: Mapping[str, Size], stage: int, gpu_bytes: f
 
 
 def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) -> Chosen:
-    """Does the same as `stage_of_ppo` for a training stage."""
+    """Works like `stage_of_ppo`, but for a training stage."""
     return _choose(
         config,
         config.alone,
@@ -127,8 +127,8 @@ def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
 
 def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str], float]]:
     """Returns the roles on each GPU that has models, and the bytes that they take there together, since all
-    of them load at the same time. This includes engines, but not those of judges that sleep. `sizes`: sizes
-    of the known models; others are left out."""
+    of them load at the same time. This includes engines, except the engines of judges that sleep. `sizes`:
+    sizes of the known models; others are left out."""
     held = starts(config, {role: size for role, size in sizes.items() if role in ("actor", "critic")})
     weight = 4.0 if config.dtype == "float32" else 2.0
     if config.ref_reward_offload:
@@ -184,8 +184,8 @@ def doubt(held: float, gpu_bytes: float) -> str:
 
 
 def size_at(place: str) -> Size | None:
-    """Does the same as `size_of_folder`, but returns None when the model's config.json has no sizes or cannot
-    be read."""
+    """Works like `size_of_folder`, but returns None when the model's config.json has no sizes or cannot be
+    read."""
     try:
         return size_of_folder(place)
     except (ValueError, OSError):

@@ -138,8 +138,8 @@ def read_refusal(revision: str, kind: str = "model") -> Refusal:
 
 
 def _passes(error: BaseException) -> bool:
-    """Returns whether a later attempt may succeed, which holds for HTTP 408, 429 and 5xx except 507, for a
-    lost connection (xet raises Python's own classes), and for a proxy's page instead of JSON."""
+    """Returns whether a later attempt may succeed. This is the case for HTTP 408, 429 and 5xx except 507, for
+    a lost connection (xet raises Python's own classes), and for a proxy's page instead of JSON."""
     if isinstance(error, OfflineModeIsEnabled):
         return False
     cause = _http_error(error)

@@ -14,8 +14,8 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", "
 
 
 def shown(place: str) -> str:
-    """Returns a file, folder, URL or Hub id as public pages show it: a Hub id unchanged, anything else as its
-    last path component without a query."""
+    """Returns the name of a file, folder, URL or Hub id for public pages: a Hub id is unchanged, anything
+    else becomes its last path component without a query."""
     if is_hub_id(place):
         return place
     return (

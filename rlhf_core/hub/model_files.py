@@ -39,7 +39,7 @@ MODEL_FILES = (*WEIGHTS, *TOKENIZER, *OTHERS, ADAPTER_CONFIG)
 
 
 def model_files(checkpoint: Path, trust_remote_code: bool = False) -> list[Path]:
-    """Returns the files of a checkpoint that make up the model, with `*.py` when `trust_remote_code`.
+    """Returns the files of a checkpoint that make up the model, with `*.py` if `trust_remote_code` is set.
 
     Raises ValueError when the configuration, the weights or the tokenizer are missing.
     """
@@ -88,8 +88,7 @@ def tensors_of(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def layout_fault(folder: Path) -> str | None:
-    """Returns why a model folder's weight files would not be loaded completely by both libraries; None if
-    they would.
+    """Returns why transformers or vLLM would not load all weight files of a model folder; None if both would.
 
     transformers prefers `model.safetensors` to an index, and loads nothing if both are missing. vLLM loads
     the files that the index lists.

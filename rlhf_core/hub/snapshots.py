@@ -38,8 +38,8 @@ DESCRIBING = (
 
 
 def fetched(inputs: Mapping[str, str], trust_remote_code: bool = False) -> dict[str, str]:
-    """Returns a stage's inputs with a local folder for every model named at a commit. Raises ValueError when
-    the Hub refuses a model."""
+    """Returns a stage's inputs with every model at a commit replaced by its local folder. Raises ValueError
+    when the Hub refuses a model."""
     return {
         name: str(snapshot(place, trust_remote_code)) if is_hub_id(place) and "@" in place else place
         for name, place in inputs.items()

@@ -53,10 +53,10 @@ def stored_vocabulary(path: str) -> Vocabulary | None:
 
 def known_rows(path: str, rows: int) -> int | None:
     """Returns how many of a model's `rows` embedding rows belong to the tokenizer, up to its last token; None
-    if all do, and for Hub ids.
+    if all rows do, and for Hub ids.
 
-    The other rows pad the vocabulary and are not tokens: if one were sampled, no tokenizer could decode the
-    answer.
+    The other rows pad the vocabulary and are not tokens. If one of them were sampled, no tokenizer could
+    decode the answer.
     """
     tokens = None if is_remote(path) else stored_vocabulary(path)
     known = max(tokens.values(), default=-1) + 1 if tokens else rows

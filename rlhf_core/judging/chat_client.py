@@ -54,7 +54,7 @@ class Unreadable(Exception):
 
 
 class Unanswerable(Exception):
-    """Raised for a request that its model cannot read."""
+    """Raised for a request that the model cannot read."""
 
 
 # raised by `ask` once retries are exhausted
@@ -324,8 +324,8 @@ class ChatClient:
 
 
 def remote(config: Remote) -> Connection:
-    """Returns the connection to an endpoint. The key comes from an environment variable; without one it is
-    "none", which servers that need no key accept."""
+    """Returns the connection to an endpoint. The key comes from an environment variable; without the variable
+    it is "none", which servers accept if they need no key."""
     variable = config.key_variable
     if variable is None:
         return Connection(config.base_url, "none", " and base_url", without_key=True)

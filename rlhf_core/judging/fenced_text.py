@@ -18,7 +18,7 @@ def fenced(texts: Sequence[tuple[str, str]]) -> str:
     """Returns the named texts, given as (name, text), between marker lines.
 
     The lines contain a digest of the texts. A text cannot contain this digest, since changing the text
-    changes it, and the same texts always give the same request.
+    changes the digest. The same texts always give the same request.
     """
     code = digest([list(text) for text in texts])
     return "\n\n".join(f"<<begin {name} {code}>>\n{text}\n<<end {name} {code}>>" for name, text in texts)

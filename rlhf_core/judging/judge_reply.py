@@ -19,7 +19,7 @@ _LABEL = re.compile(r"(\[\[?)([AB<>= \t]+)(\]\]?)", re.IGNORECASE)
 
 
 class JudgeVerdict(NamedTuple):
-    """The label of a reply; if there is no valid label, None and the problem."""
+    """The label of a reply, or None and the problem if the reply has no valid label."""
 
     label: Label | None
     problem: str = ""
@@ -31,8 +31,8 @@ def read_verdict(reply: str, answers: Sequence[str], cut: bool = False) -> Judge
 
 
 def label_of(score: Any) -> Label | None:
-    """Returns the one of the five labels that `score` means, possibly in a mirrored or lower-case form; None
-    for anything else."""
+    """Returns the one of the five labels to which `score` corresponds, even in mirrored or lower-case form;
+    None for any other text."""
     label = MIRRORED.get(score.upper(), score.upper()) if isinstance(score, str) else None
     return cast(Label, label) if label in POINTS else None
 

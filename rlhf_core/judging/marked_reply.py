@@ -38,7 +38,7 @@ class Marker(NamedTuple, Generic[Value]):
 
 
 class MarkedReply(NamedTuple, Generic[Value]):
-    """The value of a reply's verdict; if there is no valid verdict, None and the problem."""
+    """The value of a reply's verdict, or None and the problem if the reply has no valid verdict."""
 
     value: Value | None
     problem: str = ""
@@ -54,8 +54,8 @@ def read_marked(
     whether the length limit ended the reply.
 
     A reply contradicts itself when its last marker is in single brackets and differs from the last one in
-    double brackets. If a judged text contains a marker, a marker in the reply may merely mention that one, so
-    the reply must then end with its verdict and contain no different marker.
+    double brackets. If a judged text contains a marker, a marker in the reply may merely quote it, so the
+    reply must then end with its verdict and contain no different marker.
     """
     if cut:
         return MarkedReply(None, CUT)

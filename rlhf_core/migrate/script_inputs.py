@@ -172,7 +172,8 @@ def _read_critic(draft: Draft, chain: Chain, start: str) -> None:
 
 
 def read_data(draft: Draft) -> None:
-    """Reads a stage's training data and held-out data. Raises ValueError when the command names no data."""
+    """Reads a stage's training data and held-out data. Raises ValueError when the command does not name any
+    data."""
     ppo = draft.kind == "ppo"
     flag = (draft.take("prompt_data") if ppo else None) or draft.take("dataset")
     flag = required(draft, flag, f"data (--{'prompt_data' if ppo else 'dataset'})")

@@ -31,11 +31,11 @@ def detect_document_leak(
     packed: bool,
     all_reduce: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> None:
-    """Sets `module.document_leak`, once. `forward` runs the module or an engine around it; with an engine
-    whose forward pass is a collective operation, so is this function.
+    """Sets `module.document_leak`, once. `forward` runs the module or an engine around it; if the engine's
+    forward pass is a collective operation, so is this function.
 
-    Skipped when no row has two documents: neither `packed` nor concatenated by the attention. `all_reduce`
-    sums over the ranks, so that all take the same decision.
+    The test is skipped when no row has two documents: neither `packed` nor concatenated by the attention.
+    `all_reduce` sums over the ranks, so that all take the same decision.
     """
     model = module.model
     why = "has layers that carry state along a row"
@@ -58,8 +58,8 @@ def detect_document_leak(
 def leaks(forward: Callable[..., object], module: Policy | Scorer, device: torch.device) -> bool:
     """Returns whether the tokens of a document change the hidden states of the next one.
 
-    Two rows differ in their first `BEFORE` tokens. In one case these are a document of their own, in the
-    other the beginning of the only document. The test compares how much the last `AFTER` states differ in
+    Two rows differ in their first `BEFORE` tokens. In one case these are a separate document, in the other
+    they are the beginning of the only document. The test compares how much the last `AFTER` states differ in
     both cases, which makes it independent of the weights' scale and of rounding.
     """
     vocabulary = module.model.config.get_text_config().vocab_size

@@ -51,7 +51,7 @@ def balance_loss(router_logits: Sequence[Tensor], documents: Tensor, top_k: int)
 
 def replayed(config: Mapping[str, Any]) -> bool:
     """Returns whether the routing of a language model with this config.json can be replayed. vLLM stores
-    experts by the KV slots of full attention, so some layer must have it."""
+    experts by the KV slots of full attention, so the model needs a layer with full attention."""
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
     return config.get("model_type") in REPLAYED and (
         not windowed or "full_attention" in (config.get("layer_types") or ())

@@ -110,7 +110,7 @@ def trained_scorer(
     shards: Shards | None = None,
 ) -> Scorer:
     """Loads a reward model or critic to train, like `trained_policy`. Its head is always trained fully. A
-    plain language model gets a head of zeros (`Scorer.new_head`), a reward model keeps its own."""
+    plain language model gets a head of zeros (`Scorer.new_head`); a reward model keeps its head."""
     scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, lora), True, shards)
     if lora is not None:
         add_lora(scorer.model, lora, seed)
@@ -206,8 +206,9 @@ def _load_scorer(
 
 
 def keep_whole(model: PreTrainedModel, path: str) -> None:
-    """Makes the export of a scorer's model, loaded from `path`, contain the other parts of its multimodal
-    checkpoint. Changes nothing for a text model, and for a policy, which always keeps them."""
+    """Adds the other parts of a multimodal checkpoint to the export of a scorer's model, which was loaded
+    from `path`. Changes nothing for a text model, or for a policy, whose export always contains these
+    parts."""
     names = getattr(model, "names_in_whole", None)
     if names is not None:
         model._weight_conversions = names
@@ -215,7 +216,7 @@ def keep_whole(model: PreTrainedModel, path: str) -> None:
 
 
 def _adapter_has_head(path: str) -> bool:
-    """Returns whether the adapter at `path`, or one that it builds on, contains the head."""
+    """Returns whether the adapter at `path`, or an adapter on which it is based, contains the head."""
     base = base_of(path)
     return base is not None and (has_trained_head(Path(path)) or _adapter_has_head(base))
 

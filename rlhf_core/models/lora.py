@@ -32,7 +32,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
     """Freezes `model` and adds adapters to its linear layers, except the outputs of Mamba layers, routers and
     grouped products. A scalar head is trained in full. A is random (`seed`), B is zero.
 
-    Raises ValueError when the model has none of the layers that `lora.targets` names.
+    Raises ValueError if the model does not have any layer that `lora.targets` names.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import cast_adapter_dtype
@@ -63,8 +63,8 @@ def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
 
 
 def _forward(layer: Any, hidden: Tensor) -> Tensor:
-    """Computes (..., K) -> (..., N) in the dtype of the base layer's product: that of `hidden`, or fp32 for a
-    head with `fp32_head`. peft's layers copy both to fp32."""
+    """Computes (..., K) -> (..., N) in the dtype of the base layer's product, which is the dtype of `hidden`,
+    or fp32 for a head with `fp32_head`. peft's layers copy both to fp32."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     product = layer.base_layer(flat)
     if not layer.disable_adapters:
@@ -138,7 +138,8 @@ def merged_weight(
     parameter: Tensor, adapters: Sequence[Any], name: str, survival: Survival | None = None
 ) -> Tensor:
     """Returns `W + (alpha / rank) B A` with all adapters of W, added in fp32 and rounded without bias to the
-    dtype of W. `name`: the name of W in the model. `survival` counts how much survives rounding."""
+    dtype of W. `name`: the name of W in the model. `survival` measures how much of the update survives
+    rounding."""
     weight = dequantised(parameter)
     if not adapters:
         return weight
@@ -162,8 +163,8 @@ def dequantised(parameter: Tensor) -> Tensor:
 
 
 def base_of(path: str) -> str | None:
-    """Returns the base of the adapter in folder `path`: a folder, or a Hub id if the adapter names no
-    revision. Returns None without an adapter. Raises ValueError if the adapter names no base."""
+    """Returns the base of the adapter in folder `path`: a folder, or a Hub id if the adapter does not name a
+    revision. Returns None without an adapter. Raises ValueError if the adapter does not name a base."""
     if not (Path(path) / ADAPTER_CONFIG).is_file():
         return None
     from peft import PeftConfig
@@ -176,7 +177,7 @@ def base_of(path: str) -> str | None:
 
 
 def first_base(path: str) -> str:
-    """Returns the model that the adapters at `path` build on; `path` itself if it is not an adapter."""
+    """Returns the model on which the adapters at `path` are based; `path` itself if it is not an adapter."""
     base = base_of(path)
     return path if base is None else first_base(base)
 

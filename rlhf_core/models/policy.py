@@ -73,8 +73,8 @@ class Policy(nn.Module):
     """A causal language model that returns log-probs. In training, logits are kept like other activations,
     except with checkpointing.
 
-    Raises ValueError for a model that reads more than text, or whose logits are not simply a multiple of its
-    head's outputs, capped or not.
+    Raises ValueError for a model that reads more than text, or whose logits are neither a multiple of its
+    head's outputs nor a capped multiple.
     """
 
     # whether each document needs its own row (`document_leak`); None: not tested
@@ -184,8 +184,8 @@ class Policy(nn.Module):
 
 
 def masked_rows(mask: Tensor, places: Tensor) -> Tensor:
-    """Returns (N,): for each of the flat `places` (N,), the index of the last token in `mask` (B, T) at or
-    before it, counted among the tokens in `mask`; 0 for a place before the first. Both are in host memory."""
+    """Returns an index (N,) for each of the flat `places` (N,): the index, among the tokens in `mask` (B, T),
+    of the last such token at or before the place; 0 if there is none. Both arguments are in host memory."""
     before = np.cumsum(mask.numpy().ravel()) - 1
     return torch.from_numpy(before[places.numpy()].clip(0))
 
@@ -223,8 +223,8 @@ class Scorer(nn.Module):
     critic.
 
     `forward` returns (B, T) fp32, where position t depends on tokens <= t. The reward of a document is the
-    value at its last token; the critic's `V(tokens[<t])` is `before` of this. The head computes in fp32: in
-    bf16 a score of 8 has steps of 1/32.
+    value at its last token; the critic's `V(tokens[<t])` is `before` of these values. The head computes in
+    fp32, because in bf16 a score of 8 has steps of 1/32.
     """
 
     document_leak: bool | None = None  # see `Policy.document_leak`

@@ -42,7 +42,7 @@ def unquantised(path: str, config: PretrainedConfig, asked: object = None) -> di
     checkpoint without quantised weights.
 
     Raises ValueError for a format or a multimodal checkpoint that cannot be trained this way, or if 4-bit
-    weights are `asked` for.
+    weights are requested (`asked`).
     """
     values = config.to_dict()
     method = quantised_by(values)
@@ -71,7 +71,7 @@ def as_if_stored(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def scale_ragged_blocks(path: str) -> None:
     """Makes transformers scale the blocks of FP8 weights correctly if the last block of a side is smaller
-    (DeepSeek-V3's 576 rows in blocks of 128); on its own it assumes equally large blocks. Raises ValueError
+    (DeepSeek-V3's 576 rows in blocks of 128); by default it assumes equally large blocks. Raises ValueError
     for releases other than MADE_FOR."""
     own = finegrained_fp8.Fp8Dequantize._dequantize_one
     if not transformers.__version__.startswith(MADE_FOR):

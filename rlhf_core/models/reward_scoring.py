@@ -80,7 +80,7 @@ class RewardScorer:
 
 def stored_statistics(path: str) -> tuple[float, float]:
     """Returns the mean and standard deviation of the scores that the reward model stage stored. Raises
-    ValueError when there are none."""
+    ValueError if the checkpoint has no statistics."""
     file = Path(path) / STATISTICS
     if not file.is_file():
         raise ValueError(

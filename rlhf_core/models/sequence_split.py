@@ -55,7 +55,7 @@ def split_sequences(
 def _differs(
     forward: Callable[..., object], module: Policy | Scorer, ranks: SequenceRanks, device: torch.device
 ) -> bool:
-    """Returns whether most states of this rank's tokens differ from those that it computes alone."""
+    """Returns whether most states of this rank's tokens differ from the states that it computes alone."""
     count = PART * ranks.size
     vocabulary = module.model.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (1, count), generator=torch.Generator().manual_seed(0))

@@ -32,8 +32,8 @@ class ResponseCounts(NamedTuple):
 
 class PerToken(NamedTuple):
     """A micro-batch of tensors, all (B, T): the policy's log-probs and entropy, log-probs before the update
-    and under the reference, advantages, importance weights, the mask of tokens to train on, document indices,
-    and the KL to a teacher."""
+    and under the reference, advantages, importance weights, the mask of trained tokens, document indices, and
+    the KL to a teacher."""
 
     logprobs: Tensor
     entropy: Tensor

@@ -20,8 +20,8 @@ class KLController:
         """Returns the controller after `n` answers with mean KL `kl`, in nats per token.
 
         The coefficient is multiplied by `(1 + error / horizon)^n`, which applies the paper's factor once per
-        answer. It therefore stays positive however many answers arrive at once, and does not depend on how
-        they are split into iterations. One update changes it by at most a factor of e.
+        answer. It therefore stays positive for any number of answers, and does not depend on how the answers
+        are split into iterations. One update changes it by at most a factor of e.
         """
         if self.target is None:
             return self

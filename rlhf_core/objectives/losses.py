@@ -2,13 +2,13 @@
 
 Each takes a `denominator` counted over the whole optimiser step and all data-parallel ranks (tokens, pairs or
 answers, as each loss states), and returns sums divided by it. Losses, gradients and metrics of micro-batches
-and ranks therefore ADD UP to those of the whole step, however it was split, packed or padded; an engine that
-averages gradients over ranks must multiply by the world size. All losses raise ValueError when the
-denominator is not positive.
+and ranks therefore ADD UP to those of the whole step, regardless of how the step was split, packed or padded;
+an engine that averages gradients over ranks must multiply by the world size. All losses raise ValueError when
+the denominator is not positive.
 
 Shapes: per-token tensors are (B, T), where index t belongs to token t and `mask` is True on response tokens;
-per-document tensors are (N,). Inputs are fp32 whatever the model's dtype. Values off the mask, even inf or
-nan, affect neither the loss nor its gradient. Running the model, reducing over documents (`masked`) and
+per-document tensors are (N,). Inputs are fp32 regardless of the model's dtype. Values off the mask, even inf
+or nan, affect neither the loss nor its gradient. Running the model, reducing over documents (`masked`) and
 choosing the algorithm are left to other modules.
 """
 
@@ -298,11 +298,12 @@ def gspo_logprobs(
     logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, documents: Tensor, num_documents: int
 ) -> Tensor:
     """Returns log-probs (B, T) whose ratio to `old_logprobs` is `s = exp(mean_t(logprobs - old_logprobs))` on
-    all tokens of an answer, and whose gradient is that of each token's own log-prob.
+    all tokens of an answer, and whose gradient equals the gradient of each token's own log-prob.
 
     Passing them to `policy_loss` as `logprobs`, with `weights` of 1/|answer|, gives GSPO-token (Zheng et al.
-    2025, eq. 13 to 17). If all tokens of an answer have the same advantage, its value and gradient are those
-    of GSPO (eq. 5 and 7). A gradient through the mean would average advantages that differ within an answer.
+    2025, eq. 13 to 17). If all tokens of an answer have the same advantage, the result has the value and
+    gradient of GSPO (eq. 5 and 7). A gradient through the mean would average advantages that differ within an
+    answer.
     """
     log_ratio = document_mean(logprobs - old_logprobs, mask, documents, num_documents).detach()
     own = logprobs - logprobs.detach()
@@ -323,10 +324,10 @@ def kl_loss(
     `ref_logprobs` and `estimator` are as in `policy_loss`.
 
     The tokens come from the sampler, so each estimate is weighted by `is_weights` times rho = exp(logprobs -
-    old_logprobs). The expected gradient is then that of KL(policy || reference); rho is a constant for k2,
-    but has a gradient for k3 (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation
-    for RL"; DeepSeek-V3.2 2025, eq. 7). Unweighted k3 has the gradient of the forward KL. Raises ValueError
-    for k1, whose expected gradient is zero.
+    old_logprobs). The expected gradient is then the gradient of KL(policy || reference); rho is a constant
+    for k2, but has a gradient for k3 (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient
+    estimation for RL"; DeepSeek-V3.2 2025, eq. 7). Unweighted k3 has the gradient of the forward KL. Raises
+    ValueError for k1, whose expected gradient is zero.
     """
     if estimator not in ("k2", "k3"):
         raise ValueError(
@@ -366,9 +367,9 @@ def value_clip_range(returns: Tensor, values: Tensor, mask: Tensor, clip: float)
     T).
 
     The scale is the standard deviation of the returns, or the root mean square of their distance to the
-    critic's `values` if that is larger: a critic that starts far from nearly equal returns must be able to
-    move. Pass the whole rollout of all ranks, because the scale of one rank or one micro-batch differs.
-    Returns `clip` itself if the scale is no larger than rounding.
+    critic's `values` if that is larger, because a critic that starts far from nearly equal returns must be
+    able to move. Pass the whole rollout of all ranks, because the scale of one rank or one micro-batch
+    differs. Returns `clip` itself if the scale is no larger than rounding.
     """
     known = returns[mask].double()
     if not known.numel():

@@ -93,8 +93,8 @@ def next_token_pairs(positions: Tensor, mask: Tensor | None = None) -> Tensor:
 
     The model's output at the token in row 0 predicts the token in row 1. A document's first token is left
     out. The first token after a shared prompt follows that prompt's last token. The result is computed with
-    numpy, in host memory, because PyTorch selects elements with all threads of the process: for a pass of few
-    tokens, starting the threads takes longer than the kernels.
+    numpy, in host memory, because PyTorch selects elements with all threads of the process, and for a pass of
+    few tokens, starting the threads takes longer than the kernels.
     """
     width = positions.shape[1]
     flat = positions.cpu().numpy().ravel()

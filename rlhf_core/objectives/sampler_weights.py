@@ -60,8 +60,8 @@ def bounded(weights: Tensor, low: float, high: float, masked: bool) -> Tensor:
 def sampler_weights(
     old: Tensor, sampler: Tensor | None, mask: Tensor, documents: Tensor, config: PPO
 ) -> Tensor:
-    """Returns the importance weights that the recipe asks for (see `importance_weights`). If it asks for
-    none, they are 1 on the mask and `sampler` is not used."""
+    """Returns the importance weights that the recipe selects (see `importance_weights`). Without correction,
+    they are 1 on the mask and `sampler` is not used."""
     if not config.weighs_tokens:
         return mask.to(old.dtype)
     assert sampler is not None, "the recipe asks for importance weights"

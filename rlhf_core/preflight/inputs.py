@@ -213,8 +213,9 @@ def further_problems(error: WrongRecipe) -> list[str]:
 
 
 def tokenizer_of(plan: Plan, node: Node) -> str | None:
-    """Returns the folder or Hub id of the model that the stage's model ultimately starts from; the stage uses
-    its tokenizer. Returns None if the stage has no such model, for example when all its models are remote."""
+    """Returns the folder or Hub id of the model from which the training of the stage's model began; the stage
+    uses its tokenizer. Returns None if the stage has no such model, for example when all its models are
+    remote."""
     name = node.config.tokenizer_model(KINDS[node.kind].start)
     return None if name is None else _start_of(plan, node, name)
 

@@ -39,8 +39,8 @@ class Needs(NamedTuple):
 
 
 def needs(config: StageConfig) -> Needs:
-    """Returns what a stage uses at once: for PPO all roles and engines, for other stages the ranks or
-    engines."""
+    """Returns the CPUs, GPUs and nodes that a stage needs at the same time: for PPO for all roles and
+    engines, for other stages for the ranks or engines."""
     layouts = [arrange(groups, config.together) for groups in config.turns]
     sums = [
         {resource: sum(b.get(resource, 0.0) for b in layout.bundles) for resource in ("CPU", "GPU")}

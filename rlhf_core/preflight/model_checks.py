@@ -139,11 +139,11 @@ def _config(place: str) -> dict[str, Any]:
 def vocabulary_problems(
     node: Node, start_of: Callable[[str], str | None], unlike: Callable[[str, str], str | None]
 ) -> list[str]:
-    """Returns a sentence for each model whose vocabulary gives the policy's token ids another meaning. Also
-    returns one for each reward model with its own tokenizer whose chat template cannot be used.
+    """Returns a sentence for each model whose vocabulary gives the policy's token ids another meaning, and
+    for each reward model that has its own tokenizer but no usable chat template.
 
-    `start_of` returns the folder or Hub id of the model that a named model ultimately starts from, which has
-    its tokenizer. `unlike` returns why the second of two models cannot read the first one's token ids.
+    `start_of` returns the folder or Hub id of the model from which a named model's training began; both have
+    the same tokenizer. `unlike` returns why the second of two models cannot read the first one's token ids.
     """
     kind = KINDS[node.kind]
     config = node.config

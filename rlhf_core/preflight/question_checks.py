@@ -168,7 +168,7 @@ def _plain(messages: Sequence[Message]) -> str:
 
 
 def _without_answer(questions: Sequence[Question], key: str) -> str:
-    """Returns what the first question without a known answer lacks, or "" if all have one."""
+    """Returns the error about the first question without a known answer, or "" if all questions have one."""
     try:
         for question in questions:
             question.known_answer(key)

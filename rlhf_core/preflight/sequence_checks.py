@@ -38,8 +38,8 @@ def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[s
 
 def sequence_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
     """Returns a sentence for each model whose layers or number of attention heads prevent the ranks from
-    sharing it. `start_of` returns the folder or Hub id of the model that a named model ultimately starts
-    from."""
+    sharing it. `start_of` returns the folder or Hub id of the model from which a named model's training
+    began."""
     config = node.config
     problems = dict[str, None]()
     if not isinstance(config, Optimised) or config.sequence_parallel_size == 1:

@@ -29,8 +29,8 @@ PlacedRow = tuple[str, Mapping[str, Any]]
 
 def verified_rows_problems(node: Node, seed: int = 0) -> list[str]:
     """Returns a sentence for each data set with an invalid row. A row is invalid if a verifier cannot read
-    it, or if it names an environment or teacher that the stage lacks. It is also invalid if its pass rate for
-    a curriculum is not a valid one. `seed` is the recipe's seed, which determines the rows of a mixture."""
+    it, if it names an environment or teacher that the stage lacks, or if its pass rate for a curriculum is
+    not a number from 0 to 1. `seed` is the recipe's seed, which determines the rows of a mixture."""
     config = node.config
     if not isinstance(config, Rewarded):
         return []

@@ -4,7 +4,7 @@ The digest covers the stage's configuration (without fields marked `NotInDigest`
 `InDigestIfSet` that have their defaults), the digests of its parents and of its local data and model folders,
 the seed, and the version of its kind. A Hub id is included by name, so changes to the repository go
 unnoticed; `owner/name@REVISION` is included by commit (`revisions.py`). Image files that a data file names
-are included by content, wherever they are.
+are included by content, regardless of their location.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def images_content(path: str, digests: Digests) -> str:
 
 
 def content_now(place: str, digests: Digests) -> str:
-    """Returns the current digest of what a key of `Reading.contents` refers to."""
+    """Returns the current digest of the content to which a key of `Reading.contents` refers."""
     if place.startswith(IMAGES_OF):
         return images_content(place.removeprefix(IMAGES_OF), digests)
     return digests.of(Path(place))

@@ -1,5 +1,5 @@
-"""Checks the gates of a finished stage and explains what a failed gate usually means, from the stage's result
-alone. Torch-free.
+"""Checks the gates of a finished stage and explains the usual meaning of a failed gate, using only the
+stage's result. Torch-free.
 
 `OpenStages` in flows/alignment.py stops the run, or the dependent stages, when a gate fails. Verdicts are not
 stored, because the same recipe and results give the same verdicts in every process; a changed bound therefore
@@ -89,8 +89,8 @@ def gates_behind(planned: Plan, node: Node) -> tuple[Verdict, ...]:
 
 
 def uncheckable(planned: Plan, nodes: Sequence[Node]) -> list[Node]:
-    """Returns the gated stages that publications among `nodes` depend on but whose gates cannot be checked.
-    These stages have no result and are not among `nodes`."""
+    """Returns the gated stages whose gates cannot be checked although publications among `nodes` depend on
+    them: stages that have no result and are not among `nodes`."""
     here = {node.name for node in nodes}
     behind = planned.ancestors([node for node in nodes if KINDS[node.kind].publishes and not node.done])
     return [stage for stage in behind if stage.config.gates and stage.name not in here and not stage.done]

@@ -48,8 +48,8 @@ class Inboxes:
         self.settled: dict[str, dict[str, int]] = {}
 
     def with_files(self, name: str, config: StageConfig) -> StageConfig:
-        """Returns a stage's config with files in place of inboxes. Raises ValueError if an inbox has no rows
-        for a data set."""
+        """Returns a stage's config with each inbox replaced by a file. Raises ValueError if an inbox has no
+        rows for a data set."""
         files: dict[Source, Source] = {}
         for text in config.texts:
             for source in text.data.sources:

@@ -62,9 +62,9 @@ def _note(text: str) -> None:
 
 
 def given_recipe(given: object, overrides: object = (), stored: bool = False) -> Recipe:
-    """Returns the recipe given in a flow's parameters as a Recipe, a mapping, a path or a URI. `stored`: the
-    mapping may be a Recipe as Prefect stores it, with paths relative to the working directory. Raises
-    ValueError as `load_recipe` does."""
+    """Returns the recipe given in a flow's parameters as a Recipe, a mapping, a path or a URI. `stored`:
+    whether the mapping may be a Recipe as Prefect stores it, with paths relative to the working directory.
+    Raises ValueError as `load_recipe` does."""
     texts = given_overrides(overrides)
     if isinstance(given, Recipe):
         return _overridden(given.model_dump(), texts) if texts else with_home(given)[0]

@@ -46,8 +46,8 @@ PLACES = {  # fields that name a model or a file, in addition to those in KINDS
 
 
 class ConfigReference(NamedTuple):
-    """Holds a name of a model or stage in a config. `place` is its field, for messages. `kinds` are the stage
-    kinds that it may refer to."""
+    """Holds a name of a model or stage in a config. `place` is its field, for messages. `kinds` are the
+    permitted kinds of the stage."""
 
     place: str
     name: str

@@ -1,6 +1,6 @@
-"""Scores one batch of answers. Reward models run one after another while functions, servers and judges behind
-endpoints run in parallel; judges on the stage's engines then follow one after another, so that each has the
-GPUs to itself.
+"""Scores one batch of answers. Reward models run one after another, while functions, servers and judges
+behind endpoints run in parallel. Then judges on the stage's engines run one after another, so that each has
+the GPUs to itself.
 
 Used by stages that score once; PPO's reward models run on the Ray cluster. `Client._batch` in clients.py
 splits a batch to find an answer that hangs.
@@ -47,10 +47,10 @@ def reward_batch(
 
     The answers are given both as documents (for models) and as samples (for functions, servers and judges).
     `micro_batch_size`, `micro_tokens`: as in `score_documents`. `dtype`: dtype of the reward models; auto:
-    that of each checkpoint. `scores`: scores documents with a model outside this process. `own_tokens`: by
-    title, for reward models whose tokenizer differs from the documents'. `cache`: folder for judges'
+    the dtype of each checkpoint. `scores`: scores documents with a model outside this process. `own_tokens`:
+    by title, for reward models whose tokenizer differs from the documents'. `cache`: folder for judges'
     verdicts. `samples_per_prompt`: number of consecutive answers per prompt, which judges may compare.
-    `open_judge`: for judges on engines of the stage. `running` normalisation uses the mean and standard
+    `open_judge`: for judges on engines of the stage. The normalisation `running` uses the mean and standard
     deviation of this batch, `group` those of the answers to each prompt. Raises RewardsFailed when a source
     leaves more than the share `max_failed` of the answers without a reward, and ValueError when no answer has
     a reward from every source.

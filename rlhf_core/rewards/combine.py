@@ -112,8 +112,8 @@ def combine(
 
     `by_source`: (N,) each, nan for failed rewards. `statistics`: from `with_answers`, including these
     answers. `samples`: number of consecutive answers per prompt. Sources with `normalize: group` are
-    standardised among these, as in `objectives.advantages.grpo`, over the answers that every source scored;
-    an answer whose prompt has no other answer with all scores gets 0. Raises ValueError when no answer has a
+    standardised among these, as in `objectives.advantages.grpo`, over the answers that every source scored.
+    An answer that is the only one of these for its prompt gets 0. Raises ValueError when no answer has a
     reward from every source. `reward/mean` and `reward/std` describe the weighted sum before any
     standardisation, so that their scale stays the same throughout the run.
     """

@@ -153,7 +153,7 @@ class TransformersEngine:
     def advance(
         self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
     ) -> list[tuple[int, SampledAnswer]]:
-        """Samples one batch to its end, however long it takes; the other requests continue in the next
+        """Samples one batch to its end, regardless of `seconds`; the other requests continue in the next
         call."""
         self._requests = [request for request in [*self._requests, *requests] if request.key not in gone]
         if not self._requests:
@@ -306,7 +306,7 @@ class TransformersEngine:
 
 class SeededDraws(LogitsProcessor):
     """Draws each row's next token with the row's own random numbers, and keeps it with its log-prob under the
-    distribution it was drawn from. Returns logits in which only the drawn token's logit is finite."""
+    sampled distribution. Returns logits in which only the drawn token's logit is finite."""
 
     def __init__(self, seeds: Sequence[int], sampling: Sampling, known: int | None):
         self.tokens: list[Tensor] = []  # one (rows,) tensor per step

@@ -66,8 +66,7 @@ class BucketEntry(NamedTuple):
 
 
 def gpu_uuid() -> str | None:
-    """Returns the id of the GPU this process computes on, identical in all processes on that GPU; None on
-    CPU."""
+    """Returns the id of this process's GPU, which is the same in all processes on that GPU; None on CPU."""
     return (
         str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         if torch.cuda.is_available()
@@ -215,8 +214,8 @@ class Sums:
 def to_buckets(
     weights: Named, device: torch.device, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[list[BucketEntry], Tensor]]:
-    """Yields weights in buckets of at most `bucket_bytes` bytes, uint8 on `device`. A larger weight gets a
-    bucket of its own.
+    """Yields weights in buckets of at most `bucket_bytes` bytes, uint8 on `device`. A larger weight gets its
+    own bucket.
 
     A bucket is overwritten when the next one is requested.
     """

@@ -1,7 +1,7 @@
 """Stores a person's decision on a finished stage in `approval.json` in the stage's run directory. Torch-free.
 
-The file is written when a run first asks, with the deadline, and again with the decision. A stage that is run
-anew has a new directory, so the person is asked again.
+The file is written when a run first asks, with the deadline, and again with the decision. If a stage runs
+again with a new digest, it has a new directory, so the person is asked again.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ PAUSE_SECONDS = 2.0
 
 
 def require_servers(servers: Sequence[AskedServer], with_replies: Collection[str] = ()) -> None:
-    """Waits at most WAIT_SECONDS until all servers can be reached, and prints what it waits for. Raises
-    Unreachable with one sentence, and immediately if an address is invalid. Readers in `with_replies` have
-    stored replies, which may be all they need, so for their servers it only warns."""
+    """Waits at most WAIT_SECONDS until all servers can be reached, and prints the servers for which it waits.
+    Raises Unreachable with one sentence, and immediately if an address is invalid. Readers in `with_replies`
+    have stored replies, which may be all they need, so for their servers it only warns."""
     until = time.monotonic() + WAIT_SECONDS
     for server in servers:
         why = why_unreachable(server.address)
@@ -58,7 +58,8 @@ def wrong_address(address: str) -> str:
 
 
 def why_unreachable(address: str) -> str:
-    """Returns why a server cannot be connected to; "" if it can, however slow or wrong its answer is."""
+    """Returns why no connection to a server can be opened; "" if one can, even if the server's answer is slow
+    or wrong."""
     own = urlsplit(address).hostname in LOOPBACK
     try:
         with httpx.Client(timeout=ATTEMPT_SECONDS, trust_env=not own) as client:

@@ -1,4 +1,4 @@
-"""Finds the models and stages that a checkpoint was made from, by reading run directories. Torch-free.
+"""Finds the models and stages from which a checkpoint was made, by reading run directories. Torch-free.
 
 A run directory's `config.json` names the folder or Hub id of each model that the stage used. A folder inside
 another run directory leads to that directory's stage. The records are read as plain JSON, not with the config
@@ -27,7 +27,7 @@ class Ancestor:
     `kind` is the stage's kind, or `hub` (a Hub id; `digest` is the commit if it is known), `folder` or `file`
     (`digest` is the digest of its content), or `unknown` (missing). Stages also have their config, seed,
     final metrics and package versions. `parents` holds pairs (name in the config, ancestor). Each run
-    directory is one object, however many paths lead to it.
+    directory is one object, even if several paths lead to it.
     """
 
     name: str

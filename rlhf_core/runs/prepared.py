@@ -34,7 +34,7 @@ SET_LATER = ("PREFECT_API_URL", "PREFECT_UI_URL", HOLDER_ENV)
 
 
 class StageProcess(NamedTuple):
-    """A process under its reaper, and the parameters that it was started with."""
+    """A process under its reaper, and the parameters with which it was started."""
 
     reaper: subprocess.Popen[bytes]
     module: str
@@ -44,7 +44,7 @@ class StageProcess(NamedTuple):
     grace_seconds: float
 
     def fits(self, module: str, kind: str, grace_seconds: float) -> bool:
-        """Returns whether the process is running and equals the one that would be started now."""
+        """Returns whether the process is running and equals the process that would be started now."""
         if self.reaper.poll() is not None or _fixed(self.environment) != _fixed(environment_of_stage()):
             return False
         wanted = (module, kind, os.getcwd(), grace_seconds)

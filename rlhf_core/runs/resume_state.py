@@ -148,7 +148,7 @@ def rank_file(rank: int) -> str:
 
 def open_state(run: RunDir, step: int, clear: bool) -> Path:
     """Returns the temporary folder of a state. The one rank that passes `clear` creates the folder empty and
-    removes those of killed attempts."""
+    removes the temporary folders of killed attempts."""
     temporary = run / STATE / f".step-{step}"
     if clear:
         for left in (run / STATE).glob(".step-*"):

@@ -122,7 +122,7 @@ class RunDir:
         """Creates the directory and writes `config.json`, atomically.
 
         An unfinished stage gets the new request, which may differ in fields that do not decide the result
-        (cadence, time limits, paths); a finished stage keeps the one it ran with.
+        (cadence, time limits, paths); a finished stage keeps the request with which it ran.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         text = request.model_dump_json(indent=2)

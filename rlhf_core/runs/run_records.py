@@ -32,8 +32,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class RunRequest(NamedTuple):
-    """The request for a run. `source`: path or URI of the recipe; `name` and `id`: those of the run, which
-    gets a new id if none is given."""
+    """The request for a run. `source`: path or URI of the recipe; `name` and `id`: name and id of the run,
+    which gets a new id if none is given."""
 
     source: str = ""
     overrides: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ asked: ContextVar[RunRequest | None] = ContextVar("asked", default=None)
 
 class RecordedStage(BaseModel):
     """A stage of a recorded run. `run_dir` is relative to the artifacts folder; `status`: the outcome of the
-    stage in the run; `parents`: the stages that it depends on."""
+    stage in the run; `parents`: the stages on which it depends."""
 
     name: str
     run_dir: str = Field(pattern=r"^stages/[^/\x00]+$")

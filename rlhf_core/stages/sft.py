@@ -134,8 +134,8 @@ def load_documents(
     suffix_of: SuffixOf | None = None,
 ) -> AnswerDocuments:
     """Loads conversations of a file mixture, or answers with the mask only on the answer. Answers come from a
-    preferences stage (no `data`) or are scored answers. Held-out scored answers are conditioned like the ones
-    trained on (`suffix_of`)."""
+    preferences stage (no `data`) or are scored answers. Held-out scored answers are conditioned like the
+    training data (`suffix_of`)."""
     own = data or Data(
         sources=(Source(path=request.inputs[config.answers or ""]),),
         template=config.template,

@@ -49,7 +49,8 @@ class Digests:
         return digest({name.as_posix(): self._file((path / name).resolve()) for name in names})
 
     def names_in(self, path: Path, read: Callable[[Path], list[str]]) -> list[str]:
-        """Returns what `read` finds in a file, cached like its digest under the name of `read`."""
+        """Returns the names that `read` finds in a file, cached like the file's digest, under the name of
+        `read`."""
         return list(self._cached(f"{read.__name__} {path.resolve()}", [path], lambda: read(path)))
 
     def together(self, title: str, files: Mapping[str, Path]) -> str:

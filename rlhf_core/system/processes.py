@@ -1,5 +1,5 @@
-"""Defines the exit codes and environment of stage processes, tells errors of our code from those of libraries
-and users, ends processes and process groups, and imports users' files."""
+"""Defines the exit codes and environment of stage processes, distinguishes errors of our code, of libraries
+and of users, ends processes and process groups, and imports users' files."""
 
 from __future__ import annotations
 

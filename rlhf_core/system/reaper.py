@@ -2,10 +2,10 @@
 GRACE_SECONDS COMMAND...`
 
 Runs as the parent of COMMAND, in its own session. It adopts every descendant whose parent dies (daemons that
-Ray detaches, for example). As soon as COMMAND ends, SIGTERM arrives, or PARENT_PID ends, even by SIGKILL, it
-ends all descendants with TERM, and with KILL after the grace period. Its exit code is COMMAND's (128 + n for
-signal n). This needs Linux (PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER). Elsewhere the parent is polled and
-COMMAND's process group is ended, but a daemon that leaves the group is not found.
+Ray detaches, for example). As soon as COMMAND ends, SIGTERM arrives, or PARENT_PID ends, even by SIGKILL, the
+reaper ends all descendants with TERM, and with KILL after the grace period. Its exit code is COMMAND's (128 +
+n for signal n). This needs Linux (PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER). Elsewhere the parent is polled
+and COMMAND's process group is ended, but a daemon that leaves the group is not found.
 """
 
 from __future__ import annotations

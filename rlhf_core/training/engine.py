@@ -150,7 +150,7 @@ class TorchEngine:
         return hand_over
 
     def _hand_over(self, name: str) -> None:
-        """Adds a bf16 weight's gradient to that of its master weight, and frees it."""
+        """Adds a bf16 weight's gradient to the gradient of its master weight, and frees the former."""
         weight = self._weights[name]
         master = self._optimised[name]
         if weight.grad is None:

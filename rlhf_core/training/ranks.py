@@ -107,7 +107,7 @@ def with_zero_stage(
 
     Takes the ZeRO stage of a resume state written by the same number of ranks, otherwise chooses one by
     `gpu_bytes`, the memory of a GPU (0: no GPU). Warns if that or `host_bytes`, the free memory of a node,
-    may not suffice. Raises MachineLacks when the GPU cannot hold what is loaded onto it.
+    may not suffice. Raises MachineLacks when the GPU cannot hold the models that are loaded onto it.
     """
     if config.sharding is None:
         kept = resume_state.kept_zero_stage(run, config)
@@ -304,8 +304,8 @@ def export(
     """Writes the model to `folder` on rank 0. This is a collective operation.
 
     Adapters are merged, and also written separately to the subfolder `adapter`; if `lora.export` says so,
-    only the adapter is written. `source`: the model that training started from. Returns the share of the
-    update that survives rounding in the merged weights.
+    only the adapter is written. `source`: the initial model of the training. Returns the share of the update
+    that survives rounding in the merged weights.
     """
     with progress.files(folder):
         if _exports_adapter(lora):

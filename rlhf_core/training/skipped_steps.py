@@ -17,8 +17,7 @@ NAMED = 3  # rows of a step that a message shows
 
 
 class StepRow(NamedTuple):
-    """A row of an optimiser step: its index among the rows that the stage trains on, counted from 0, and its
-    text."""
+    """A row of an optimiser step: its index among the stage's training rows, counted from 0, and its text."""
 
     place: int
     text: str

@@ -39,8 +39,8 @@ class Mistral3Pictures:
         return self._break.join(rows) + self._end
 
     def picture_tensors(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Returns the pixels of one image in one dimension, because sizes differ, and its height and width,
-        (1, 2)."""
+        """Returns the pixels of one image in one dimension, because the sizes of images differ, and its
+        height and width, (1, 2)."""
         return {
             "pixel_values": np.asarray(features["pixel_values"]).reshape(-1),
             "image_sizes": np.asarray(features["image_sizes"]),

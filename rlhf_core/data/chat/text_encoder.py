@@ -121,8 +121,7 @@ def first_stop(tokens: Sequence[int], stop_token_ids: Collection[int]) -> int | 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     """Returns the object of the tokenizers library that encodes for `tokenizer`; calling `tokenizer` itself
-    takes three times as long for a short text. Returns None if the tokenizer's class changes what a call
-    does."""
+    takes three times as long for a short text. Returns None if the tokenizer's class overrides its call."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     plain = all(

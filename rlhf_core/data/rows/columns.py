@@ -39,7 +39,7 @@ class Located(NamedTuple):
 
 class Preference(NamedTuple):
     """Holds a prompt with two answers; an answer that calls tools is a message. `margin` is 0.0 if the data
-    has none. `cut` says whether the length limit ended (chosen, rejected)."""
+    has none. `cut` says whether the length limit ended each of (chosen, rejected)."""
 
     prompt: list[Message]
     chosen: str | Message

@@ -24,8 +24,8 @@ TIES = ("tie", "tie (bothbad)", "tie (both bad)", "bothbad")
 
 
 class Standard(NamedTuple):
-    """Holds standard columns to add to a row. `no_preference` says why none of its answers is preferred, or
-    is ''."""
+    """Holds standard columns to add to a row. `no_preference` is the reason why no answer of the row is
+    preferred, or ''."""
 
     columns: dict[str, Any]
     no_preference: str = ""
@@ -87,7 +87,7 @@ def arena(where: str, row: Row) -> Standard:
     and the name of the winner.
 
     The pair consists of the two last answers. The conversations must be equal before these answers, which is
-    rare for battles of several turns.
+    rare for battles with several turns.
     """
     first, second = (_chat(row.get(name), where, name) for name in ("conversation_a", "conversation_b"))
     winner = str(row.get("winner"))

@@ -70,8 +70,8 @@ def check_columns(data: Data, kind: Kind) -> None:
 
 def checked_rows(data: Data, kind: Kind) -> Iterator[Located]:
     """Yields the rows that are checked before a run, including rows that a stage of this kind leaves out.
-    These are CHECKED_ROWS of a single file, and FIRST_ROWS of a Hub data set, which is not downloaded. They
-    are also FIRST_ROWS of each source of a mixture, because it may not use later rows."""
+    These are the first CHECKED_ROWS rows of a single file, and only the first FIRST_ROWS rows of a Hub data
+    set, which is not downloaded, or of a source of a mixture, which may not use later rows."""
     alone = len(data.sources) == 1
     for source in data.sources:
         first = CHECKED_ROWS if alone and is_file(source) else FIRST_ROWS
@@ -79,8 +79,8 @@ def checked_rows(data: Data, kind: Kind) -> Iterator[Located]:
 
 
 def unusable(located: Located, kind: Kind | None) -> str:
-    """Returns why a stage of this kind leaves a row out, or "" if it does not. The reason is that the row
-    prefers no answer and the stage needs a preference."""
+    """Returns why a stage of this kind leaves a row out, or "" if it uses the row. A row is left out if it
+    prefers no answer although the stage needs a preference."""
     needed = kind in ("preference", "labelled") and "label" not in located.row
     no_answer = (
         kind in ("sft", "answer", "scored")
@@ -121,8 +121,8 @@ def mixture_of(data: Data, seed: int) -> Mixture | None:
     """Applies the mixture rule of `load_rows`, and reads all files once to count rows. Returns None for a
     single source.
 
-    The result takes 8 bytes per row. Raises ValueError if a source has no rows or the mixture would have
-    none.
+    The result takes 8 bytes per row. Raises ValueError if a source, or the mixture itself, would have no
+    rows.
     """
     if len(data.sources) == 1:
         return None

@@ -59,8 +59,8 @@ def require_columns(source: Source, kind: Kind, columns: Sequence[str], row: Row
 
 
 def key_to_set(key: str, column: str, columns: Iterable[str]) -> str:
-    """Returns `KEY: COLUMN` with the column that is probably meant, or only the key. `column` is the name
-    that is missing."""
+    """Returns `KEY: COLUMN` with the column that is probably meant, or only the key. `column` is the missing
+    name."""
     names = {name.lower(): name for name in columns if not name.lower().endswith(("id", "ids"))}
     for word in dict.fromkeys((column.lower(), key.removesuffix("_key"))):
         usual = [name for part in (word, *USUAL.get(word, ())) for name in names if part in name]

@@ -18,9 +18,10 @@ KILLS = 100  # number of rounds, because a process may start another during the 
 
 
 def begin_under_supervision(alive: int) -> None:
-    """Forks, and returns in the child. The parent supervises: when the process at the other end of the pipe
-    `alive` ends, it kills the child and everything that the child started, in any session. When the child
-    ends, the parent kills the rest, then ends with the child's exit status or signal."""
+    """Forks, and returns in the child. The parent supervises the child. When the process at the other end of
+    the pipe `alive` ends, the parent kills the child and all processes that the child started, in any
+    session. When the child ends, the parent kills the other processes, then ends with the child's exit status
+    or signal."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child = os.fork()

@@ -164,8 +164,8 @@ class OpenEnvEpisodes:
 
 
 class RewardsOfSteps:
-    """Adds the rewards of steps to a conversation, either each as it comes or only the last one, at the
-    end."""
+    """Adds the rewards of steps to a conversation: either each reward immediately, or only the last one at
+    the end."""
 
     def __init__(self, model: Conversation, last_counts: bool):
         self._model = model

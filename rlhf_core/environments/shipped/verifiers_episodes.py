@@ -21,11 +21,12 @@ from rlhf_core.system.processes import LASTING
 
 
 class RaisedByEnvironment(ValueError):
-    """Reports an error in the environment's code that would recur in every attempt."""
+    """Reports that an episode failed with an error in the environment's code that would recur in every
+    attempt."""
 
 
 class FailedEnvironment(RuntimeError):
-    """Reports an episode without a reward, for any other reason."""
+    """Reports that an episode has no reward, for a reason that might not recur in another attempt."""
 
 
 class VerifiersEpisodes:

@@ -35,9 +35,9 @@ class JoinedTrajectories:
     """Holds the trajectories of an episode, keyed by conversation number; number 0 starts with the row's
     prompt. `tools`: the tools of the environment and of the row, for trajectory 0.
 
-    All conversations together may have at most `limits.turns` answers, and no more tokens than a single one
-    could have. `format_of_calls` returns the template's tool call format, and raises ValueError if it has
-    none.
+    All conversations together may have at most `limits.turns` answers, and no more tokens than a single
+    conversation could have. `format_of_calls` returns the template's tool call format, and raises ValueError
+    for a template without one.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class JoinedTrajectories:
 
     def ask(self, call: int, asked: Mapping[str, Any]) -> tuple[list[int], int]:
         """Adds the messages of a request (`Conversation`). Returns all tokens of its conversation and the
-        token limit of the answer. Raises Full, or the same ValueError as `Trajectory.ask`."""
+        token limit of the answer. Raises Full, or ValueError as `Trajectory.ask` does."""
         path, tokens, room = self._ask(asked)
         room = min(room, asked.get("most") or room)
         self._paths[asked["conversation"]] = path
@@ -109,7 +109,7 @@ class JoinedTrajectories:
         return taken
 
     def give_up(self, call: int) -> None:
-        """Records that nobody is waiting for the answer to a request any longer."""
+        """Records that the answer to a request is no longer needed."""
         number, _ = self._waiting.pop(call)
         if number and not self._paths[number].turns:
             del self._paths[number]
@@ -190,7 +190,8 @@ class JoinedTrajectories:
 
     @property
     def versions(self) -> list[tuple[int, int]]:
-        """Returns pairs of a token index and the version of the weights that sampled from that token on."""
+        """Returns pairs of a token index and the version of the weights that sampled the tokens from there
+        on."""
         return [
             (start + first, version)
             for start, path in zip(self._starts(), self._kept, strict=True)

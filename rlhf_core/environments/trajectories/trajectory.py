@@ -93,10 +93,10 @@ class Trajectory:
         self.pictures: Pictures = ()
 
     def ask(self, new: Sequence[Message], left: int = NO_LIMIT) -> tuple[list[int], int]:
-        """Adds messages. Returns all tokens and the token limit of the next answer. `left`: how many tokens
-        the episode may still use. Raises Full, or ValueError for messages that the template rejects and for
-        images that cannot be used; in both cases nothing is added. After Full the conversation counts as not
-        `finished`, unless another answer follows."""
+        """Adds messages. Returns all tokens and the token limit of the next answer. `left`: the number of
+        tokens that the episode may still use. Raises Full, or ValueError for messages that the template
+        rejects and for images that cannot be used; in both cases nothing is added. After Full the
+        conversation counts as not `finished`, unless another answer follows."""
         new = [_with_sources(message) for message in new]
         if len(self.pictures) + len(sources_in(new)) > MAX_PICTURES:
             raise ValueError(f"an episode may have {MAX_PICTURES} images, and the environment sends more")
@@ -200,7 +200,7 @@ class Trajectory:
         return made
 
     def drop_last(self) -> None:
-        """Drops the last answer and the messages that it responds to."""
+        """Drops the last answer and the messages to which it responds."""
         self._answers.pop()
         self._experts = None
         self.drop_request()
@@ -232,7 +232,8 @@ class Trajectory:
 
     @property
     def versions(self) -> list[tuple[int, int]]:
-        """Returns pairs of a token index and the version of the weights that sampled from that token on."""
+        """Returns pairs of a token index and the version of the weights that sampled the tokens from there
+        on."""
         return self._versions
 
     @property
@@ -247,8 +248,8 @@ class Trajectory:
 
     @property
     def finished(self) -> bool:
-        """Returns False if a limit ended the conversation: on tokens or turns, during the last answer or
-        before the environment was done, or on time (`cut`)."""
+        """Returns False if a limit ended the conversation: a limit on tokens or turns, during the last answer
+        or before the environment was done, or a limit on time (`cut`)."""
         return self.ended and not self._cut
 
     @property

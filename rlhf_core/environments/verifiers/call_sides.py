@@ -4,7 +4,7 @@ library, since nothing else is available there.
 
 The tests side requests calls of the answer's functions and gets their results as plain data. The answer
 therefore sees no test and no expected value, cannot change how results are compared, and cannot report a test
-as passed. Both sides exchange lines of JSON on the descriptors they are started with; stdin and stdout of the
+as passed. Both sides exchange lines of JSON on the descriptors that they inherit; stdin and stdout of the
 tested code are redirected to /dev/null. Changes that a call makes to lists, dicts and sets are repeated on
 the tests side; functions and iterators are passed by reference in both directions.
 """
@@ -66,8 +66,8 @@ class AnswerObject:
 
 
 class Link:
-    """One side's connection to the program that started both. `held`: the objects that the other side refers
-    to by number. `check`: the number of the current check."""
+    """One side's connection to the program that started both. `held`: the objects to which the other side
+    refers by number. `check`: the number of the current check."""
 
     def __init__(self) -> None:
         self.check = 0
@@ -153,7 +153,7 @@ class Link:
         return SEQUENCES[name](self.decoded(part) for part in rest[0])
 
     def serve(self, asked: list[Any]) -> None:
-        """Sends the result that the other side asks for, or the error raised while computing it."""
+        """Sends the result that the other side requested, or the error raised while computing it."""
         what, place, given, self.check = asked
         try:
             reply = self.reply(what, place, given)
@@ -163,8 +163,8 @@ class Link:
         self.send(reply)
 
     def reply(self, what: str, place: Any, given: Any) -> dict[str, Any]:
-        """Calls a function that was passed as an argument, or advances an iterator. Allows nothing else,
-        because attributes would lead the answer to the tests."""
+        """Calls a function that was passed as an argument, or advances an iterator. Allows no other access,
+        because attributes would give the answer access to the tests."""
         if what not in ("call", "iterate", "next"):
             raise AttributeError(f"no {what} of an argument")
         return {"result": self.encoded(self.result(what, self.named(place), self.decoded(given)))}
@@ -176,7 +176,7 @@ class Link:
         return iter(target) if what == "iterate" else next(target)
 
     def named(self, place: Any) -> Any:
-        """Returns an object that the other side refers to by number."""
+        """Returns the object to which the other side refers by number."""
         return self.held[place]
 
 
@@ -193,7 +193,7 @@ CHANGEABLE = ("list", "dict", "set")
 
 
 def _change(value: Any, new: Any) -> None:
-    """Replaces the contents of a list, dict or set with those of another."""
+    """Replaces the contents of a list, dict or set with the contents of another."""
     if isinstance(value, list):
         value[:] = new
     else:
@@ -223,8 +223,8 @@ class AnswerLink(Link):
         super().serve(asked)
 
     def limit_time(self) -> None:
-        """Ends this process after `seconds` more of CPU time. The answer's code can undo this, but not the
-        sandbox's limits."""
+        """Ends this process after it has used `seconds` more of CPU time. The answer's code can undo this,
+        but not the sandbox's limits."""
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, self.seconds)
 

@@ -21,9 +21,9 @@ OWN = {"_same", "_found"}  # names used by the checks of calls
 
 
 class CodeTests(NamedTuple):
-    """A row's tests: either `checks`, pieces of Python code that run one after another and each raise if the
-    test fails, with `names`, the names of the answer that they use; or `programs`, pairs of input and
-    expected output."""
+    """A row's tests: either `checks` or `programs`. `checks` are pieces of Python code that run one after
+    another, each of which raises if its test fails; `names` are the names of the answer that they use.
+    `programs` are pairs of input and expected output."""
 
     checks: tuple[str, ...] = ()
     names: tuple[str, ...] = ()

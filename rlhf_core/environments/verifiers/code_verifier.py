@@ -42,7 +42,7 @@ exec(compile(sys.argv.pop(), "answer.py", "exec"), {"__name__": "__main__"})
 
 
 class SandboxFailed(Exception):
-    """Reports that no program could be started in the sandbox, whatever its code."""
+    """Reports that no program could be started in the sandbox, regardless of its code."""
 
 
 def verify_answers(
@@ -110,8 +110,8 @@ def can_run(code: str) -> bool:
 async def passed_tests(
     code: str, tests: CodeTests, seconds: float, memory_mib: int, all_or_nothing: bool
 ) -> int:
-    """Returns how many tests the code passes; with `all_or_nothing`, stops at the first failure. `seconds`:
-    CPU time of one test. Raises SandboxFailed, OSError or RuntimeError when the sandbox fails."""
+    """Returns the number of tests that the code passes; with `all_or_nothing`, stops at the first failure.
+    `seconds`: CPU time of one test. Raises SandboxFailed, OSError or RuntimeError when the sandbox fails."""
     if tests.programs:
         return await _programs(code, tests, seconds, memory_mib, all_or_nothing)
     command = [*sandbox.python()[:-1], "-c", SIDES.read_text()]

@@ -1,7 +1,7 @@
 r"""Finds the final answer in a response. Standard library only.
 
-The answer is taken from the first of these forms that occurs, and from its last occurrence: `\boxed{...}`, a
-line `#### ...` (as in GSM8K), and a sentence with `answer is ...` or `answer: ...`. Sentences without a
+An answer has one of these forms, in order of precedence: `\boxed{...}`, a line `#### ...` (as in GSM8K), or a
+sentence with `answer is ...` or `answer: ...`. The last occurrence of a form counts. Sentences without a
 number or a formula count only if no sentence has one. A sentence with several values, or one that hedges, is
 not an answer. A response that is nothing but a number or a formula is itself the answer.
 """
@@ -44,7 +44,7 @@ MORE_THAN_WORDS = re.compile(r"[\d=<>^*+\\{}$~≈≤≥±≠]|(?<![A-Za-z])/|\b(
 
 
 def final_answer(text: str) -> str | None:
-    """Returns the final answer in a response; None if it has none, or one longer than LONGEST."""
+    """Returns the final answer in a response; None if there is none, or if it is longer than LONGEST."""
     found = _final(plain_signs(text))
     if found is None:
         return None

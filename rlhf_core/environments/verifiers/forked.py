@@ -57,7 +57,7 @@ def _next(reader: int, seconds: float) -> bytes:
 
 
 def _work(check: Callable[[int], bool], places: range, writer: int, seconds: float) -> NoReturn:
-    """Writes one byte per check and ends the process, whatever the checks do."""
+    """Writes one byte per check and ends the process, even if a check raises an error."""
     try:
         _limit_memory()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)

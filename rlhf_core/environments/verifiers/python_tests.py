@@ -185,7 +185,7 @@ def _pieces(body: list[ast.stmt], asserting: set[str]) -> list[str]:
 def _names(body: list[ast.stmt], of_answer: set[str]) -> tuple[str, ...]:
     """Returns the names that the answer must define: those in `of_answer`, and those that the code uses but
     neither binds nor gets from Python. The answer does not affect this, since it must not replace the objects
-    that its results are compared with. Raises ValueError for a name that could belong to either."""
+    with which its results are compared. Raises ValueError for a name that could belong to either."""
     nodes = list(ast.walk(ast.Module(body, [])))
     bound = {name for node in nodes for name in _bound(node)}
     used = dict.fromkeys(name for name in _loads(nodes) if name not in bound | GIVEN)

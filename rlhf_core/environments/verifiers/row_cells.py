@@ -1,4 +1,4 @@
-"""Reads the cells of rows that verifiers compare answers with. Standard library only."""
+"""Reads the cells of rows with which verifiers compare answers. Standard library only."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def known_answer(row: Mapping[str, Any], column: str) -> str:
 
 
 def known_formula(row: Mapping[str, Any], column: str) -> str:
-    """Returns a row's right answer as text. Raises ValueError when the row has none, or one with unbalanced
-    braces, which no response could equal."""
+    """Returns a row's right answer as text. Raises ValueError when the row has no answer, or an answer with
+    unbalanced braces, which no response could equal."""
     known = known_answer(row, column)
     depth = 0
     for found in re.findall(r"\\.|[{}]", known):

@@ -1,4 +1,4 @@
-"""Derives the generation config of an export from that of the model it was trained from."""
+"""Derives the generation config of an export from the generation config of its initial model."""
 
 from __future__ import annotations
 

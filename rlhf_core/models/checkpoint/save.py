@@ -46,7 +46,7 @@ def save_model(
     encoder: TrainedEncoder | None = None,
 ) -> None:
     """Writes safetensors, config, generation config and tokenizer files to `folder`. `weights`: from
-    `checkpoint_weights`, written one by one; with those of a trained image `encoder`."""
+    `checkpoint_weights`, including the weights of a trained image `encoder`; they are written one by one."""
     save_description(model, tokenizer_source, folder, trust_remote_code)
     planned, left = plan_weights(model, encoder)
     whole = getattr(model, "whole", None)
@@ -102,8 +102,8 @@ def _added(planned: dict[str, Tensor], whole: Path) -> dict[str, Tensor]:
 
 
 def describe_scorer(file: Path, model: PreTrainedModel) -> None:
-    """Changes the config.json of a multimodal model to that of a reward model, which transformers loads as a
-    whole; some families need alignflow's class for this (`score_classes.py`)."""
+    """Changes the config.json of a multimodal model into the config.json of a reward model, which
+    transformers loads as a whole; some families need alignflow's class for this (`score_classes.py`)."""
     config = read_json(file)
     names = config.get("architectures") or [type(model).__name__]
     config["architectures"] = [OF_HEAD.sub("ForSequenceClassification", names[0])]
@@ -140,8 +140,8 @@ def not_loaded(model: PreTrainedModel, exported: Set[str]) -> Stored:
     """Finds the weights in a policy's checkpoint that transformers skips on purpose and that are not in
     `exported`, with the file and header entry of each.
 
-    These are heads that predict further tokens, and keys of layers that reuse another layer's. Returns an
-    empty dict when the weights are quantised, have other names, or no longer exist.
+    These are heads that predict further tokens, and keys of layers that reuse the keys of another layer.
+    Returns an empty dict when the weights are quantised, have other names, or no longer exist.
     """
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     base = _base(model)
@@ -167,8 +167,8 @@ def _read(stored: Stored) -> Iterator[tuple[str, Tensor]]:
 
 
 def _base(model: PreTrainedModel) -> Path:
-    """Returns the folder that a model was loaded from; for a model on the Hub, its folder in the Hub client's
-    cache."""
+    """Returns the folder from which a model was loaded; for a model on the Hub, its folder in the Hub
+    client's cache."""
     return folder_of(model.name_or_path) if model.name_or_path else Path(os.devnull)
 
 

@@ -99,7 +99,7 @@ def make_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def fill(files: Iterable[Path], weights: Iterable[tuple[str, Tensor]], expected: Iterable[str]) -> None:
     """Writes weights to their places in `files`, in the files' dtypes. Raises ValueError for a weight that
-    has no place there or has another shape, and when any of the `expected` names is missing."""
+    has no place in the files or has another shape, and if any of the `expected` names is missing."""
     missing = set(expected)
     with ExitStack() as stack:
         places: dict[str, tuple[Any, int, dict[str, Any]]] = {}

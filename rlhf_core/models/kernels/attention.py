@@ -97,8 +97,9 @@ def _caps_scores(model: PreTrainedModel) -> bool:
 
 
 def set_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Sets the loaded model to `varlen_attention` if that runs here. Otherwise sets it to `eager` if it caps
-    its scores, which `sdpa` would ignore, or to `sdpa` if flash-attn's kernel fails its self-test."""
+    """Sets the loaded model's attention to `varlen_attention` if it can run here. Otherwise sets it to
+    `eager` if the model caps its scores, which `sdpa` would ignore, or to `sdpa` if flash-attn's kernel fails
+    its self-test."""
     state_layers.set_state_layers(model)
     loaded = model.config._attn_implementation
     if loaded not in ("sdpa", FLASH):
@@ -213,7 +214,7 @@ def document_bounds(positions: Tensor, device: torch.device) -> dict[str, Any]:
     """Returns the document bounds of concatenated rows, computed once per pass instead of once per layer.
 
     `positions` (any shape) restart at 0 with each document. For a document that continues a shared prompt
-    (`collate.Batch`) they start above 0, and `keys` contains the rows that queries attend to. Positions in
+    (`collate.Batch`) they start above 0, and `keys` contains the rows to which queries attend. Positions in
     host memory are read without waiting for `device` and without PyTorch's threads (`next_token_pairs`).
     """
     at = positions.flatten().cpu().numpy()

@@ -30,7 +30,8 @@ PAYS_FROM = 1024
 
 def use_float8(model: PreTrainedModel, required: bool = True) -> int:
     """Makes the model's large linear layers, except the head, multiply in FP8, and returns their number.
-    Raises ValueError when there are none and one is `required`, and RuntimeError on a GPU without FP8."""
+    Raises ValueError if there are no such layers although FP8 is `required`, and RuntimeError on a GPU
+    without FP8."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < SINCE:
         found = ".".join(map(str, torch.cuda.get_device_capability()))
         raise RuntimeError(
@@ -56,7 +57,7 @@ def use_float8(model: PreTrainedModel, required: bool = True) -> int:
 
 
 def pays(outputs: int, inputs: int) -> bool:
-    """Returns whether a layer's FP8 products save more time than the rounding takes."""
+    """Returns whether FP8 products save more time in a layer than rounding to FP8 takes."""
     return outputs % MULTIPLE == inputs % MULTIPLE == 0 and outputs * inputs >= PAYS_FROM * (outputs + inputs)
 
 

@@ -142,8 +142,8 @@ def _floors(logits, targets, floors, columns, scale, top_p, top_k, BLOCK: tl.con
 
 
 def floors(logits: Tensor, targets: Tensor, scale: float, top_p: float, top_k: int) -> Tensor:
-    """Returns the lowest scaled logit that each row's distribution keeps, which is at most that of the
-    target, (N,) fp32. logits: (N, V). targets: (N,)."""
+    """Returns the lowest scaled logit that each row's distribution keeps, which is at most the target's
+    scaled logit, (N,) fp32. logits: (N, V). targets: (N,)."""
     rows, columns = logits.shape
     found = logits.new_empty(rows, dtype=torch.float32)
     if rows:

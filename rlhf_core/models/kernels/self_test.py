@@ -30,9 +30,9 @@ class Heads(NamedTuple):
 
 
 class AttentionKind(NamedTuple):
-    """A kind of attention: with windows, with documents that have more keys than queries (`shared`; the
-    queries come last), with more documents than `MANY`, on 16-bit numbers of `dtype`, and with a cap on the
-    scores (`capped`; Gemma 2, section 2)."""
+    """A kind of attention on 16-bit numbers of `dtype`: whether there are windows, documents with more keys
+    than queries (`shared`; the queries come last), more documents than `MANY`, and a cap on the scores
+    (`capped`; Gemma 2, section 2)."""
 
     heads: Heads
     windowed: bool = False

@@ -1,12 +1,12 @@
 """Implements sequence parallelism: N ranks compute each pass together (Ulysses; Jacobs et al. 2023, section
 3).
 
-Rank i computes the i-th part of the tokens everywhere except in attention. There an all-to-all gives it all
-tokens for an N-th of the heads, so that kernels, document bounds and shared prompts are the same as on one
-rank; another all-to-all returns its own tokens. All ranks know the tokens of the whole pass. The result for
-each token is computed by one rank and summed over all of them, so every rank computes the same loss and
-differentiates it with respect to its own tokens. The gradients of the N ranks therefore add up to that of the
-pass, just as those of different passes add up.
+Rank i computes the i-th part of the tokens everywhere except in attention. For attention, an all-to-all gives
+the rank all tokens for an N-th of the heads, so that kernels, document bounds and shared prompts are the same
+as on one rank; another all-to-all returns the rank's own tokens. All ranks know the tokens of the whole pass.
+The result for each token is computed by one rank and summed over all of them, so every rank computes the same
+loss and differentiates it with respect to its own tokens. The gradients of the N ranks therefore add up to
+that of the pass, just as those of different passes add up.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class SequenceRanks(NamedTuple):
         return torch.from_numpy(here - [[self.rank * length], [0]])
 
     def whole(self, own: Tensor, count: int) -> Tensor:
-        """Returns the rows of all ranks (`count`, ...) from this rank's part (t, ...). The gradient is that
-        of this rank's rows."""
+        """Returns the rows of all ranks (`count`, ...) from this rank's part (t, ...). The gradient is the
+        gradient of this rank's rows."""
         if self.size == 1:
             return own
         before = self.rank * len(own)
@@ -61,16 +61,16 @@ class SequenceRanks(NamedTuple):
         return self.summed(F.pad(own, (0, 0) * (own.dim() - 1) + (before, after)))[:count]
 
     def summed(self, values: Tensor) -> Tensor:
-        """Sums values over the ranks. The gradient of this rank's values is that of the sum, which every rank
-        computes."""
+        """Sums values over the ranks. The gradient of this rank's values equals the gradient of the sum,
+        which every rank computes."""
         return values if self.size == 1 else cast(Tensor, _Summed.apply(values, self.group))
 
     def with_all_tokens(self, *states: Tensor) -> list[Tensor]:
         """Exchanges queries, keys and values, each (1, heads, t, D) of this rank's tokens, for (1, heads / N,
         T, D) of all tokens.
 
-        If N does not divide the number of key heads, key heads are first repeated, so that each rank has
-        those that its query heads need.
+        If N does not divide the number of key heads, key heads are first repeated, so that each rank has the
+        key heads for its query heads.
         """
         queries = states[0].shape[1]
         rows = []

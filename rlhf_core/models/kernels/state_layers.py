@@ -43,8 +43,9 @@ def takes_edges(model: PreTrainedModel) -> bool:
 
 def set_state_layers(model: PreTrainedModel) -> None:
     """Sets up the loaded model's state layers: a convolution that accepts document bounds, if the package
-    causal-conv1d is missing; transformers' own gated delta rule, if flash-linear-attention's is wrong; and
-    the limits on Mamba's time steps from the config, which transformers' Nemotron-H does not read."""
+    causal-conv1d is missing; transformers' own gated delta rule, if the one of flash-linear-attention is
+    wrong; and the limits on Mamba's time steps from the config, which transformers' Nemotron-H does not
+    read."""
     config = model.config.get_text_config()
     code = _code_of(model)
     if takes_edges(model) and importlib.util.find_spec("causal_conv1d") is None:

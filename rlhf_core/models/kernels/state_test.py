@@ -16,8 +16,8 @@ CLOSE = 0.03  # mean difference divided by mean size; bf16 gives 0.01
 
 
 def rejection_reason(kernel: DocumentsOf, key_size: int, value_size: int, device: torch.device) -> str | None:
-    """Returns why the kernel cannot be used, or None. Compares the outputs and all gradients of packed
-    documents with those of `delta_rule` in fp32."""
+    """Returns why the kernel cannot be used, or None. Compares the outputs and all gradients for packed
+    documents with the results of `delta_rule` in fp32."""
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             worst = difference(kernel, key_size, value_size, device)

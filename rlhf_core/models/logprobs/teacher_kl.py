@@ -24,8 +24,8 @@ from rlhf_core.objectives.collate import sent
 @dataclass(frozen=True)  # DeepSpeed takes tuples apart
 class TopTokens:
     """The k most probable tokens of N distributions. ids: int64, (N, k), distinct within each row. logprobs:
-    fp32, (N, k + 1), those of the ids followed by that of all other tokens together (-inf if there are
-    none)."""
+    fp32, (N, k + 1), the log-probs of the ids, followed by the log-prob of all other tokens together (-inf if
+    there are none)."""
 
     ids: Tensor
     logprobs: Tensor
@@ -59,7 +59,8 @@ def cell_logprobs(
     each row's maximum and its log-sum-exp relative to the maximum. `read`: computes such sums from logits.
 
     The mass of the other tokens is summed directly, because 1 minus the mass of the k tokens would lose its
-    digits. For this the logits of the k tokens are set to -inf temporarily, which avoids a copy. No gradient.
+    digits. For this the logits of the k tokens are set to -inf temporarily, which avoids a copy. The result
+    has no gradient.
     """
     own = logits.gather(-1, ids)
     likely = _at_least_fp32(own) * scale - sums[:, :1] - sums[:, 1:]
@@ -72,7 +73,7 @@ def cell_logprobs(
 
 
 def differentiable_cells(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
-    """Does the same as `cell_logprobs`, but with a gradient, for logits that no kernel reads."""
+    """Works like `cell_logprobs`, but with a gradient, for logits that are not read by a kernel."""
     scaled = _at_least_fp32(logits) * scale
     total = scaled.logsumexp(-1, keepdim=True)
     likely = scaled.gather(-1, ids) - total
@@ -120,8 +121,9 @@ class CellGradients(NamedTuple):
         )
 
     def of_rest(self) -> Tensor:
-        """Returns the gradient of a log-prob, (N,), that acts on the logits of all tokens except targets and
-        ids as the loss does: both gradients are a number times the token's probability."""
+        """Returns the gradient, (N,), with respect to a log-prob that gives the same gradients as the loss
+        for the logits of all tokens except targets and ids: both are a number times the token's
+        probability."""
         ratios = log_ratios(self.own, self.teacher.logprobs)
         kl = (self.own.exp() * ratios).sum(-1)
         return self.for_logprob - self.for_kl * (ratios[:, -1] - kl)

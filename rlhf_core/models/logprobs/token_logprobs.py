@@ -1,7 +1,8 @@
 """Computes log-probs of single tokens from hidden states, without a tensor of probabilities.
 
 The head and the log-softmax form one autograd function. It is called once per pass as the head's forward,
-whatever the number of chunks, because under ZeRO-3 every rank must gather the head's weights equally often.
+regardless of the number of chunks, because under ZeRO-3 every rank must gather the head's weights equally
+often.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def token_logprobs(
     gradient. `known`: the distributions cover only the first `known` rows of the head; None: all rows.
 
     `keep`: the logits stay in memory for the backward pass, N x V in the model's dtype. Otherwise they are
-    recomputed in chunks, as is always the case with `fp32`, which computes them in fp32 (`fp32_head.py`), and
-    with a `cap`, which turns x into `cap * tanh(x / cap)` (Gemma 2, section 2). The entropies are 0 with
-    "no", and carry no gradient with "value".
+    recomputed in chunks. They are always recomputed with `fp32`, which computes them in fp32
+    (`fp32_head.py`), and with a `cap`, which turns x into `cap * tanh(x / cap)` (Gemma 2, section 2). The
+    entropies are 0 with "no", and carry no gradient with "value".
     """
     scale = 1 / temperature if temperature else 1.0
     if type(head) is not nn.Linear:  # for example, a head with adapters
@@ -367,8 +368,8 @@ class _LastHiddenState(MoeModelOutputWithPast):
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
-    """Returns the module that computes hidden states from tokens. Llama 4 uses a different name for it than
-    its class declares."""
+    """Returns the module that computes hidden states from tokens. Llama 4 uses a different name for this
+    module than its class declares."""
     return model.base_model if model.base_model is not model else model.model
 
 

@@ -24,8 +24,9 @@ def top_logprobs(
     fp32: bool = False,
 ) -> Tensor:
     """Returns fp32 (1 + 2 k + 1, N): the log-probs of the targets, the IDs of the k most probable tokens,
-    their log-probs, and that of all other tokens together. k is `count`, or the number of all tokens if that
-    is smaller. IDs are exact in fp32 up to 16,777,216 tokens. The other arguments are as in `token_logprobs`.
+    their log-probs, and the log-prob of all other tokens together. k is `count`, or the number of all tokens
+    if that is smaller. IDs are exact in fp32 up to 16,777,216 tokens. The other arguments are as in
+    `token_logprobs`.
 
     Raises ValueError for a head that is not linear.
     """

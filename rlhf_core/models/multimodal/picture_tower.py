@@ -57,8 +57,8 @@ class SeenPictures(NamedTuple):
     masks: Masks | None
 
     def next_positions(self) -> Tensor:
-        """Returns the position of the token after each row, (B,) or with axes (4, B), as `positions_of` gives
-        them. Every row is one document without padding."""
+        """Returns the position of the token after each row, (B,) or with axes (4, B), in the form of
+        `positions_of`. Every row is one document without padding."""
         rows, length = self.tokens.shape
         after = torch.full((rows,), length)
         if self.axes is None:
@@ -69,8 +69,8 @@ class SeenPictures(NamedTuple):
 
     @contextmanager
     def embedded(self, model: PreTrainedModel, shape: torch.Size) -> Iterator[None]:
-        """Replaces the embeddings of image tokens by the features. `shape` of the pass's tokens: (B, T) or
-        (1, B * T)."""
+        """Replaces the embeddings of image tokens by the features. `shape`: the shape of the pass's tokens,
+        (B, T) or (1, B * T)."""
         places = self.places.view(shape)[..., None]
 
         def put(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
@@ -83,8 +83,8 @@ class SeenPictures(NamedTuple):
             hook.remove()
 
     def positions_of(self, positions: Tensor) -> Tensor:
-        """Returns the positions to pass to the model for the rows' positions, (B, T) or (1, B * T): the same,
-        or with axes (4, ...), the rows' positions first."""
+        """Returns the positions to pass to the model. Without axes these are the rows' positions, (B, T) or
+        (1, B * T); with axes they are (4, ...), with the rows' positions first."""
         if self.axes is None:
             return positions
         return torch.cat([positions[None], self.axes.view(3, *positions.shape).to(positions.device)])
@@ -110,7 +110,7 @@ class SeenPictures(NamedTuple):
 
 
 def _blocks(places: Tensor) -> Tensor:
-    """Returns for each token the index in its row of the image it belongs to; -1 for text."""
+    """Returns, for each token, the index of its image within its row; -1 for text."""
     before = torch.nn.functional.pad(places, (1, 0))[:, :-1]
     return torch.where(places, (places & ~before).cumsum(1) - 1, -1)
 
@@ -174,7 +174,7 @@ class PictureTower:
 
     def stored_weights(self) -> dict[str, nn.Parameter]:
         """Returns the encoder's weights by their names in a checkpoint. Raises ValueError if the checkpoint
-        stores one in another form."""
+        stores a weight in another form."""
         weights = dict(self._named.named_parameters())
         known = {id(weight) for weight in weights.values()}
         stored: dict[str, Any] = revert_weight_conversion(self._named, weights)
@@ -226,8 +226,8 @@ class PictureTower:
         return SeenPictures(known, pictures.places, features, tuple(deep), axes, self._masks)
 
     def _encoded(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Returns the features of all images, followed by those that layers add, (1 + layers, image tokens,
-        H)."""
+        """Returns the features of all images, followed by the features that layers add, (1 + layers, image
+        tokens, H)."""
         encode = self._whole.get_image_features
         if self._family in EACH_ALONE:
             pooled = [

@@ -70,7 +70,7 @@ def _prefix(names: Iterable[str]) -> str | None:
 
 def text_names(names: set[str]) -> dict[str, str]:
     """Maps the names of a language model's weights in a checkpoint to the names in its own class. For a text
-    model these are the same."""
+    model the names are equal."""
     prefix = _prefix(names)
     if prefix is None:
         return {name: name for name in names}
@@ -87,7 +87,7 @@ def link_language_model(path: str, folder: Path, trust_remote_code: bool) -> boo
     its language model.
 
     Returns False for a checkpoint whose language model vLLM cannot load alone; vLLM then runs the whole
-    model, or reports what is wrong with it.
+    model, or reports an error.
     """
     try:
         whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -117,7 +117,7 @@ def without_reports() -> Iterator[None]:
 
 
 def folder_of(path: str) -> Path:
-    """Returns the folder of a model; for a model on the Hub, the one in the Hub client's cache."""
+    """Returns the folder of a model; for a model on the Hub, its folder in the Hub client's cache."""
     return cached(path) if is_remote(path) else Path(path)
 
 

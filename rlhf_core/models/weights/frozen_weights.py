@@ -19,8 +19,9 @@ def freeze_weights(
     """Stops the weights named in `freeze` from being trained. Must be called before the model's optimiser is
     created. `role`: as in `Optimised.offloaded`. `trains_encoder`: whether an image encoder is trained too.
 
-    Raises ValueError when part of `freeze` matches nothing in this model, and when nothing is left to train.
-    A critic, which may be a smaller model with another head, freezes whichever of these weights it has.
+    Raises ValueError when part of `freeze` does not match any weight of this model, and when no weight is
+    left to train. A critic, which may be a smaller model with another head, may lack some of these weights
+    and freezes the others.
     """
     told = model.name_or_path or type(model).__name__
     told = told if role == "model" else f"the {role} {told}"
@@ -47,7 +48,8 @@ def freeze_weights(
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the decoder layers; if the model's code does not mark them, the longest list of modules."""
+    """Returns the decoder layers, or the longest list of modules if the model's code does not mark its
+    layers."""
     named = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList)]
     return named or max(lists, key=len, default=[])
@@ -61,8 +63,8 @@ def _named(model: PreTrainedModel, pattern: str) -> list[nn.Parameter]:
 
 
 def embeddings_and_heads(module: nn.Module) -> set[nn.Parameter]:
-    """Returns the weights of a `Policy` or `Scorer` that read or write tokens or scores: all embeddings, also
-    those of a trained image encoder, the language model's head and a score head."""
+    """Returns the weights of a `Policy` or `Scorer` that read or write tokens or scores: all embeddings,
+    including the embeddings of a trained image encoder, the language model's head and a score head."""
     return set(_outer_weights(module))
 
 

@@ -52,7 +52,7 @@ class Shards(Protocol):
 def gathered(
     shards: Shards | None, weights: Sequence[nn.Parameter], changed: bool = False
 ) -> AbstractContextManager[object]:
-    """Does the same as `Shards.gathered`, or nothing if the model is not sharded."""
+    """Works like `Shards.gathered`, but does nothing if the model is not sharded."""
     return nullcontext() if shards is None else shards.gathered(weights, changed)
 
 

@@ -3,7 +3,8 @@
 The trained weights are a part of the trained module; the encoder that computes with them is not, because
 ranks run its layers a different number of times, once for each image in some families. Each pass calls
 `TrainedEncoder` once, and in it every weight gets a gradient, which is zero in a pass without images. All
-ranks therefore gather weights and sum gradients in the same order, whatever their passes contain.
+ranks therefore gather weights and sum gradients in the same order, regardless of the contents of their
+passes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Encode = Callable[[Inputs], Tensor]
 
 class TrainedEncoder(nn.Module):
     """Holds the trained weights of an encoder. `stored`: these weights by their names in the checkpoint.
-    `embeddings`: the ones that are embeddings, such as position embeddings. `encode`: computes features from
-    the inputs of the encoder, with these weights."""
+    `embeddings`: the weights that are embeddings, such as position embeddings. `encode`: computes features
+    from the inputs of the encoder, with these weights."""
 
     def __init__(self, stored: Mapping[str, nn.Parameter], embeddings: list[nn.Parameter], encode: Encode):
         super().__init__()
@@ -34,9 +35,9 @@ class TrainedEncoder(nn.Module):
             self.register_parameter(name.replace(".", "/"), weight)
 
     def forward(self, inputs: Inputs | None) -> Tensor:
-        """Returns the features of a pass, as `encode` does; for a pass without images (None), an empty
-        tensor, which must still be added to the pass. Returns a single tensor, because DeepSpeed would gather
-        again for each one."""
+        """Returns the features of a pass, as `encode` does. For a pass without images (None), this is an
+        empty tensor, which must still be added to the pass. Returns a single tensor, because DeepSpeed would
+        gather again for each tensor."""
         if torch.is_grad_enabled():
             found: Tensor = _Encoded.apply(self._encode, inputs, *self.parameters())
             return found

@@ -52,7 +52,7 @@ class Buffers:
 
 class WeightFile:
     """Wraps an opened safetensors file (`opened`) for use by transformers. `reads`: False on ranks that get
-    large weights from rank 0; there these are nan until they are sharded."""
+    large weights from rank 0; on these ranks, large weights are nan until they are sharded."""
 
     def __init__(self, opened: Any, path: str, reads: bool, buffers: Buffers):
         self._opened = opened
@@ -100,8 +100,8 @@ class WeightFile:
 
 
 def head_of_its_own(folder: Path) -> bool:
-    """Returns whether a checkpoint stores a head that differs from its embedding, no matter what its config
-    says."""
+    """Returns whether a checkpoint stores a head that differs from its embedding, regardless of its
+    config."""
     found = {
         name: (folder / file, about)
         for file, tensors in stored_tensors(folder).items()

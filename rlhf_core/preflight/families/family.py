@@ -36,8 +36,8 @@ StartOf = Callable[[Node, str], str | None]  # the folder or Hub id that a named
 
 
 def family_problems(nodes: Sequence[Node], start_of: StartOf, trust_remote_code: bool = False) -> list[str]:
-    """Returns a sentence for each local model of an untested family that a stage cannot use as it needs
-    to."""
+    """Returns a sentence for each local model of an untested family that cannot be used as its stage
+    requires."""
     asked: dict[tuple[str, str], str] = {}
     for node in nodes:
         for field, name, use in _uses(node):
@@ -83,7 +83,7 @@ def _problems(asked: Mapping[tuple[str, str], str], trust_remote_code: bool) -> 
 
 
 def _uses(node: Node) -> Iterator[tuple[str, str, str]]:
-    """Yields (field, model name, use) for each model that the stage trains or samples from."""
+    """Yields (field, model name, use) for each model that the stage trains or samples."""
     config = node.config
     start = KINDS[node.kind].start
     if isinstance(config, Optimised):

@@ -90,7 +90,8 @@ CONTAINS = {"intermediate": 128, "vocab_size": WORDS, "ffn_hidden": 128}
 def small_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     """Yields small configs of the same class. The first has one layer of each kind, and at least two layers.
     The second keeps the first eight layers, for families that define the kinds by a period. Raises ValueError
-    if the config gives no number of layers. Also raises any error of the class for sizes that it rejects."""
+    if the config does not specify the number of layers. Also raises any error of the class for sizes that it
+    rejects."""
     values = config.to_dict()
     listed = next((len(values[name]) for name in KINDS if isinstance(values.get(name), list)), None)
     layers = next((values[name] for name in LAYERS if isinstance(values.get(name), int)), listed)

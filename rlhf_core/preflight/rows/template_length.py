@@ -2,9 +2,9 @@
 import torch unless it runs models' code.
 
 transformers imports torch if it can, which takes seconds, but it reads most tokenizers without torch. The
-caller reads the remaining tokenizers again with torch, as the stages do. Only an error of that second attempt
-refuses the recipe, with two exceptions: a template that loops, whose process the kernel ends, and a template
-that takes too much memory.
+caller reads the remaining tokenizers again with torch, as the stages do. The recipe is refused only if the
+second attempt fails, with two exceptions: a template that loops, whose process the kernel ends, and a
+template that takes too much memory.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ NO_LIMIT = 1 << 40  # tokens
 
 
 class Rendered(NamedTuple):
-    """Holds the findings from the rows of a data set: why the stage would refuse some or all of them ("" if
-    it would not), and what is odd about them.
+    """Holds the findings from the rows of a data set: the reason why the stage would refuse some or all of
+    them ("" if it would not), and oddities.
 
     `items` is the largest number of items that the stage would train on or sample from, or None if some rows
     were not read. `images` says whether any row has images.

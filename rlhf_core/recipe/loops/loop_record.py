@@ -21,10 +21,10 @@ LOCK = "loop.lock"
 class Round(Frozen):
     """Holds a finished round.
 
-    `stages` holds the digest of each of its stages. `begun` is when the attempt that finished it began; None
-    if another command trained it. `win_rate` is its win rate against the baseline; None if no evaluation
+    `stages` holds the digest of each of its stages. `begun` is the start of the attempt that finished it;
+    None if another command trained it. `win_rate` is its win rate against the baseline; None if no evaluation
     judged it. `before` is the previous round's win rate in the same evaluation. `taken` holds, by inbox id,
-    the newest row that the round trained on. `refused` is why its model is not used, or ''.
+    the newest row that the round trained on. `refused` is the reason why its model is not used, or ''.
     """
 
     stages: dict[str, str]

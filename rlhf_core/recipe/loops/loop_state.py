@@ -33,8 +33,8 @@ from rlhf_core.runs.run_dir import RunDir
 @dataclass(frozen=True)
 class LoopState:
     """Holds the state of a loop: its record, the number of the next round, and the plan up to that round.
-    `failed` holds the gates that stop the loop. `waits` is a sentence about what the next round waits for, or
-    ''."""
+    `failed` holds the gates that stop the loop. `waits` is a sentence that names the condition for which the
+    next round waits, or ''."""
 
     record: Record
     number: int
@@ -152,8 +152,8 @@ def _rows_of_done(
     kept: Mapping[str, str],
     taken: Mapping[str, Mapping[str, int]],
 ) -> dict[str, dict[str, int]]:
-    """Returns the inbox rows of a round that another command has trained: the rows it was planned with, if
-    its result exists."""
+    """Returns the inbox rows of a round that another command has trained: the rows with which it was planned,
+    if its result exists."""
     title = f"{record.loop}.round{number}"
     pinned = pinned_ends(recipe, record.loop, title, Pins(folder_of(recipe))) if title not in taken else {}
     if not pinned:

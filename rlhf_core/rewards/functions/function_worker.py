@@ -75,7 +75,7 @@ def _plain(value: Any) -> Any:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process once its parent changes, no matter what the function is doing."""
+    """Ends this process once its parent changes, even while the function is running."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

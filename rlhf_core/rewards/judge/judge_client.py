@@ -1,7 +1,7 @@
 """Gets rewards from a judge, which is a chat model at an OpenAI-compatible endpoint or on engines of this
 run.
 
-`opinions.py` decides what the judge is asked. Every verdict is cached as soon as it arrives, under a key of
+`opinions.py` chooses the requests to the judge. Every verdict is cached as soon as it arrives, under a key of
 the request, the judge's name and the prompt's version, so that a resumed stage does not pay twice for a
 verdict. A reply without a verdict is followed by one reminder. A request that still has no verdict is not
 cached; an answer without a verdict has a failed reward, which is never 0. Requests and retries are in

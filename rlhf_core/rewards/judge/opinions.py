@@ -1,4 +1,4 @@
-"""Decides what to ask a judge about answers, and turns its verdicts into rewards. Sends nothing.
+"""Chooses the requests to a judge about answers, and turns its verdicts into rewards. Sends nothing.
 
 An opinion on an answer is based on the verdicts of one or two requests: a rating, or the two games of a pair.
 The second game swaps the answers, so that both get one half from a judge that always prefers the first place.
@@ -41,8 +41,8 @@ Opinion = Sequence[
 
 
 class JudgingPlan(NamedTuple):
-    """The requests about N answers by key, and the opinions on each answer (N,). `problem`: why an answer has
-    no opinion, if any has none."""
+    """The requests about N answers by key, and the opinions on each answer (N,). `problem`: the reason why an
+    answer has no opinion; '' if all have one."""
 
     requests: dict[str, JudgeRequest]
     opinions: list[list[Opinion]]
@@ -78,8 +78,8 @@ def plan_of(
 
 
 def subjects_of(source: JudgeReward, count: int, group: int) -> list[tuple[int, ...]]:
-    """Returns the indices that each question is about: single answers out of `count`, or pairs within each
-    group."""
+    """Returns the indices of the answers in each question: single answers out of `count`, or pairs within
+    each group."""
     if source.compare != "group":
         return [(place,) for place in range(count)]
     return [
@@ -91,8 +91,8 @@ def subjects_of(source: JudgeReward, count: int, group: int) -> list[tuple[int, 
 
 def requests_about(source: JudgeReward, subject: Sequence[Sample]) -> list[JudgeRequest]:
     """Returns the request to rate an answer, or the two games of a pair, the second with the answers swapped.
-    Returns no request for equal answers, which tie. Raises ValueError when the row lacks a reference answer
-    that is needed."""
+    Returns no request for equal answers, which tie. Raises ValueError when the row lacks a required reference
+    answer."""
     first = subject[0]
     if source.compare == "none":
         texts = [text for _, text in texts_of(source, first)]

@@ -116,8 +116,8 @@ class Store:
     def fetch(self, run: RunDir, request: StageRequest) -> bool:
         """Fetches a finished run directory. Returns False when the store has no complete copy of it.
 
-        The inputs in its `config.json` are replaced with those of `request`, which are paths on this machine.
-        Also raises StoreFault when the copy is damaged.
+        The inputs in its `config.json` are replaced with the inputs of `request`, which are paths on this
+        machine. Also raises StoreFault when the copy is damaged.
         """
         result = self._result(run.path.name)
         if result is None:
@@ -141,7 +141,7 @@ class Store:
 
     def put_state(self, run: RunDir, step: str) -> None:
         """Copies the resume state `step-<n>` to the store, with the metrics, exports, validation answers and
-        best iteration that it refers to. Removes the copies of other states.
+        best iteration to which it refers. Removes the copies of other states.
 
         Sends the files from a temporary folder, which the stage does not change. Raises OSError if the stage
         removes the state before its files are in that folder.
@@ -246,7 +246,7 @@ class Store:
 
 
 def store_of(recipe: Recipe) -> Store | None:
-    """Returns the store of a recipe; None when it names none."""
+    """Returns the store of a recipe; None when the recipe has no store."""
     return Store(recipe.store, recipe.store_checkpoints) if recipe.store else None
 
 

@@ -64,7 +64,7 @@ class Mirror:
 
 
 def mirror_of(run: RunDir) -> Mirror | None:
-    """Returns a mirror of a stage's metrics if its `config.json` names a W&B project, else None."""
+    """Returns a mirror of a stage's metrics if its `config.json` names a W&B project, otherwise None."""
     return Mirror(run) if (run / REQUEST).is_file() and run.request().wandb else None
 
 

@@ -1,5 +1,5 @@
-"""Calls the running models of PPO. Each method calls the ranks of one or more roles, wherever they are
-placed. `sampling/rollout_group.py` calls the engines.
+"""Calls the running models of PPO. Each method calls the ranks of one or more roles, regardless of their
+placement. `sampling/rollout_group.py` calls the engines.
 
 Methods for several roles start all of them and wait once. Every wait is limited by the recipe's `timeout`,
 and its error names the ranks that make no progress.

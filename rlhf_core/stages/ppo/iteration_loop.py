@@ -65,8 +65,8 @@ SHOWN = (
 
 
 class IterationLoop:
-    """Runs the iterations of a stage, and holds what changes between them: KL controller, carried state, best
-    iteration, and the resume state that is being written.
+    """Runs the iterations of a stage, and holds the state that changes between them: KL controller, carried
+    state, best iteration, and the resume state that is being written.
 
     `held_out` holds the validation prompts, or None if there are none. Call `begin`, then `run_iterations`.
     """

@@ -1,5 +1,5 @@
-"""Derives from the recipe what PPO's iterations need: model paths, values that are fixed for all iterations,
-and each iteration's batches and learning rates."""
+"""Derives the parameters of PPO's iterations from the recipe: model paths, values that are fixed for all
+iterations, and each iteration's batches and learning rates."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Defines the records of PPO. A Rollout is one sampled answer, Scores are the results of all models, and
-Experience is what training reads.
+Experience is the data that training reads.
 
 `stored` and `restored`, and their counterparts for rewards, serve resume states. `shown` is for human
 readers.
@@ -218,9 +218,9 @@ class TeacherTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """Holds what models and reward sources computed for each rollout: one per-token array (T,) for each
-    document, or None if there is no such model. `logprobs` are the old policy's: from the actor, or from the
-    sampler with `sampler_is: in_ratio`, or None if the training pass computes them.
+    """Holds the results of models and reward sources for each rollout: one per-token array (T,) for each
+    document, or None without that model. `logprobs` are the log-probs of the old policy: from the actor, or
+    from the sampler with `sampler_is: in_ratio`, or None if the training pass computes them.
 
     `stored` holds references to the nodes' data for the rollouts. `end_values` (N,) is the critic's value of
     each whole document that a limit cut, and 0 for the others. It is None unless the recipe requires it

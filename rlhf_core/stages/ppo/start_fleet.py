@@ -127,7 +127,8 @@ def spec_of(
     pictures: bool,
     role: str,
 ) -> ModelSpec:
-    """Returns what the processes of a role need to load its model. `pad_token_id` is the actor's."""
+    """Returns the specification with which the processes of a role load its model. `pad_token_id` is the
+    actor's."""
     own = own_tokens.get(role.removeprefix("reward:")) if role.startswith("reward:") else None
     return ModelSpec(
         path=paths[role],
@@ -220,8 +221,8 @@ def wait_until_loaded(
 def zero_stage_of(
     config: PPO, paths: Mapping[str, str], groups: Mapping[str, WorkerGroup], resumed_zero_stage: int | None
 ) -> Chosen:
-    """Returns the ZeRO stage of actor and critic. Uses the recipe's or a resume state's, otherwise chooses
-    one that fits the smallest of their GPUs. Prints it, and any doubts about memory.
+    """Returns the ZeRO stage of actor and critic. Takes the stage from the recipe or a resume state,
+    otherwise chooses one that fits the smallest of their GPUs. Prints the stage, and any doubts about memory.
 
     Raises MachineLacks if a GPU cannot hold everything that is loaded onto it.
     """

@@ -1,6 +1,6 @@
-"""Records what an iteration computed for some of its answers, for human readers. For each token, records its
-advantage and the log-probs of engine, trainer and reference. For each answer, records the parts of its
-reward, the age of the weights that sampled it, and whether it was trained on.
+"""Records the numbers that an iteration computed for some of its answers, for human readers. For each token,
+these are its advantage and the log-probs of engine, trainer and reference. For each answer, these are the
+parts of its reward, the age of the weights that sampled it, and whether it was trained on.
 
 The numbers are those that training used; nothing is recomputed. Training does not read these records.
 """
@@ -29,8 +29,8 @@ MAX_TOKENS = 16_384  # most tokens recorded per answer or episode, from its star
 
 
 class TokenRecord(NamedTuple):
-    """Holds what an iteration computed for one answer. Arrays (N,) are over the tokens in the document's
-    mask, and None if they were not computed.
+    """Holds the numbers that an iteration computed for one answer. Arrays (N,) are over the tokens in the
+    document's mask, and None if they were not computed.
 
     `trainer` holds the actor's log-probs before the iteration's first optimiser step, or from the passes of
     that step. `left_out` marks tokens that `sampler_is: mask` leaves out of the loss. `trained` says whether

@@ -143,11 +143,11 @@ def rollback(
     retries: Retries = RETRIES,
     expected: str | None = None,
 ) -> Reign:
-    """Restores the most recent earlier champion that was not rolled back itself. Returns the champion.
+    """Restores the most recent earlier champion that was not rolled back itself. Returns it.
 
-    `expected` is the run of the champion to roll back. If another champion is in use, that champion stays,
-    and the record notes that `expected` was rolled back. Raises ValueError if there is no earlier champion to
-    restore, and the same errors as `promote`.
+    `expected` is the run of the champion to roll back. If another champion is in use, it stays, and the
+    record notes that `expected` was rolled back. Raises ValueError if there is no earlier champion to
+    restore, and every error that `promote` raises.
     """
     with _moving(folder, store, retries):
         record = champions_of(folder)
@@ -181,8 +181,8 @@ def _with_end(record: Champions, run: str, why: str) -> Champions:
 
 
 def runs_kept(folder: Path) -> list[str]:
-    """Returns the names of the run directories that the record refers to: of the champion, of earlier
-    champions that were not rolled back, and of a pending move."""
+    """Returns the names of the run directories in the record: for the champion, for earlier champions that
+    were not rolled back, and for a pending move."""
     record = champions_of(folder)
     kept = [reign.run for reign in record.reigns if not reign.ended or reign == record.now]
     return list(dict.fromkeys(kept + ([record.moving.run] if record.moving else [])))

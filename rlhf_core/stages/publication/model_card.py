@@ -187,7 +187,7 @@ def _summary(model: CardModel) -> str:
 
 
 def template_args(ancestor: Ancestor) -> dict[str, Any]:
-    """Returns the chat template arguments, by name, that a model was last trained with."""
+    """Returns the chat template arguments, by name, from a model's last training stage."""
     for stage in reversed(trained(ancestor)):
         texts = stage.config.get("data") or stage.config.get("prompts")
         if texts or "template_args" in stage.config:

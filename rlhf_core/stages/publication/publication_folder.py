@@ -119,8 +119,8 @@ def _linked(file: Path, place: Path) -> bool:
 
 
 def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:
-    """Returns the base model that a published adapter names: `base_repo`, otherwise the Hub repository it was
-    trained on. Returns None if the checkpoint is not an adapter.
+    """Returns the base model that a published adapter names: `base_repo`, otherwise the Hub repository of the
+    base used in training. Returns None if the checkpoint is not an adapter.
 
     Raises ValueError if the base is a folder on this machine and `base_repo` is not set, because others could
     not load it. Also raises ValueError if `base_repo` is not a Hub ID, or is set for a model that is not an
@@ -177,8 +177,8 @@ def _manifest(folder: Path) -> dict[str, FileInfo]:
 
 
 def _rewrite(file: Path, base: AdapterBase | None = None) -> None:
-    """Removes the path on this machine that a model or tokenizer was loaded from, unless it is a Hub ID. Sets
-    an adapter's base model."""
+    """Removes the path on this machine from which a model or tokenizer was loaded, unless it is a Hub ID.
+    Sets an adapter's base model."""
     if not file.exists():
         return
     config = json.loads(file.read_text())

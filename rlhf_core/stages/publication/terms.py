@@ -57,8 +57,8 @@ def base_terms(output: Path, base_repo: str | None, read_card: ReadCard | None) 
 
 
 def _base_of(place: str) -> str | None:
-    """Returns the folder or Hub ID of the model that a chain of stages started from, or None if a stage no
-    longer exists."""
+    """Returns the folder or Hub ID of the initial model of a chain of stages, or None if a stage no longer
+    exists."""
     while made := stage_of(place):
         folder, record = made
         kind = KINDS.get(record["config"].get("stage", ""))

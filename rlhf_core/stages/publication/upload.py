@@ -53,8 +53,8 @@ def would_send(
     repo_type: str,
     gated: Gated | None = None,
 ) -> str:
-    """Describes what uploading a published folder would send, and to which repository. Includes the size of
-    every file in bytes and the text of the card."""
+    """Describes the files that an upload of a published folder would send, and the repository. Includes the
+    size of every file in bytes and the text of the card."""
     files = _files(folder)
     sizes = {path: file.stat().st_size for path, file in files.items()}
     where = (
@@ -97,9 +97,9 @@ def upload(
     With `gated`, a repository that everyone may read is changed to require access requests before any file is
     sent.
 
-    Raises ValueError if the Hub refuses: a bad token, missing permissions, no space, a public repository
-    where a private one is required, someone else's commit in the meantime, or a tag that already marks
-    another model. Raises ConnectionError if the Hub stays unreachable.
+    Raises ValueError if the Hub refuses the upload because of a bad token, missing permissions, no space, a
+    public repository although a private one is required, a commit by someone else in the meantime, or a tag
+    that already marks another model. Raises ConnectionError if the Hub stays unreachable.
     """
     published = read_marker(folder)
     if published is None:
@@ -137,7 +137,7 @@ def upload(
 
 
 class HubRepository:
-    """Represents the Hub repository that an upload writes to. Retries requests that fail temporarily."""
+    """Represents the Hub repository to which an upload writes. Retries requests that fail temporarily."""
 
     def __init__(self, api: HfApi, repo_id: str, repo_type: str, retries: Retries):
         self._api = api

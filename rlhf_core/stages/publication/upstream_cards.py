@@ -1,4 +1,4 @@
-"""Reads the cards of the base models and data sets that a stage's output is derived from. Reads them from
+"""Reads the cards of the base models and data sets from which a stage's output is derived. Reads them from
 their folders, the Hub's cache, or the Hub. Torch-free."""
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def make_private(home: Path, *files: str) -> None:
     """Makes a state folder (0700), and its files that match the patterns `files` (0600), accessible only to
     this user. Creates the folder if needed.
 
-    Only logs a warning for paths that another user owns, and for a folder that others may need: one with the
-    sticky bit, the working directory, or a folder above it.
+    For paths that another user owns, and for a folder that others may need (with the sticky bit, the working
+    directory, or a folder above it), only logs a warning.
     """
     if not home.exists():
         home.parent.mkdir(parents=True, exist_ok=True)

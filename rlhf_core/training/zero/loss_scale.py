@@ -75,7 +75,8 @@ class LossScale:
         write_text(folder / FILE, json.dumps(state | {"overflows": self.overflows}))
 
     def load(self, folder: Path) -> None:
-        """Reads the file written by `save`, which is missing from the state of a run in another dtype."""
+        """Reads the file written by `save`, if it exists; the state of a run in another dtype does not
+        contain it."""
         if not (folder / FILE).is_file():
             return
         state = json.loads((folder / FILE).read_text())

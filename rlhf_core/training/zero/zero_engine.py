@@ -254,8 +254,8 @@ def rank_device() -> torch.device:
 
 def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
     """Returns DeepSpeed's prefetch settings (`_fetching`). For a model that may have been sharded as it was
-    loaded, also does the work that DeepSpeed then skips: moves tensors that are still whole to the device,
-    and casts weights to the dtype of the sharded ones. Without `keep`, also stops matrix products from
+    loaded, also does the work that DeepSpeed then skips: it moves tensors that are still whole to the device,
+    and casts weights to the dtype of the sharded weights. Without `keep`, also stops matrix products from
     holding on to fetched weights."""
     if not keep:
         library().zero.Init(module=nn.Module(), mem_efficient_linear=True)

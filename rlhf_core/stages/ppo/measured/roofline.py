@@ -37,8 +37,8 @@ class Ceilings(NamedTuple):
 
 class ModelShape(NamedTuple):
     """Holds the sizes of one model: parameters used per token, bytes of all weights, and bytes of keys and
-    values per token. Of the experts, only those that a token is sent to count as used. Also holds whether the
-    model has experts."""
+    values per token. Only the experts to which a token is sent count as used. Also holds whether the model
+    has experts."""
 
     parameters: int
     weight_bytes: int
@@ -106,7 +106,7 @@ def floors(
     """Returns the minimum seconds of each phase, as `floor/<phase>`. `passes` is the number of times that
     each role trains on each rollout; `scorings` is the number of times that it scores each rollout.
 
-    A prompt with several answers counts once.
+    The tokens of a prompt with several answers count once.
     """
     tokens = _prompt_tokens(rollouts) + sum(
         len(rollout.document) - rollout.document.answer_start for rollout in rollouts

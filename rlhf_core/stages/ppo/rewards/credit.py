@@ -1,8 +1,8 @@
 """Turns scores into experience: sums and shapes rewards, and computes advantages. Runs on the driver, without
 a model.
 
-Masks out answers that have no reward, or no other answer to compare with. Statistics and training do not use
-them.
+Masks out answers that have no reward, or that cannot be compared with another answer. Statistics and training
+do not use them.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class RewardParts(NamedTuple):
 
 
 class Credited(NamedTuple):
-    """Holds the experience of all rollouts, the indices of those to train on, and metrics. Also holds how far
-    the critic's values may move in the loss (None: no limit), and the parts of the rewards."""
+    """Holds the experience of all rollouts, the indices of the rollouts to train on, metrics, the limit on
+    changes of the critic's values in the loss (None: no limit), and the parts of the rewards."""
 
     experience: list[Experience]
     usable: list[int]
@@ -179,7 +179,8 @@ def experience_of(
     returns: Sequence[np.ndarray] | None,
     config: PPO,
 ) -> list[Experience]:
-    """Returns what training reads from each rollout. Fields that no loss reads are None and are not sent."""
+    """Returns the experience of each rollout, which training reads. Fields that no loss reads are None and
+    are not sent."""
     none = (None,) * len(rollouts)
     sampler = none if not config.weighs_tokens else [rollout.sampler_logprobs for rollout in rollouts]
     in_loss = config.kl_in == "loss" and not config.teacher_top_k

@@ -88,8 +88,8 @@ def failure_of(rollout: Rollout) -> str:
 
 
 def without_failed(rewards: Rewards, rollouts: Sequence[Rollout], failure: str, allowed: int) -> Rewards:
-    """Returns the rewards without those of failed episodes, even if other sources scored parts of them.
-    Raises RewardsFailed if this leaves more than `allowed` answers without a reward."""
+    """Removes the rewards of failed episodes, even those that a source could compute. Raises RewardsFailed if
+    this leaves more than `allowed` answers without a reward."""
     lost = np.array([bool(failure_of(rollout)) for rollout in rollouts])
     kept = {title: np.where(lost, np.nan, values) for title, values in rewards.by_source.items()}
     found = Rewards(

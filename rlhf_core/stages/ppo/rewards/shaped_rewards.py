@@ -17,7 +17,7 @@ from rlhf_core.stages.ppo.rollout_records import Rollout
 
 class Shaped(NamedTuple):
     """Holds the rewards (B,), 0 for an answer without one, and metrics. `clipped` (B,) holds the rewards
-    before penalties. `penalties` (B,) holds what was added, keyed by the name of its metric."""
+    before penalties. `penalties` (B,) holds the added penalties, keyed by the names of their metrics."""
 
     rewards: Tensor
     clipped: Tensor
@@ -28,7 +28,7 @@ class Shaped(NamedTuple):
 def shaped_rewards(
     rollouts: Sequence[Rollout], combined: Combined, config: PPO, of_cut: Tensor | float = 0.0
 ) -> Shaped:
-    """Clips the sums to `reward_clip`, replaces those of truncated answers with `of_cut` if
+    """Clips the sums to `reward_clip`, replaces the sums of truncated answers with `of_cut` if
     `bootstrap_truncated`, and adds penalties."""
     limit = config.reward_clip
     clipped = combined.rewards.clamp(-limit, limit)

@@ -78,7 +78,7 @@ class Actor(Trained):
         self.vocabulary = policy.known or policy.model.config.vocab_size
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
-        """Returns log-probs under the distribution that answers are sampled from, or under the whole
+        """Returns log-probs under the distribution from which answers are sampled, or under the whole
         distribution at another `temperature`."""
         scale, top = (self.config.temperature, self.top) if temperature is None else (temperature, WHOLE)
         return score_share(

@@ -110,7 +110,7 @@ class ReadOnlyModel(ModelRole):
 
 
 class ReferenceModel(ReadOnlyModel):
-    """Scores with the policy that the KL is measured against. Uses the whole distribution, so that the KL is
+    """Scores with the policy to which the KL is measured. Uses the whole distribution, so that the KL is
     finite with `top_p` or `top_k`."""
 
     def __init__(

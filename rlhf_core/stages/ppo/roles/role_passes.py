@@ -39,7 +39,7 @@ class Read(NamedTuple):
 
 
 class ModelHolder(Holder, Protocol):
-    """Defines what an engine and a read-only model have in common."""
+    """Defines the common attributes of an engine and a read-only model."""
 
     @property
     def module(self) -> Any: ...

@@ -50,8 +50,8 @@ class Update(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Holds the metrics of each optimiser step. Also holds this rank's log-probs from the passes of the first
-    step, if the actor did not score beforehand (`scores_actor`)."""
+    """Holds the metrics of each optimiser step and, if the actor did not score before training
+    (`scores_actor`), this rank's log-probs from the passes of the first step."""
 
     metrics: list[dict[str, float]]
     logprobs: Scored
@@ -98,7 +98,7 @@ class Trained(ModelRole):
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
         """Takes one optimiser step on `items` and returns its metrics. Adds the log-probs of its passes to
-        `read` if the actor did not score beforehand."""
+        `read` if the actor did not score before training."""
         raise NotImplementedError
 
     def step(self, name: str, learning_rate: float) -> dict[str, float]:

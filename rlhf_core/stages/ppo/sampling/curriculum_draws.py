@@ -1,4 +1,4 @@
-"""Draws the prompts of a curriculum according to what is known about their pass rates (`pass_rates.py`).
+"""Draws the prompts of a curriculum according to the known counts of their right answers (`pass_rates.py`).
 
 Prompts form an endless sequence of places. The prompt at a place is drawn when the place is first requested,
 using the measurements up to then, and never changes. A resume state therefore contains the draws of the
@@ -85,12 +85,12 @@ class CurriculumDraws:
         return self._sums[source]
 
     def _is_free(self, place: int, prompts: np.ndarray) -> np.ndarray:
-        """Returns a mask of the prompts that are in none of the last batch - 1 places."""
+        """Returns a mask of the prompts that do not occur in the last batch - 1 places."""
         free: np.ndarray = place - self._last[prompts] >= self._batch
         return free
 
     def _may_come(self, place: int, prompts: np.ndarray) -> np.ndarray:
-        """Returns a mask of the eligible prompts: those that are free, without solved prompts that were drawn
+        """Returns a mask of the eligible prompts: the free prompts, without solved prompts that were drawn
         too recently."""
         pause = self._config.solved_every * len(self._last)
         resting = self._counts.solved[prompts] & (place - self._last[prompts] < pause)

@@ -1,5 +1,5 @@
-"""Computes what a curriculum knows about each prompt: how many of its answers were correct, and the weight
-that follows.
+"""Counts how many of the answers to each prompt of a curriculum were correct, and computes the prompt's
+weight from these counts.
 
 The learnability of a prompt with pass rate p is p (1 - p), the variance of a reward of 0 or 1. Without
 variance, answers teach nothing (Foster et al. 2025, "Learning to Reason at the Frontier of Learnability",

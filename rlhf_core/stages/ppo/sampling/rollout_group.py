@@ -65,7 +65,7 @@ class RolloutGroup:
         return (self.sampler,)
 
     def close(self) -> None:
-        """Ends open requests and the environment's processes, which this process would otherwise wait for."""
+        """Ends open requests and the environment's processes; otherwise this process would wait for them."""
         if self.background is not None:
             self.background.end_work()
             if self.episodes is not None:

@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 class ScoringModels(Protocol):
-    """Defines what sampling and validation need from the models (`Fleet`): all scores, only the rewards, or
-    only the rewards for a validation while the engines sleep. Also decodes tokens to text."""
+    """Defines the methods of `Fleet` that sampling and validation call. They return all scores, only the
+    rewards, or the rewards of a validation while the engines sleep, and decode tokens."""
 
     def start_score(
         self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int

@@ -110,8 +110,8 @@ def write_kept(
     rewards: Rewards,
     statistics: Mapping[str, Running],
 ) -> None:
-    """Writes the answers and rewards that an iteration, counted from 1, trains on. `statistics` are the
-    running statistics of rewards that the iteration used."""
+    """Writes the answers and rewards of an iteration's training; iterations count from 1. `statistics` are
+    the running statistics of rewards that the iteration used."""
     folder.mkdir(exist_ok=True)
     place = {id(prompt.row): index for index, prompt in enumerate(setup.order.prompts)}
     head = {
