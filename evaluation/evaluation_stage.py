@@ -192,7 +192,7 @@ def about_answers(
 
 
 def write_reports(run: RunDir, reports: Sequence[EvalReport]) -> None:
-    """Writes the first judge's report and those of the others."""
+    """Writes the report of the first judge, and the reports of the others to a second file."""
     others = [report.model_dump(mode="json") for report in reports[1:]]
     write_text(run / REPORT / "second_opinions.json", json.dumps(others, indent=2))
     write_text(run / REPORT / "eval.json", reports[0].model_dump_json(indent=2))
@@ -331,8 +331,8 @@ def over_optimisation_of(
 def evaluate_reward_models(
     request: StageRequest, config: configs.Evaluation, wanted: configs.RewardEvaluation
 ) -> reward_accuracy.RewardReports:
-    """Evaluates every reward model on the same held-out pairs. Prompts and answers are cut as for a reward
-    judge.
+    """Evaluates every reward model on the same held-out pairs. Prompts and answers are cut in the same way as
+    for a judge of kind reward.
 
     Raises ValueError when no pair has two different answers.
     """

@@ -113,7 +113,7 @@ def checked_flow(flow_name: str, planned: Plan, nodes: tuple[Node, ...]) -> Any:
 
 
 def require_type(name: str, value: object, *kinds: type | None) -> None:
-    """Raises ValueError when a flow's parameter has none of the types `kinds`; None among them makes the
+    """Raises ValueError when the type of a flow's parameter is not in `kinds`; None among them makes the
     parameter optional."""
     if not (value is None and None in kinds) and type(value) not in kinds:
         wanted = " or ".join("nothing" if kind is None else kind.__name__ for kind in kinds)
@@ -183,8 +183,8 @@ class OpenStages:
                 self._pass_gates(ancestor)
 
     def run_each(self) -> None:
-        """Starts each stage as soon as it may start, until no such stage is left. Keeps the stages'
-        exceptions."""
+        """Starts each stage as soon as it may start, until there are no more stages to start. Keeps the
+        stages' exceptions."""
         stages = (
             Threads(partial(self._work, run_stage.submit))
             if self._schedule.peak > 1
@@ -283,8 +283,8 @@ def request_of(planned: Plan, node: Node) -> StageRequest:
 
 
 def require_parents(planned: Plan, nodes: tuple[Node, ...]) -> None:
-    """Raises ValueError when a parent of the stages is neither done nor one of them, or when the gates
-    behind a publication cannot be checked."""
+    """Raises ValueError when a parent of one of the stages is not done and is not among the stages, or when
+    the gates of a publication's ancestors cannot be checked."""
     here = {node.name for node in nodes}
     parents = dict.fromkeys(parent for node in nodes for parent in node.parents if parent not in here)
     missing = [name for name in parents if not planned[name].done]

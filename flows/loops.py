@@ -40,8 +40,8 @@ def loop(
     completes with the reason as its message.
 
     First fetches rounds that only the recipe's store has. `stage`: the loop, if the recipe has several. The
-    loop ends after `max_rounds` rounds, or when its last round's win rate exceeds that of the round before by
-    no more than `min_gain` (which needs an evaluation of the loop).
+    loop ends after `max_rounds` rounds, or when its last round's win rate exceeds the previous round's by no
+    more than `min_gain` (which needs an evaluation of the loop).
     """
     loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
     require_type("stage", stage, str, None)

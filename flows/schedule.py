@@ -141,7 +141,8 @@ class Schedule:
         return sorted(self.costs, key=lambda name: -chains[name])
 
     def spans(self, seconds: Mapping[str, float], done: Iterable[str] = ()) -> list[Span]:
-        """Returns when each stage would run if it took the given seconds and none failed."""
+        """Returns the time when each stage would run, if every stage took the given seconds and no stage
+        failed."""
         finished = set(done)
         running = dict[str, Start]()
         now = 0.0

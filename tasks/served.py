@@ -96,8 +96,8 @@ def require_settings(recipe: Recipe, overrides: Sequence[str]) -> None:
 
 
 def _is_setting(here: Any, keys: Sequence[str], where: str) -> bool:
-    """Returns whether the field that the keys lead to, the last record field on the path, can only hold plain
-    values."""
+    """Returns whether the field to which the keys lead, the last record field on the path, can only hold
+    plain values."""
     setting = False
     for depth, key in enumerate(keys):
         parts = _parts(here)

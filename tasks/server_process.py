@@ -44,7 +44,7 @@ def command(descriptor: int, hosts: Sequence[str] = ()) -> list[str]:
 
 def protected(auth: str, origin: str) -> dict[str, str]:
     """Returns the environment that makes Prefect's server require an auth string and admit only its own
-    pages. The string appears on no command line."""
+    pages. The string does not appear on a command line."""
     return {"PREFECT_SERVER_API_AUTH_STRING": auth, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origin}
 
 

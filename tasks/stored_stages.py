@@ -65,7 +65,8 @@ def states_uploaded(
 ) -> Iterator[None]:
     """Copies new resume states while the block runs, and the last one when the stage crashes.
 
-    A failed copy only causes a warning; the first failure causes none if the stage has a newer state by then.
+    A failed copy only causes a warning, and not even that if it is the first failure and the stage already
+    has a newer state.
     """
     for left in (run / STATE).glob(f"{COPYING}*"):  # left by a killed run
         shutil.rmtree(left, ignore_errors=True)

@@ -132,8 +132,8 @@ def measure(
 ) -> MeasuredModel:
     """Runs all tasks on the model that `server` serves.
 
-    Raises ValueError when the recipe sets chat_template but the tokenizer has no template, or one that
-    ignores an argument in template_args, and ServerFailed when the server has died.
+    Raises ValueError when the recipe sets chat_template but the tokenizer has no template, or its template
+    ignores an argument in template_args. Raises ServerFailed when the server has died.
     """
     import lm_eval
     from lm_eval.models.openai_completions import LocalCompletionsAPI

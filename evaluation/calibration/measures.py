@@ -117,8 +117,8 @@ def _mean_estimate(mean: Mean) -> Estimate:
 def _resampled(names: Sequence[str], sums: Floats, resamples: int, seed: int) -> dict[str, Estimate]:
     """Returns the measures in OVER with percentile bootstrap intervals over uids (Efron & Tibshirani 1993).
 
-    If all resamples are equal, uses the half width of the interval of a share that is 0 or 1, for the number
-    of uids that the measure covers, so that a few equal verdicts are not taken as proof.
+    If all resamples are equal, extends the value on both sides by the width of the interval for a share of 0
+    or 1 over as many uids, so that a few equal verdicts are not taken as proof.
     """
     count = len(sums)
     generator = np.random.default_rng(seed)

@@ -72,7 +72,7 @@ def differences(folder: Folder, one: Side, other: Side) -> list[RunDifference]:
 
 
 def overlays(folder: Folder, one: Side, other: Side) -> list[Overlay]:
-    """Returns the curves of all stages that both sides have, in the order of the first."""
+    """Returns the curves of all stages that both sides have, in the order of the first side."""
     found = []
     for name, mine, theirs in _pairs(one, other):
         try:

@@ -35,7 +35,7 @@ class PromptAnswers(NamedTuple):
 
 class RecordedPage(NamedTuple):
     """The contents of the page: `iteration` out of `iterations`, and `shown` of its `answers`, at most
-    `step`, from index `first` on. `most`: the largest absolute advantage. `unsearched`: the number of
+    `step`, starting with index `first`. `most`: the largest absolute advantage. `unsearched`: the number of
     iterations that were not searched for other answers to a prompt."""
 
     iteration: int
@@ -92,13 +92,13 @@ def fitting(answers: Iterable[RecordedAnswer]) -> list[RecordedAnswer]:
 
 
 def folder_of(query: Mapping[str, str]) -> str:
-    """Returns the folder that a query asks for: the validations with `of=validation`, else the rollouts."""
+    """Returns the folder that a query requests: the validations with `of=validation`, else the rollouts."""
     return VALIDATION if query.get("of") == VALIDATION else ROLLOUTS
 
 
 def chosen_iterations(run_dir: Path, query: Mapping[str, str]) -> tuple[int, int]:
-    """Returns the iteration that a query asks for, and the one to show next to it, which may be the same; (0,
-    0) if none is recorded. Raises Missing if either is not recorded."""
+    """Returns the iteration that a query requests, and the iteration to show next to it, which may be the
+    same; (0, 0) if none is recorded. Raises Missing if either is not recorded."""
     files = iteration_files(run_dir, folder_of(query))
     iteration = number_of(query.get("iteration", ""), max(files, default=0))
     beside = number_of(query.get("beside", ""), iteration)

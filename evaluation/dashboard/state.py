@@ -184,7 +184,7 @@ class PendingApproval(NamedTuple):
 
 
 def questions(folder: Folder) -> list[PendingApproval]:
-    """Returns the stages that somebody may still approve or refuse, oldest question first."""
+    """Returns the stages that a person may still approve or refuse, oldest question first."""
     read = (
         (file.parent.name, approval_of(folder, file.parent))
         for file in inside(folder.path, f"{STAGES}/*/{APPROVAL}")

@@ -41,10 +41,10 @@ def refuses(answer: str) -> bool:
 
 
 def answer_signals(model: Sequence[str], reference: Sequence[str], rounds: int, seed: int) -> list[Signal]:
-    """Returns `answers/length` (ratio of the mean lengths in characters, model to reference; left out when
-    all reference answers are empty), `refusals/model`, `refusals/reference` and `refusals/rise`, which is
-    tested with McNemar's exact test (1947) on the questions that only one of the two refuses.
-    """
+    """Returns `answers/length`, the ratio of the mean lengths in characters, model to reference (left out
+    when all reference answers are empty), `refusals/model`, `refusals/reference` and `refusals/rise`. The
+    last is tested with McNemar's exact test (1947) on the questions that only one of the two models
+    refuses."""
     lengths = [
         np.array([len(text.strip()) for text in side], dtype=np.float64) for side in (model, reference)
     ]

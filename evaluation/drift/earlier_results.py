@@ -1,8 +1,8 @@
 """Finds earlier results of a drift stage in the same artifacts folder. Torch-free.
 
 An earlier result is a finished run directory of the same stage with a different digest and the same
-reference. A stage's report therefore depends on the results that exist when it runs, and these are not part
-of its digest.
+reference. A stage's report therefore depends on the results that exist when the stage runs, although they are
+not part of its digest.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def agreement(
 
 def judge_anchors(judge: Judge, anchors: AnchorPairs) -> list[Signal]:
     """Returns `anchors/changed`, the share of anchors with a different winner than in the past, and
-    `anchors/shift`, the change in answer B's win rate, which is tested with an exact sign test on the anchors
-    whose score rose or fell. Raises ValueError when no game has a verdict."""
+    `anchors/shift`, the change in answer B's win rate. The shift is tested with an exact sign test on the
+    anchors whose score rose or fell. Raises ValueError when no game has a verdict."""
     judged = battles(judge, anchors.questions, anchors.answers, [("b", "a")])
     scores = np.array(
         [np.nan if judgment.score is None else judgment.score for judgment in judged], dtype=np.float64

@@ -105,8 +105,8 @@ class KnownAnswerJudge:
 
 @dataclass(frozen=True)
 class RewardModelJudge:
-    """Lets the answer with the higher reward-model score win; a difference of at most `tie` is a tie. A
-    score that is not finite gives no verdict.
+    """Lets the answer with the higher reward-model score win; a difference of at most `tie` is a tie. If a
+    score is not finite, there is no verdict.
 
     `score` maps documents to scores. Prompts are cut to `prompt_max_len` tokens, as for the models that
     answered. Answers keep their first `answer_max_len` tokens, including the end of turn, so an answer cut
@@ -145,8 +145,8 @@ class RewardModelJudge:
 
 
 def score_gap(game: Game) -> float | None:
-    """Returns the score of A minus that of B in a reward judge's game; None for a game of another judge, or
-    when a score is not finite."""
+    """Returns the score of A minus the score of B in a reward judge's game; None for a game of another judge,
+    or when a score is not finite."""
     found = re.fullmatch(
         SCORES.replace(".", r"\.").replace(r"{:\.4f}", r"(-?\d+\.\d+)"), game.judgment.get("answer", "")
     )

@@ -5,7 +5,8 @@ Two annotators: Cohen's kappa (Cohen 1960) and, with squared weights for the fiv
 Alpha-Reliability"), nominal for the winner and ordinal for the degrees, which allows any number of annotators
 per pair. Intervals are 95 % intervals over pairs of answers: `rate_interval` for shares, percentile
 bootstraps for kappa and alpha. Annotators are not resampled, so the results describe only these annotators.
-If all agree, all resamples are equal, and a kappa's interval is derived from that of the share of agreement.
+If all agree, all resamples are equal, and a kappa's interval is derived from the interval of the share of
+agreement.
 """
 
 from __future__ import annotations

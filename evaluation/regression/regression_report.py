@@ -97,10 +97,11 @@ def band_of(
     """Compares the share of passed questions with earlier results, over the questions that all of them
     have. Returns None if there are no earlier results or no shared questions.
 
-    Uses a control chart (Shewhart 1931): mean +- `width` standard deviations. The standard deviation is that
-    of the earlier shares, but at least that of a binomial share, sqrt(p (1 - p) / n), with two passed and two
-    failed questions added to p (Agresti & Coull 1998), so that equal results do not give a band of width 0.
-    It is multiplied by sqrt(1 + 1 / results), because the mean is also estimated.
+    Uses a control chart (Shewhart 1931): mean +- `width` standard deviations. The standard deviation is
+    computed from the earlier shares. It is at least the standard deviation of a binomial share, sqrt(p (1 -
+    p) / n), with two passed and two failed questions added to p (Agresti & Coull 1998), so that equal results
+    do not give a band of width 0. It is multiplied by sqrt(1 + 1 / results), because the mean is also
+    estimated.
     """
     shared = [uid for uid in now if all(uid in one for one in earlier)]
     if not earlier or not shared:

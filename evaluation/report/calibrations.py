@@ -30,9 +30,9 @@ def calibrations(stages: Sequence[Evidence]) -> list[Calibrated]:
 
 
 def judge_belief(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
-    """Returns a sentence about how far the deciding judge agrees with people, from the run's last calibration
-    of the same judge, or about the lack of a calibration; '' for a rule, which needs none. A run has only
-    results of its current recipe, so a calibration of an earlier checkpoint counts as a calibration of
+    """Returns a sentence about the deciding judge's agreement with people, from the run's last calibration of
+    the same judge, or about the lack of a calibration; '' for a rule, which needs no calibration. A run has
+    only results of its current recipe, so a calibration of an earlier checkpoint counts as a calibration of
     another judge."""
     request = evaluated.stage.request if evaluated else None
     if evaluated is None or request is None or not request.config.judges_of_answers:

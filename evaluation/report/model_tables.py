@@ -33,8 +33,8 @@ class Tax(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """A finished regression stage. `rows`: each question with its change, starting with those that the final
-    model does not pass."""
+    """A finished regression stage. `rows`: each question with its change, starting with the questions that
+    the final model does not pass."""
 
     name: str
     report: RegressionReport

@@ -111,7 +111,7 @@ def data_warnings(stage: Evidence) -> list[str]:
 
 
 def origins(stage: Evidence, stages: Sequence[Evidence]) -> list[str]:
-    """Returns a stage's parents, and the models from outside the recipe that it starts from."""
+    """Returns a stage's parents, and the models from outside the recipe from which it starts."""
     inputs = stage.request.inputs if stage.request else {}
     outside = [
         name for name in inputs if not {name, stage.stage_of(name, stages)} & {s.view.name for s in stages}

@@ -148,9 +148,8 @@ def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
 def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
     """Returns the contents of `summary.json`. Each stage has its name, kind, status, seconds, checkpoint,
     digest, final metrics and gates, and the win rate of its model against the baseline with a 95 % interval
-    (all in [0, 1]). `evaluation` has the win rate of the final model and, under `models`, those of all
-    models; it is None when no evaluation has finished.
-    """
+    (all in [0, 1]). `evaluation` has the win rate of the final model and, under `models`, the win rates of
+    all models; it is None when no evaluation has finished."""
     evaluated = read_evaluation(stages)
     summary: dict[str, Any] = {
         "recipe": recipe_name,

@@ -2,8 +2,8 @@
 proxy) with the win rates, as functions of the KL.
 
 The curve is that of Gao, Schulman & Hilton 2022 (arXiv:2210.10760, figure 1, drawn over the square root of
-the KL). The KL is from the model that training started from. Scores, win rates and KL are measured on the
-same questions and answers, sampled at temperature 1. The KL is the mean over answers of `log p(answer |
+the KL). The KL is measured from the initial model of the training. Scores, win rates and KL are measured on
+the same questions and answers, sampled at temperature 1. The KL is the mean over answers of `log p(answer |
 model) - log p(answer | baseline)`, in nats per answer, which is unbiased on the model's own samples. A
 limitation is that answers are stored as text and tokenised again, which may not give the sampled tokens. A
 point is suspicious when the proxy scores it higher, and the judge lower, than the best earlier point of its

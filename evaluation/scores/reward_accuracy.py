@@ -52,10 +52,10 @@ class RewardReport(Frozen):
     """One reward model.
 
     `calibration_error` is the expected calibration error (Guo et al. 2017, eq. 3) over `calibration`. Length
-    bias is measured over pairs of different length: how often the model prefers the longer answer
-    (`longer_preferred`) and how often the data does (`longer_chosen`), the accuracy when the chosen answer is
-    longer and when it is shorter (None without such pairs), and Spearman's correlation between the
-    differences in score and in length.
+    bias is measured over pairs of different length. `longer_preferred` and `longer_chosen` are the shares of
+    pairs in which the model and the data, respectively, prefer the longer answer. There are also the accuracy
+    when the chosen answer is longer and when it is shorter (None without such pairs), and Spearman's
+    correlation between the differences in score and in length.
     """
 
     model: str
@@ -88,8 +88,8 @@ class RewardReports(Frozen):
 
 
 def evaluate(pairs: HeldOutPairs, differences: Mapping[str, Floats], bins: int) -> RewardReports:
-    """Evaluates all models. `differences[model]` (N,) is the model's score of the chosen answer minus that
-    of the rejected one."""
+    """Evaluates all models. `differences[model]` (N,) is the model's score of the chosen answer minus its
+    score of the rejected answer."""
     reports = tuple(_report(model, pairs, difference, bins) for model, difference in differences.items())
     agreements = tuple(
         RewardModelAgreement(

@@ -77,8 +77,8 @@ def sums_of(rows: Sequence[tuple[str, float, float]]) -> QuestionSums:
 def bootstrap_interval(
     sums: QuestionSums, resamples: int, seed: int, level: float = 0.95
 ) -> tuple[float, float]:
-    """Returns the percentile bootstrap interval of `sums.score` (Efron & Tibshirani 1993, ch. 13),
-    resampling questions."""
+    """Returns the percentile bootstrap interval of `sums.score` over questions (Efron & Tibshirani 1993, ch.
+    13)."""
     count = len(sums.total)
     generator = np.random.default_rng(seed)
     scores: list[Floats] = []

@@ -1,8 +1,8 @@
 """Chooses the best of several models on the questions of one evaluation. All functions are pure.
 
-Two models are compared on the same questions. The interval is that of the mean difference over questions, at
-a level of 1 - 0.05 / (number of pairs of models) (Bonferroni). All pairs count, because the same questions
-also determine which model is compared with the others.
+Two models are compared on the same questions. The interval covers the mean difference over questions, at a
+level of 1 - 0.05 / (number of pairs of models) (Bonferroni). All pairs count, because the same questions also
+determine which model is compared with the others.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Choice(Frozen):
 
 
 def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> Choice:
-    """Returns the best of the models in `order`, or the first one that is not shown to be worse. `scores`:
-    model -> question -> score from 0 to 1. Raises ValueError when no question has a verdict on all models."""
+    """Returns the best of the models in `order`, or the first model that is not significantly worse than the
+    best. `scores`: model -> question -> score from 0 to 1. Raises ValueError when no question has a verdict
+    on all models."""
     common = sorted(set.intersection(*(set(scores[model]) for model in order)))
     if not common:
         raise ValueError(

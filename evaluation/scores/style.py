@@ -58,8 +58,8 @@ def scaled(values: Floats) -> Floats:
     """Returns values divided by each column's root mean square. They are not centred, so 0 still means the
     same style. A column of zeros is left unchanged.
 
-    The original subtracts the mean over all rows. With a single model, the strength is then that at the
-    model's own average style, and nothing is controlled for.
+    The original subtracts the mean over all rows. With a single model, the strength then belongs to the
+    model's own average style, and there is no control for style.
     """
     size = np.sqrt((values**2).mean(0))
     return values / np.where(size > 1e-12, size, 1)

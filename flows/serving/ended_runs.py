@@ -50,8 +50,8 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
 
 def end_ignored(client: SyncPrefectClient, run: FlowRun) -> None:
     """Ends the process of a run that was cancelled more than `IGNORED_SECONDS` ago, with SIGTERM and then
-    SIGKILL, and marks the run as cancelled, because the flow's engine treats a signal that does not come from
-    the worker as a crash."""
+    SIGKILL. Marks the run as cancelled, because the flow's engine treats a signal that does not come from the
+    worker as a crash."""
     process = _process_of(run)
     if run.state_type != StateType.CANCELLING or process is None or _age(run) < IGNORED_SECONDS:
         return

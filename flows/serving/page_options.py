@@ -21,7 +21,7 @@ HEADER_SECONDS = 10.0
 
 def host_names(host: str, allow_host: str) -> list[str]:
     """Returns the host names of this machine that requests may use. `allow_host`: more names, separated by
-    commas. Raises ValueError for characters that names cannot have."""
+    commas. Raises ValueError for names with invalid characters."""
     if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
         raise ValueError(
             f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas"
@@ -44,7 +44,7 @@ def token_shown(console: Console, token: str, file: Path) -> str:
 def server_config(app: Callable[..., Any], **options: Any) -> uvicorn.Config:
     """Returns uvicorn's configuration. Uses h11, which reads at most 64 KiB of headers, because uvicorn's
     other parser keeps all of them in memory. A connection that does not send its request's headers within
-    HEADER_SECONDS is closed; otherwise MOST_CONNECTIONS of them would lock everybody else out."""
+    HEADER_SECONDS is closed; otherwise MOST_CONNECTIONS such connections would lock all other users out."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

@@ -86,8 +86,8 @@ def told(asked: TriggerOutcome) -> dict[str, Any]:
 
 
 class HubSecret:
-    """An ASGI wrapper that turns the secret of a Hub webhook into the bearer token of a request that has
-    none."""
+    """An ASGI wrapper that turns the secret of a Hub webhook into a bearer token if the request has no bearer
+    token."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

@@ -108,7 +108,7 @@ def lineage_of(place: str) -> Ancestor:
 
 
 def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[SurveyedItem], list[SurveyedItem]]:
-    """Returns what is kept and what can be removed: stages that no kept run refers to, directly or through
+    """Returns what is kept and what can be removed: stages to which no kept run refers, directly or through
     parents, and resume states of finished stages.
 
     Stages that a process works on or a loop needs are kept, with their ancestors. Raises ValueError when a
@@ -250,7 +250,7 @@ def _record_of(place: Path) -> Path:
 
 def _recipe_of_run(record: Path) -> dict[str, Any]:
     """Returns a recipe's top-level fields as used by a run, without its stages; if the record has none,
-    those of the last run."""
+    returns the fields of the last run."""
     config = read_json(record).get("config")
     if not isinstance(config, dict):
         return _top(recipe_folder(record))
@@ -318,7 +318,7 @@ def _few(labels: list[str]) -> str:
 
 
 def _closure(folders: list[Path], parents: Callable[[Path], list[Path]]) -> set[Path]:
-    """Returns the run directories and those of all their ancestors."""
+    """Returns the run directories and the run directories of all their ancestors."""
     kept: set[Path] = set()
     while folders:
         folder = folders.pop()

@@ -147,7 +147,7 @@ def show_differences(console: Console, found: Sequence[RunDifference]) -> None:
 
 
 def show_lineage(console: Console, ancestor: Ancestor, data: Sequence[Dataset]) -> None:
-    """Prints the tree of ancestors, the data of their stages, and the versions they ran with."""
+    """Prints the tree of ancestors, the data of their stages, and the versions of the packages."""
     say(tree(ancestor), console)
     if data:
         console.print("\ndata, with the digest of its content today:")

@@ -1,7 +1,7 @@
 """Draws one moment of a run for a terminal, with a line for each stage that is exactly one row high at any
 width.
 
-Reads no files and has no clock: watch.py determines what to draw, and live.py when.
+Reads no files and has no clock: watch.py determines the contents, and live.py the times of drawing.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ Say = Callable[[str], None]
 
 
 def is_watched(plain: bool) -> bool:
-    """Returns whether to show live lines: only on a terminal that can move its cursor, if plain lines were
-    not requested, and not in a CI job, whose logs keep every line."""
+    """Returns whether to show live lines. This requires a terminal that can move its cursor, a command
+    without `plain`, and no CI job, because the logs of CI jobs keep every line."""
     in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     return not plain and not in_ci and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
@@ -119,7 +119,7 @@ class Picture:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Draws during the block, then removes what it drew."""
+        """Draws during the block, then removes the drawn lines."""
         thread = threading.Thread(target=self._draw_on, name="terminal", daemon=True)
         self._live.start()
         thread.start()
