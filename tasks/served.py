@@ -67,7 +67,7 @@ def own_recipe(given: object, overrides: object, deployment: UUID | str | None) 
 
 
 def _own_parameters(deployment: str) -> Sequence[Mapping[str, Any]]:
-    """Returns a deployment's own parameters and those of its schedules."""
+    """Returns the parameters of a deployment and of its schedules."""
     place = os.environ.get(SERVED_ENV)
     if place:
         served = json.loads(Path(place).read_text())

@@ -96,7 +96,7 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
 def require_unchanged(request: StageRequest, digests: Digests) -> None:
     """Raises StageFailed when a file that determines the result has changed since the run was planned and its
     directory was named. Otherwise the stage would continue from a resume state with different data, or its
-    result would be taken for that of the old file."""
+    result would be taken for the result of the old file."""
     changed = [path for path, content in request.contents.items() if content_now(path, digests) != content]
     if changed:
         told = (

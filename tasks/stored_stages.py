@@ -26,7 +26,7 @@ def fetch_stage(store: Store, run: RunDir, request: StageRequest, log: Callable[
     resume state, fetches the newest resume state.
 
     Does nothing while another process holds the run directory's lock, for which the stage's own process
-    waits. Raises StoreFault.
+    waits. Raises StoreFault if the store cannot be used.
     """
     try:
         with run.locked(wait_seconds=1):  # a process that only checks the lock holds it for a moment
@@ -41,8 +41,8 @@ def fetch_stage(store: Store, run: RunDir, request: StageRequest, log: Callable[
 
 
 def fetch_parents(planned: Plan, nodes: Sequence[Node]) -> None:
-    """Fetches the missing results of the stages that `nodes` depend on, directly or indirectly. Raises
-    StoreFault."""
+    """Fetches the missing results of the direct and indirect parents of `nodes`. Raises StoreFault if the
+    store cannot be used."""
     store = store_of(planned.recipe)
     for node in planned.ancestors(nodes) if store else ():
         if store and not node.done:
@@ -51,7 +51,7 @@ def fetch_parents(planned: Plan, nodes: Sequence[Node]) -> None:
 
 def upload_stage(store: Store, run: RunDir, log: Callable[..., None]) -> None:
     """Copies a finished stage to the store, unless it is already there, and removes the stage's resume states
-    from the store. Raises StoreFault."""
+    from the store. Raises StoreFault if the store cannot be used."""
     if store.put(run):
         log("%s was copied to %s", run.path.name, store.files.url)
     store.put_approval(run)
@@ -65,8 +65,7 @@ def states_uploaded(
 ) -> Iterator[None]:
     """Copies new resume states while the block runs, and the last one when the stage crashes.
 
-    A failed copy only causes a warning, and not even that if it is the first failure and the stage already
-    has a newer state.
+    A failed copy only causes a warning. The first failure causes none if the stage already has a newer state.
     """
     for left in (run / STATE).glob(f"{COPYING}*"):  # left by a killed run
         shutil.rmtree(left, ignore_errors=True)

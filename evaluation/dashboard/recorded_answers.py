@@ -1,4 +1,4 @@
-"""Selects the answers for the page of a stage's recorded answers: those of one iteration by prompt, or those
+"""Selects the answers for the page of a stage's recorded answers: the answers of one iteration by prompt, or
 of two iterations to one prompt. Reads only the files of these iterations and an index of prompts."""
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ differences. Intervals come from random weights of questions (with all their gam
 Features are not centred, so that answers of the same style are compared even with a single model. Functions
 with style control need rows with styles.
 
-The weights are those of `rlhf_core.mean_interval`: Dirichlet(1, ..., 1) over the questions and one additional
-question. The additional question has two halves, each either won or lost by all models, with answers whose
-style is one standard deviation above or below each model's average. Thus a few equal verdicts still have an
-interval, and the style effects are as uncertain as the scores.
+The weights are defined in `rlhf_core.mean_interval`: Dirichlet(1, ..., 1) over the questions and one
+additional question. The additional question has two halves, each either won or lost by all models, with
+answers whose style is one standard deviation above or below each model's average. Thus a few equal verdicts
+still have an interval, and the style effects are as uncertain as the scores.
 """
 
 from __future__ import annotations

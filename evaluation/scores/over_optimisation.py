@@ -1,7 +1,7 @@
 """Detects over-optimisation of a reward model: compares the scores of the reward model used for training (the
 proxy) with the win rates, as functions of the KL.
 
-The curve is that of Gao, Schulman & Hilton 2022 (arXiv:2210.10760, figure 1, drawn over the square root of
+The curve is defined by Gao, Schulman & Hilton 2022 (arXiv:2210.10760, figure 1, drawn over the square root of
 the KL). The KL is measured from the initial model of the training. Scores, win rates and KL are measured on
 the same questions and answers, sampled at temperature 1. The KL is the mean over answers of `log p(answer |
 model) - log p(answer | baseline)`, in nats per answer, which is unbiased on the model's own samples. A

@@ -19,7 +19,7 @@ ERROR_RATE = 0.05  # probability that any of several equal models counts as wors
 
 
 class WinRateDifference(Frozen):
-    """The best model's win rate minus that of `model`, with its interval."""
+    """The best model's win rate minus the win rate of `model`, with its interval."""
 
     model: str
     win_rate: float

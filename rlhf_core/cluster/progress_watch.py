@@ -90,7 +90,7 @@ class Watch:
     def next(self, waiting: Sequence[Any], failing: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
         """Returns the first reference that is ready, and the rest of `waiting`. `failing`: references that
         become ready only if a process on which `waiting` depends fails; they report no progress. Raises
-        Silent and NodeLost."""
+        Silent when a process makes no progress, and NodeLost when a node is lost."""
         while True:
             pause = min(CHECK_SECONDS, max(0.0, self._next_look - time.monotonic()))
             ready, others = ray.wait([*waiting, *failing], num_returns=1, timeout=pause, fetch_local=False)

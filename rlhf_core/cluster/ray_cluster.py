@@ -121,7 +121,7 @@ def _nodes(identities: Collection[str] | None = None) -> list[TcpEndpoint]:
 
 def _wait_for_nodes() -> None:
     """Waits until every node answers or Ray has given up on those that do not, because Ray would still
-    reserve them. Raises NodeLost."""
+    reserve them. Raises NodeLost if this takes too long."""
     deadline = time.monotonic() + GIVEN_UP_SECONDS
     told = ""
     while (

@@ -71,8 +71,8 @@ class EpisodeAttempt:
         self._held = list[dict[str, Any]]()  # requests that wait until others release their tokens
 
     async def run(self) -> list[float]:
-        """Returns the reward of each answer. Raises Failed. If the environment stops waiting for an answer,
-        the engine stops generating it."""
+        """Returns the reward of each answer. Raises Failed if the episode fails. If the environment stops
+        waiting for an answer, the engine stops generating it."""
         self._engine = self._engines.reserve()
         self._mailbox: asyncio.Queue[Mail] = asyncio.Queue()
         self._process.episodes[self._number] = self._mailbox

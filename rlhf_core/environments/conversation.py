@@ -83,7 +83,8 @@ class Conversation:
 
     async def answer(self, *new: str | Message) -> Answer:
         """Adds messages (a string becomes a user message) and returns the model's answer. Content is a text,
-        or a list of texts and images, as in rows of data. Raises LimitReached."""
+        or a list of texts and images, as in rows of data. Raises LimitReached if no turns or tokens are
+        left."""
         if self.turns and not new:
             raise ValueError("model.answer() without a message, after an answer: say something to it")
         added: list[Message] = [

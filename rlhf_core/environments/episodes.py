@@ -153,7 +153,7 @@ class Episodes:
         clock: Clock,
         engines: EnginePool,
     ) -> list[float]:
-        """Runs one attempt and returns the reward of each answer. Raises Failed."""
+        """Runs one attempt and returns the reward of each answer. Raises Failed if the episode fails."""
         which = number % len(self._processes)
         process = await self._process(which)
         attempt = EpisodeAttempt(

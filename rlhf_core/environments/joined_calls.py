@@ -2,9 +2,9 @@
 process and uses only the standard library.
 
 Clients of OpenAI's protocols send the complete list every time. A call continues a conversation if its
-messages start with those of an earlier call and its answer, and it has the same tools; the tokens then stay
-as they were sampled. If the conversation has meanwhile continued, or one of its answers has not arrived yet,
-the call forks it. Any other call starts a conversation.
+messages start with the messages of an earlier call and the answer to it, and it has the same tools; the
+tokens then stay as they were sampled. If the conversation has meanwhile continued, or one of its answers has
+not arrived yet, the call forks it. Any other call starts a conversation.
 """
 
 from __future__ import annotations

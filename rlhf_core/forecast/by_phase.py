@@ -83,7 +83,7 @@ def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -
 
 def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) -> dict[str, PhaseBytes]:
     """Returns the peaks of a training stage: start-up, load, the reference's scores if there is one, step,
-    gather, export and save. The host memory is that of a node with the recipe's number of ranks per node."""
+    gather, export and save. The host memory is for a node with the recipe's number of ranks per node."""
     how = training_of(config, zero_stage, gpu.memory)
     ranks = config.ranks.num_ranks_per_node
     host = _trained_on_host(size, how, KINDS[config.stage].has_vocabulary, gpu)

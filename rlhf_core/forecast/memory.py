@@ -261,8 +261,8 @@ def training_of_role(config: PPO, role: str, gpu_bytes: float) -> Training:
 
 
 def training_of(config: Trainable, zero_stage: int, gpu_bytes: float, what: Pass | None = None) -> Training:
-    """Returns the settings that determine the memory of a training stage, with the recipe's passes or those
-    of `what`."""
+    """Returns the settings that determine the memory of a training stage, with the passes of the recipe or of
+    `what`."""
     passes = what or recipe_pass(config, config.ranks.world_size)
     as_recipe = config if what is None else config.model_copy(update=fields_of(what, config))
     found = _training(config, "model", config.ranks, zero_stage, gpu_bytes, passes)
@@ -349,7 +349,7 @@ def gpu_phases(processes: list[ProcessBytes], released: bool, in_turn: bool = Fa
 def training_phases(
     config: Trainable, size: Size, zero_stage: int, gpu_bytes: float, what: Pass | None = None
 ) -> dict[str, float]:
-    """Returns the bytes of a training stage's GPU, by phase, with the recipe's passes or those of `what`.
+    """Returns the bytes of a training stage's GPU, by phase, with the passes of the recipe or of `what`.
 
     The reference of DPO and KTO scores before the first step. It is the model itself or a second one (assumed
     to have the same size), which ZeRO-3 also shards over the ranks (training/ranks.py).

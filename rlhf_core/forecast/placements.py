@@ -115,8 +115,8 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> 
 
 
 def on_fewest(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> tuple[int, list[Placement]]:
-    """Returns a number of GPUs and the placements on them. The number is `count`, or a half, a quarter, ...
-    of it if the best placement on these is as fast (within 5 %)."""
+    """Returns a number of GPUs and the placements on them: `count`, or the smallest of its half, quarter, ...
+    on which the best placement is as fast (within 5 %)."""
     fewest = count
     found = placements(config, count, sizes, gpu)
     fastest = choose(found, gpu)

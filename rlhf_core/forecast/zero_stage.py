@@ -105,7 +105,7 @@ def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) ->
 def peak_of_training(
     config: Trainable, size: Size, stage: int, gpu_bytes: float, what: Pass | None = None
 ) -> float:
-    """Returns the bytes on a training stage's GPU under a ZeRO stage, with the recipe's passes or those of
+    """Returns the bytes on a training stage's GPU under a ZeRO stage, with the passes of the recipe or of
     `what`."""
     return max(training_phases(config, size, stage, gpu_bytes, what).values())
 

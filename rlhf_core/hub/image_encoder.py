@@ -31,8 +31,8 @@ class ImageEncoder(NamedTuple):
     """Per token of an image: `operations` of the forward pass (2 for each weight applied to a patch), the
     bytes that the pass holds at once (`passing`), and the bytes of the features that the language model reads
     (`features`). If it is trained, also the bytes that all layers keep for the backward pass (`kept`), and
-    those that they keep if they are recomputed (`inputs`). `parameters`: number of parameters of the encoder
-    and its projector together; `projector`: of the projector alone."""
+    the bytes that they keep if they are recomputed (`inputs`). `parameters`: number of parameters of the
+    encoder and its projector together; `projector`: of the projector alone."""
 
     parameters: float
     operations: float

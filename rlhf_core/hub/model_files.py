@@ -124,7 +124,7 @@ def _listed(index: Path) -> set[str]:
 
 
 def stored_tensors(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Reads the headers of all weight files in a folder, by file name.
+    """Returns the headers of all weight files in a folder, keyed by file name.
 
     Raises OSError or ValueError as `tensors_of` does, and ValueError when an index is invalid or names a
     missing file or tensor.

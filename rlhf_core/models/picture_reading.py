@@ -23,9 +23,9 @@ def reads_pictures(
     image_encoder: ImageEncoder = "frozen",
 ) -> PictureReader:
     """Adds to the module the image encoder of the checkpoint `source`, which its exports will contain, and a
-    reader of images. Returns the reader. `tokenizer`: of `source`. `image_encoder`: which of its weights
-    become a part of the module. Raises ValueError if sequences are split over ranks, and if the checkpoint
-    has no image encoder."""
+    reader of images. Returns the reader. `tokenizer`: the tokenizer of `source`. `image_encoder`: which of
+    the encoder's weights become a part of the module. Raises ValueError if sequences are split over ranks,
+    and if the checkpoint has no image encoder."""
     if sequence_parallel_size > 1:
         raise ValueError("the data has images, whose rows are not split: set sequence_parallel_size to 1")
     module.tower = load_tower(module.model, source, dtype)

@@ -2,9 +2,9 @@
 
 Each takes a `denominator` counted over the whole optimiser step and all data-parallel ranks (tokens, pairs or
 answers, as each loss states), and returns sums divided by it. Losses, gradients and metrics of micro-batches
-and ranks therefore ADD UP to those of the whole step, regardless of how the step was split, packed or padded;
-an engine that averages gradients over ranks must multiply by the world size. All losses raise ValueError when
-the denominator is not positive.
+and ranks therefore ADD UP to the values for the whole step, regardless of how the step was split, packed or
+padded; an engine that averages gradients over ranks must multiply by the world size. All losses raise
+ValueError when the denominator is not positive.
 
 Shapes: per-token tensors are (B, T), where index t belongs to token t and `mask` is True on response tokens;
 per-document tensors are (N,). Inputs are fp32 regardless of the model's dtype. Values off the mask, even inf

@@ -135,7 +135,7 @@ def collect(
 
 
 def with_source(rewards: Rewards, title: str, found: SourceRewards) -> Rewards:
-    """Returns the rewards with those of another source added."""
+    """Returns the rewards with another source's rewards added."""
     errors = {title: found.error} if found.error else {}
     steps = {title: found.steps} if found.steps else {}
     return Rewards(

@@ -117,7 +117,7 @@ def question(samples: Sequence[Sample], wanted: Collection[str] = LISTS) -> dict
 
 def question_json(samples: Sequence[Sample], wanted: Collection[str] = LISTS) -> str:
     """Returns the question as JSON. Values of types that JSON lacks, such as dates in a parquet file, become
-    strings; bytes, such as those of images, are replaced by their number."""
+    strings; bytes, such as an image, are replaced by their number."""
     return json.dumps(question(samples, wanted), default=_as_string, ensure_ascii=False)
 
 

@@ -96,8 +96,8 @@ class Request(NamedTuple):
 
 class RolloutEngine(Protocol):
     """Samples answers with one model. Each answer has its own seed, a function of the run, the step and the
-    prompt, so a resumed run samples the same answers as an uninterrupted one. What a kind of engine can do is
-    in `rlhf_core.config.engines.ABILITIES`.
+    prompt, so a resumed run samples the same answers as an uninterrupted one.
+    `rlhf_core.config.engines.ABILITIES` lists the abilities of each kind of engine.
 
     `first`: the total number of processes of earlier engines. `version`: the trainer's version number of the
     weights. `pictures`: the images of each prompt or document, as in `Request`; empty if none has any.

@@ -28,7 +28,7 @@ def sample_pictured(
 ) -> None:
     """Samples until all answers have ended. The R prompts have the same length, and each has images.
 
-    `draw` gets tokens (R, T) and logits (R, V), and returns logits whose largest is that of the drawn token.
+    `draw` gets tokens (R, T) and logits (R, V), and returns logits in which the drawn token has the largest.
     `ended` gets the same after a draw, and returns whether each answer has ended, (R,).
     """
     model = policy.model

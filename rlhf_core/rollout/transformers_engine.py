@@ -235,8 +235,8 @@ class TransformersEngine:
         return found
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights of the model, and those of the image encoder that are sent. Collects them in
-        host memory, then rebuilds the model. Raises ValueError if some are missing."""
+        """Replaces all weights of the model, and the weights of the image encoder that are sent. Collects
+        them in host memory, then rebuilds the model. Raises ValueError if some are missing."""
         before = self._sampled
         kind = type(before.model)
         sent = {name: weight.detach().to("cpu", copy=True) for name, weight in weights}

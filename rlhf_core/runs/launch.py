@@ -110,10 +110,9 @@ def launch(
     receives each output line that is not noise, without terminal codes; `log.txt` has all lines.
 
     Writes the start time to `log.txt`, and also the end time unless an exception in this call ended the
-    process. Masks the values of keys that the stage needs and of variables with names like those of keys.
-    Raises StageFailed when the process ends without a result, Stopped when the run of a side-by-side stage
-    ends (allotment.py). Any exception or signal that ends this call also ends the process and its
-    descendants.
+    process. Masks the values of keys that the stage needs and of variables that are named like keys. Raises
+    StageFailed when the process ends without a result, Stopped when the run of a side-by-side stage ends
+    (allotment.py). Any exception or signal that ends this call also ends the process and its descendants.
     """
     run = RunDir(run_dir)
     config = run.request().config

@@ -98,8 +98,8 @@ DISK_PROBLEMS = {
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """Returns why the disk cannot be written to, and what to do about it, if an error or one of its causes
-    shows this; otherwise None.
+    """Returns the reason why the disk cannot be written to, and the remedy, if an error or one of its causes
+    comes from the disk; otherwise None.
 
     Libraries in other languages (safetensors) raise their own classes, with the errno in the message.
     """

@@ -20,7 +20,7 @@ from rlhf_core.training.engine import AdamW, Engine, TorchEngine
 
 
 class FrozenModel(Protocol):
-    """One rank of a sharded model that is not trained. Each pass is a collective."""
+    """One rank of a sharded model that is not trained. Each pass is a collective operation."""
 
     module: nn.Module
 

@@ -252,7 +252,7 @@ class TorchEngine:
             yield WeightPart(name, 0, tensors)
 
     def barrier(self) -> None:
-        """Does nothing on one rank."""
+        """Does nothing, because there is only one rank."""
 
 
 def optimizers_of(

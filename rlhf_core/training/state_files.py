@@ -38,7 +38,7 @@ class WeightPart(NamedTuple):
 
 
 class StoredElements(NamedTuple):
-    """The range of a weight's elements in a file: the `first`, and the one after the last."""
+    """The elements `first` to `end` - 1 of a weight, which a file holds under `key`."""
 
     first: int
     end: int

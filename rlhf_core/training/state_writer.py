@@ -29,8 +29,8 @@ class StateWriter:
         self._used = 0
 
     def start(self, folder: Path, steps: float, parts: Iterable[WeightPart]) -> None:
-        """Returns as soon as everything is copied and may change, or, if host memory is short, once it is
-        written. Raises the same errors as `finish`."""
+        """Copies a state to host memory and writes it in the background; the tensors may then change. If host
+        memory is short, writes it before returning. Raises the same errors as `finish`."""
         self.finish()
         tensors = by_key(parts)
         needed = sum(tensor.nbytes for tensor in tensors.values())

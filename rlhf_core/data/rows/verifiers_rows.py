@@ -69,7 +69,8 @@ def verifiers_problem(name: str, python: str | None) -> str:
 
 def verifiers_rows(source: VerifiersPrompts, first: int | None) -> Iterator[Row]:
     """Yields the (first) tasks as rows: `prompt` (messages), `answer` if the task has a text answer, and
-    `verifiers` (the task as JSON, which the environment accepts). Raises ValueError."""
+    `verifiers` (the task as JSON, which the environment accepts). Raises ValueError if the environment cannot
+    be used."""
     counts = [count for count in (source.size, first) if count is not None]
     asked = {
         "name": source.environment,

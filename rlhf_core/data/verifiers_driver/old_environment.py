@@ -46,7 +46,8 @@ class OldEnvironment:
             yield {"task": row, "prompt": messages_of(row["prompt"]), "answer": row.get("answer")}
 
     async def serve(self, url: str, key_variable: str, serving: Callable[[], Awaitable[None]]) -> None:
-        """Runs `serving`, within which episodes can be run. Raises Problem."""
+        """Runs `serving`, within which episodes can be run. Raises Problem if the environment cannot be
+        used."""
         if getattr(self._env, "requires_group_rollouts", False):
             raise Problem("its rubric compares the answers of a group, which alignflow cannot give it")
         if not hasattr(self._env, "run_rollout") or not hasattr(self._vf, "ClientConfig"):
@@ -62,7 +63,7 @@ class OldEnvironment:
         await serving()
 
     async def run(self, task: dict[str, Any], model: str) -> dict[str, Any]:
-        """Returns the reward and the metrics of one episode. Raises Failure."""
+        """Returns the reward and the metrics of one episode. Raises Failure if the episode has no reward."""
         errors = list[BaseException]()
         swallowed.set(errors)
         output = await self._env.run_rollout(task, self._client, model, {})

@@ -18,7 +18,7 @@ class SeatEnvironment:
 
     `options` are its `env` block without the taskset's ID. The policy plays the seat that has no client. If
     neither options, seat nor taskset name a harness, the seat is a plain conversation; without a runtime it
-    runs on this machine. Raises Problem.
+    runs on this machine. Raises Problem if the environment cannot be used.
     """
 
     def __init__(self, name: str, options: dict[str, Any]):
@@ -91,7 +91,7 @@ class SeatEnvironment:
 
     async def run(self, task: dict[str, Any], model: str) -> dict[str, Any]:
         """Returns the reward and the metrics of one episode, as means over the runs of the trained seat.
-        Raises Failure."""
+        Raises Failure if the episode has no reward."""
         data = self._task_kind.data_type().model_validate(task)
         built = self._task_kind(data, self._env.config.taskset.task)
         episode = await self._env.run_episode(built, self._vf.ModelContext(model, self._client))

@@ -210,7 +210,7 @@ async def _start(process: Process, memory_mib: int) -> None:
 
 async def _line(process: Process, seconds: float) -> bytes:
     """Returns the next line from a side, without inner line breaks; b"" if the side ended or wrote too much.
-    Raises TimeoutError."""
+    Raises TimeoutError after `seconds`."""
     assert process.stdout is not None
     try:
         return await asyncio.wait_for(process.stdout.readline(), max(seconds, 0.001))

@@ -153,7 +153,7 @@ def _at_least_hopper(device: torch.device) -> bool:
 
 @cache
 def _tried(name: str, kernel: Kernel, kind: AttentionKind, device: torch.device) -> Kernel | None:
-    """Returns the kernel if its values and gradients match those of plain attention."""
+    """Returns the kernel if its values and gradients match plain attention."""
     call = partial(_CALLS[name], kernel)
     try:
         found = rejection_reason(call, kind, device, must_be_deterministic=name == "flash-attn-4")

@@ -6,7 +6,7 @@ the rank all tokens for an N-th of the heads, so that kernels, document bounds a
 as on one rank; another all-to-all returns the rank's own tokens. All ranks know the tokens of the whole pass.
 The result for each token is computed by one rank and summed over all of them, so every rank computes the same
 loss and differentiates it with respect to its own tokens. The gradients of the N ranks therefore add up to
-that of the pass, just as those of different passes add up.
+the gradient of the pass, just as the gradients of different passes add up.
 """
 
 from __future__ import annotations

@@ -290,8 +290,8 @@ def logit_functions(logits: Tensor) -> tuple[Callable[..., Any], Callable[..., A
 
 
 def _floors(logits: Tensor, targets: Tensor, scale: float, top: Truncation) -> Tensor | None:
-    """Returns the lowest scaled logit of each row's truncated distribution, which is at most that of the
-    target, (N,) fp32; None if the distribution is not truncated."""
+    """Returns the lowest scaled logit of each row's truncated distribution, which is at most the target's
+    logit, (N,) fp32; None if the distribution is not truncated."""
     return None if top == WHOLE else logit_functions(logits)[0](logits, targets, scale, *top)
 
 

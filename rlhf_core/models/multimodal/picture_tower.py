@@ -188,8 +188,8 @@ class PictureTower:
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Replaces weights. `weights`: by their names in a checkpoint. Raises ValueError for a weight that
-        the encoder does not have."""
+        """Replaces weights. `weights`: keyed by their names in a checkpoint. Raises ValueError for a weight
+        that the encoder does not have."""
         own = self.stored_weights()
         for name, weight in weights.items():
             if name not in own:

@@ -49,8 +49,8 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENI
 
 
 class RowsToRender(NamedTuple):
-    """Holds a data set to render: a `Data` as JSON, its kind, and the field and the tokens of its limit (0:
-    no limit)."""
+    """Holds a data set to render: a `Data` as JSON, its kind, the field that limits its length, and that
+    limit in tokens (0: no limit)."""
 
     data: str
     kind: Kind

@@ -205,7 +205,7 @@ class Store:
 
     def _get(self, place: str, run_dir: Path, last: str, manifest: dict[str, FileInfo]) -> Path:
         """Fetches a copy into a temporary folder inside the run directory, checks all files, and returns the
-        folder. Raises Damaged."""
+        folder. Raises Damaged if the copy is incomplete or wrong."""
         try:
             listing = LISTING.validate_json(self.files.read(f"{place}/{FILES}") or b"")
         except ValidationError:

@@ -82,8 +82,8 @@ def _images(folder: Path, place: str) -> dict[str, Path]:
 
 
 def renamed(files: Mapping[str, Path]) -> dict[str, str]:
-    """Returns the changed text, keyed by path, of files that name a model or judge by a path on this machine.
-    Such paths are not published."""
+    """Returns the text of files in which paths of models or judges on this machine are replaced, keyed by
+    file path. Such paths are not published."""
     rows = {
         path: [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         for path, file in files.items()

@@ -91,7 +91,7 @@ class ReadOnlyModel(ModelRole):
         self._offloaded = [(tensor, tensor.data) for tensor in _tensors(module)] if offload else []
 
     def run(self, *inputs: Any) -> Any:
-        """Runs the model. This is a collective if the model is sharded across ranks."""
+        """Runs the model. This is a collective operation if the model is sharded across ranks."""
         return (self.module if self.frozen is None else self.frozen)(*inputs)
 
     def score(self, documents: Sequence[Document], forward: Callable[[Batch], Tensor]) -> Scored:
