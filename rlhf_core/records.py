@@ -35,8 +35,8 @@ RECIPE_ONLY: dict[str, Any] = {"recipe_only": True}
 
 class NotInDigest:
     """Marks a config field, `Annotated[TYPE, NotInDigest]`, whose value affects a stage's result only through
-    rounding and the random stream, because it decides speed, memory, placement, patience or cadence. A new
-    value causes no recomputation, and a stage resumes with it."""
+    rounding and the random stream, because it only affects speed, memory, placement, time limits or
+    intervals. A new value causes no recomputation, and a stage resumes with it."""
 
 
 class InDigestIfSet:

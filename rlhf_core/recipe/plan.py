@@ -142,8 +142,8 @@ def plan(
     `kept` maps stages to the digests that they keep even if the recipe has changed (finished rounds of a
     loop). `taken`: the last row that each round of a loop takes from an inbox. A round without an entry has
     not begun, and its rows are left open. If `taken` is None, `loop.json` gives these rows, and other rounds
-    go up to the newest row. `refused`: rounds to leave out; None means those in `loop.json`. Raises
-    ValueError with a one-line sentence for each inconsistency.
+    go up to the newest row. `refused`: rounds to leave out; None means the refused rounds in `loop.json`.
+    Raises ValueError with a one-line sentence for each inconsistency.
     """
     recorded = _recorded(recipe)
     expanded = expand(recipe, recorded.refused if refused is None else refused)

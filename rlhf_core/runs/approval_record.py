@@ -33,7 +33,7 @@ class Approval(Frozen):
     at: datetime | None = None
 
     def state(self, now: datetime | None = None) -> Literal["approved", "refused", "late", "asked"]:
-        """Returns the decision or, without one, whether there is still time."""
+        """Returns the decision; without one, `late` after the deadline, otherwise `asked`."""
         if self.decision is not None:
             return self.decision
         return "late" if (now or datetime.now(UTC)) > self.until else "asked"
