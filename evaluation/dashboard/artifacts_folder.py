@@ -125,11 +125,11 @@ class Folder:
         return self._kept(file, ("keys",), lambda: keys_of(file))
 
     def curves(self, run_dir: Path) -> Metrics:
-        """Returns the metrics of a stage, up to date."""
+        """Returns the metrics that a stage has written so far."""
         return self._growing_file(run_dir / METRICS, Curves).look()
 
     def attempts(self, run_dir: Path) -> Log:
-        """Returns the starts and ends of a stage's process, up to date."""
+        """Returns the starts and ends of a stage's process from its current log."""
         return self._growing_file(run_dir / LOG, Attempts).look()
 
     def tail(self, file: Path, lines: int = 1) -> str:

@@ -40,9 +40,9 @@ class ObjectHolder:
 class Helper:
     """Creates an object on another node with `factory(**options)`, in its own process.
 
-    It inherits this process's environment variables, except node-specific ones (`OWN`) and those set by the
-    node. The variables are sent in a call, because Ray logs variables that are passed to an actor when it
-    starts. `threads`: maximum number of concurrent calls.
+    The new process inherits this process's environment variables, except node-specific ones (`OWN`) and
+    variables set by the node. The variables are sent in a call, because Ray logs variables that are passed to
+    an actor when it starts. `threads`: maximum number of concurrent calls.
     """
 
     def __init__(self, node: RayNode, threads: int, factory: Callable[..., Any], **options: Any):

@@ -193,8 +193,8 @@ def _shown(path: str | Path) -> str:
 
 
 def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = ()) -> Recipe:
-    """Validates the parsed YAML of a recipe. `folder`: the folder of the recipe file, to which paths are
-    relative except in the fields `given`.
+    """Validates the parsed YAML of a recipe. Paths are relative to `folder`, the folder of the recipe file,
+    except in the fields `given`.
 
     Raises WrongRecipe with a one-line sentence for each mistake.
     """
