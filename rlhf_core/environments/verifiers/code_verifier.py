@@ -111,7 +111,8 @@ async def passed_tests(
     code: str, tests: CodeTests, seconds: float, memory_mib: int, all_or_nothing: bool
 ) -> int:
     """Returns the number of tests that the code passes; with `all_or_nothing`, stops at the first failure.
-    `seconds`: CPU time of one test. Raises SandboxFailed, OSError or RuntimeError when the sandbox fails."""
+    `seconds`: limit on the CPU time of one test. Raises SandboxFailed, OSError or RuntimeError when the
+    sandbox fails."""
     if tests.programs:
         return await _programs(code, tests, seconds, memory_mib, all_or_nothing)
     command = [*sandbox.python()[:-1], "-c", SIDES.read_text()]

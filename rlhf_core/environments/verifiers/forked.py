@@ -17,8 +17,8 @@ READY, RIGHT, WRONG = b"r", b"1", b"0"
 
 
 def forked(check: Callable[[int], bool], count: int, seconds: float) -> list[bool]:
-    """Returns `check(i)` for each i below `count`. `seconds`: CPU time of one check. Raises OSError when no
-    process can be started."""
+    """Returns `check(i)` for each i below `count`. `seconds`: limit on the CPU time of one check. Raises
+    OSError when no process can be started."""
     found: list[bool] = []
     while len(found) < count:
         found += _until_one_fails(check, len(found), count, seconds)

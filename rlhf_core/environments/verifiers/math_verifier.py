@@ -51,8 +51,8 @@ def verify_answers(
     column: str = "answer",
     seconds: float = 5.0,
 ) -> list[float]:
-    """Returns 1 for each right response, otherwise 0. `seconds`: CPU time of one comparison. Raises
-    ValueError when a row has no answer."""
+    """Returns 1 for each right response, otherwise 0. `seconds`: limit on the CPU time of one comparison.
+    Raises ValueError when a row has no answer."""
     known = [known_answer(row, column) for row in rows]
 
     def is_right(place: int) -> bool:

@@ -268,8 +268,8 @@ def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
 
 def require_input_gradients(module: nn.Module) -> None:
     """Makes the layers' inputs require a gradient when gradients are enabled. For a layer that is fetched as
-    a unit, DeepSpeed reduces gradients when the gradient of its input is computed; above frozen embeddings
-    the first layer's input would have none."""
+    a unit, DeepSpeed reduces gradients when the gradient of its input is computed; with frozen embeddings,
+    the first layer's input would have no gradient."""
 
     def require(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         hidden = inputs[0] if inputs else named.get("hidden_states")
