@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlhf_core.models.kernels.attention import VARLEN, is_stateful, takes_varlen
+from rlhf_core.models.kernels.attention import VARLEN, is_stateful, mask_attention, takes_varlen
 from rlhf_core.models.logprobs.token_logprobs import backbone_of
 from rlhf_core.models.policy import Policy, Scorer
 
@@ -49,7 +49,7 @@ def detect_document_leak(
         if not module.document_leak:
             return
         if model.config._attn_implementation == VARLEN:  # accepts only one row
-            model.set_attn_implementation("sdpa")
+            mask_attention(model)
     module.document_leak = True
     print(f"{type(model).__name__} {why}: one document a row", flush=True)
 

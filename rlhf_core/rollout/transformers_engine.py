@@ -30,7 +30,7 @@ from transformers.generation import (
 from rlhf_core.config.engines import EngineConfig
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
-from rlhf_core.models.kernels.attention import PLAIN, VARLEN, set_attention
+from rlhf_core.models.kernels.attention import PLAIN, VARLEN, mask_attention, set_attention
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.load_model import load_policy
 from rlhf_core.models.logprobs.fp32_head import fp32_forward
@@ -98,7 +98,7 @@ class TransformersEngine:
         """Uses a policy. Attention over packed rows has no cache of keys and values, so it is replaced."""
         model = policy.model
         if model.config._attn_implementation in (VARLEN, PLAIN):
-            model.set_attn_implementation("sdpa")
+            mask_attention(model)
         if self._fp32_head:
             policy.fp32_head = True
             head = model.get_output_embeddings()

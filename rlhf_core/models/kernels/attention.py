@@ -108,15 +108,26 @@ def set_attention(model: PreTrainedModel) -> PreTrainedModel:
     fits = model.dtype in HALF and _has_kernel() and _fits(model)
     if fits and (not capped or choose.can_compute(attention_kinds(model), _gpu())):
         model.set_attn_implementation(VARLEN)
-    elif capped:
-        model.set_attn_implementation("eager")
-    elif loaded == FLASH and not _flash_is_right(model):
-        model.set_attn_implementation("sdpa")
+    elif capped or (loaded == FLASH and not _flash_is_right(model)):
+        mask_attention(model)
     return model
 
 
+def mask_attention(model: PreTrainedModel) -> None:
+    """Sets the model to attention with a mask: `sdpa`, or `eager` if the model does not support it or caps
+    its scores, which `sdpa` would ignore."""
+    able = model._supports_sdpa and not _caps_scores(model)
+    model.set_attn_implementation("sdpa" if able else "eager")
+
+
 def _flash_is_right(model: PreTrainedModel) -> bool:
-    return _largest_head(model) <= LARGEST_HEAD and choose.flash_computes(attention_kinds(model), _gpu())
+    if _largest_head(model) > LARGEST_HEAD:
+        return False
+    try:
+        kinds = attention_kinds(model)
+    except (AttributeError, TypeError):  # code of its own may name its heads otherwise: nothing to test
+        return False
+    return choose.flash_computes(kinds, _gpu())
 
 
 def _gpu() -> torch.device:

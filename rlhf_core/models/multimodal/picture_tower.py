@@ -19,7 +19,7 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.gemma4 import modeling_gemma4
 
 from rlhf_core.hub.model_config import PICTURE_FAMILIES
-from rlhf_core.models.kernels.attention import takes_varlen
+from rlhf_core.models.kernels.attention import mask_attention, takes_varlen
 from rlhf_core.models.multimodal.wrapper import without_reports
 from rlhf_core.models.weights.trained_encoder import TrainedEncoder
 from rlhf_core.objectives.collate import BatchPictures
@@ -290,7 +290,7 @@ def load_tower(model: PreTrainedModel, path: str, dtype: str) -> PictureTower:
         )
     del named.base_model.language_model, named.lm_head
     if masks is not None and takes_varlen(model):
-        model.set_attn_implementation("sdpa")
+        mask_attention(model)
     return PictureTower(named, family, masks, stand_in)
 
 

@@ -26,9 +26,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from rlhf_core.models import document_leak
 from rlhf_core.models.kernels import attention, choose
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
+from rlhf_core.rollout.transformers_engine import TransformersEngine
 from tests.unit.models.test_models import FAMILIES, SHAPE, documents, logprobs_by_document
 
 WINDOWED = {"mistral-window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4))}
@@ -307,6 +309,36 @@ def test_transformers_own_flash_attention_runs_only_if_its_kernel_is_right(
     monkeypatch.setattr(attention, "_has_kernel", lambda: True)
     monkeypatch.setattr(attention, "_gpu", lambda: torch.device("cpu"))
     assert implementation(model) == (attention.FLASH if right else "sdpa")
+
+
+def test_flash_attention_that_cannot_be_tested_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of its own code may name its heads otherwise."""
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_dropout=0.1)).to(torch.bfloat16)
+    model.config._attn_implementation_internal = attention.FLASH
+    named = SimpleNamespace(num_query_heads=[4, 4], num_kv_heads=[2, 2], model_type="openelm")
+    monkeypatch.setattr(LlamaConfig, "get_text_config", lambda _: named)
+    monkeypatch.setattr(attention, "_has_kernel", lambda: True)
+    assert implementation(model) == "sdpa"
+
+
+@pytest.mark.parametrize("why", ["the engine samples", "documents leak"])
+def test_a_cap_is_kept_where_the_kernel_is_left(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes neither a cache of keys and values nor several rows; `sdpa` would ignore the cap."""
+    policy = Policy(capped_model())
+    policy.model.set_attn_implementation("eager")
+    expected = logprobs_by_document(policy, [documents()])
+    policy.model.set_attn_implementation(attention.VARLEN)
+    if why == "documents leak":
+        monkeypatch.setattr(document_leak, "leaks", lambda *_: True)
+        document_leak.detect_document_leak(policy, policy, torch.device("cpu"), packed=True)
+    else:
+        engine = TransformersEngine.__new__(TransformersEngine)
+        engine._fp32_head = False
+        engine._device = torch.device("cpu")
+        engine._use(policy)
+    assert policy.model.config._attn_implementation == "eager"
+    for ours, theirs in zip(logprobs_by_document(policy, [documents()]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_a_cap_on_the_scores_is_applied() -> None:
