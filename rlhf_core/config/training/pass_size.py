@@ -30,7 +30,8 @@ def pass_size(rows: int | None, tokens: int | None, longest: int, sharing: int =
 
     A recipe without both gets the tokens of `ROWS` documents of `longest` tokens, but no more than
     `FULL_PASS` on each of the `sharing` ranks of a pass, or one document where that is longer. Documents
-    shorter than `longest` are then packed into fewer passes, which need no more memory.
+    shorter than `longest` are then packed into fewer passes. These need no more memory than a full pass,
+    except where attention has a mask: its rows are as long as the longest document, and padding comes on top.
     """
     if tokens is not None or rows is not None:
         return PassSize(rows or ROWS, tokens)
