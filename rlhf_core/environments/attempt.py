@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.pictures.environment_content import in_base64
-from rlhf_core.data.pictures.message_parts import named_pictures, with_sources
+from rlhf_core.data.pictures.message_parts import named_pictures, picture_names_in, with_sources
 from rlhf_core.data.pictures.picture_source import PictureSource
 from rlhf_core.environments.episode_contract import EnginePool, EpisodeRequest
 from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
@@ -222,10 +222,14 @@ def _readable(source: PictureSource) -> PictureSource:
 def _own_files(prompt: Prompt) -> dict[str, str]:
     """Returns the files of the prompt's images, by their paths as the row and the prompt's messages name
     them."""
-    sources = [picture.source for picture in prompt.pictures if not len(picture.source.data)]
-    files = [source.file for source in sources]
-    named = {source.name: file for source, file in zip(sources, files, strict=True)}
-    return named | {file: file for file in files}
+    files = dict[str, str]()
+    # sources have absolute folders (`PictureSource.anywhere`), so only the messages have the row's paths
+    for name, picture in zip(picture_names_in(prompt.messages), prompt.pictures, strict=True):
+        if not len(picture.source.data):
+            file = picture.source.file
+            files[name] = file
+            files[file] = file
+    return files
 
 
 def _ends(hearing: asyncio.Task[Mail]) -> bool:

@@ -8,6 +8,7 @@ number, or None if all rewards were given through `model.reward`.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,8 @@ class Conversation:
         self._folder = folder
         self._ask = ask
         self._lost = False
-        self._own = own
+        # relative paths are those of the environment's folder
+        self._own = {path: file for path, file in own.items() if os.path.isabs(path)}
         self._calls = JoinedCalls(images, own)
 
     async def answer(self, *new: str | Message) -> Answer:

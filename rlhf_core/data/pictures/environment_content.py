@@ -63,6 +63,8 @@ def _with_own_image(part: Any, own: Mapping[str, str]) -> Any:
         return part
     cell = next((part[key] for key in GIVEN if part.get(key) is not None), None)
     if isinstance(cell, Mapping):
+        if isinstance(cell.get("bytes"), bytes | bytearray):  # the image; its path is only a name
+            return part
         cell = cell.get("url") or cell.get("path")
     file = own.get(cell) if isinstance(cell, str) else None
     if file is None:

@@ -225,6 +225,12 @@ def _shown(part: dict[str, Any]) -> dict[str, Any]:
     return {"type": "image"} if part["type"] == "image" else part
 
 
+def picture_names_in(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the name of each image of messages in the form of `named_pictures`, in order."""
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    return [part["image"] for content in contents for part in content if part["type"] == "image"]
+
+
 def with_texts(content: Content, texts: Sequence[str]) -> Content:
     """Returns content with its texts (`texts_of`) replaced by `texts`."""
     if isinstance(content, str):

@@ -17,14 +17,15 @@ import torch
 from mcp.types import ImageContent
 from PIL import Image
 
+from rlhf_core.config import Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.pictures import environment_content
 from rlhf_core.data.pictures.environment_content import EXCESS, images_that_fit, in_base64, sent_content
 from rlhf_core.data.pictures.message_parts import content_text
-from rlhf_core.data.pictures.picture_source import PictureSource
+from rlhf_core.data.sources import prompts
 from rlhf_core.environments.agents.mcp_session import part_of
-from rlhf_core.environments.conversation import Conversation
+from rlhf_core.environments.conversation import Conversation, LimitReached
 from rlhf_core.environments.joined_calls import JoinedCalls
 from rlhf_core.environments.trajectories.joined_trajectories import JoinedTrajectories
 from rlhf_core.environments.trajectories.trajectory import Limits
@@ -33,7 +34,7 @@ from rlhf_core.models.picture_reading import reads_pictures
 from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine_contract import answer_of
-from tests.support.pictured_models import QWEN_TEMPLATE, square
+from tests.support.pictured_models import QWEN_TEMPLATE, square, write_rows
 from tests.support.screenshots import Scripted, opened
 from tests.unit.environments.test_image_episodes import STATEFUL, model, qwen, renderer_of, screens
 
@@ -181,30 +182,64 @@ def test_the_files_of_the_rows_own_images_are_read_and_no_others(tmp_path: Path)
         calls.place([{"role": "assistant", "content": [forms[2]]}, user("What?")], [])
 
 
-def test_an_agent_sends_back_the_image_of_its_row(qwen: Path, screens: Path, tmp_path: Path) -> None:
-    """Which is not in the folder of the environment's file."""
+def test_an_agent_sends_back_the_images_of_its_row(qwen: Path, screens: Path, tmp_path: Path) -> None:
+    """By the paths of the row, which has two files of one name in folders of the data."""
     renderer = renderer_of(qwen)
     data = tmp_path / "data"
-    data.mkdir()
-    for name in ("own", "other"):
-        (data / f"{name}.png").write_bytes(square("green", 24))
-    own = PictureSource("own.png", str(data))
-    messages = ({"role": "user", "content": [{"type": "image", "picture": own}]},)
-    document = renderer.conversation([*messages, {"role": "assistant", "content": "a"}])
-    tokens = renderer.prompt(messages)
-    for named, told in (
-        ("own.png", ""),
-        (own.file, ""),
-        (str(data / "other.png"), "is not in the data's folder"),
-        ("red.png", "is not in the data's folder"),
+    contents = {"a/1.png": square("green", 24), "b/1.png": square("blue"), "1.png": square("red")}
+    for path, content in contents.items():
+        (data / path).parent.mkdir(parents=True, exist_ok=True)
+        (data / path).write_bytes(content)
+    parts = [{"type": "image", "image": path} for path in ("a/1.png", "b/1.png")]
+    row = {"prompt": [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}]}
+    rows = write_rows(data / "rows.jsonl", [row])
+    (read,) = prompts(Data(sources=str(rows)), renderer, 200, 0).items
+    for named, expected in (
+        ("a/1.png", contents["a/1.png"]),
+        ("b/1.png", contents["b/1.png"]),
+        (str(data / "a" / "1.png"), contents["a/1.png"]),
+        ("1.png", None),
+        (str(data / "1.png"), None),
+        ("red.png", None),
     ):
-        prompt = Prompt(messages, tokens, {"named": named}, False, document.pictures)
         with opened(screens, renderer, Scripted(renderer), kind="Asker", images=False) as run:
-            episode = run(prompt)
-        assert (episode.failure == "") == (told == "") and told in episode.failure
-        if not told:
+            episode = run(replace(read, row={**read.row, "named": named}))
+        if expected is None:
+            assert "is not in the data's folder" in episode.failure
+        else:
             (shown,) = episode.trajectory.document.pictures
-            assert shown.source.encoded() == square("green", 24)
+            assert episode.failure == "" and shown.source.encoded() == expected
+
+
+def test_relative_paths_of_an_environment_are_those_of_its_folder(tmp_path: Path) -> None:
+    """Although its row has an image of the same path."""
+    sent = list[dict[str, Any]]()
+
+    async def ask(request: dict[str, Any]) -> dict[str, Any]:
+        sent.extend(request["ask"])
+        raise LimitReached("enough")
+
+    for name, colour in (("data", "red"), ("environment", "blue")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(square(colour))
+    file = str(tmp_path / "data" / "1.png")
+    own = {"1.png": file, file: file}
+    for path in own:
+        conversation = Conversation([], 0, ask, True, str(tmp_path / "environment"), own)
+        with pytest.raises(LimitReached):
+            asyncio.run(conversation.answer({"role": "user", "content": [{"type": "image", "image": path}]}))
+    shown = [part["image"] for message in sent for part in message["content"]]
+    assert shown == [in_base64(square("blue")), in_base64(square("red"))]
+
+
+def test_bytes_are_sent_although_they_have_the_path_of_the_rows_image(tmp_path: Path) -> None:
+    file = str(tmp_path / "own.png")
+    Path(file).write_bytes(square("red"))
+    part = {"type": "image", "image": {"bytes": square("blue"), "path": file}}
+    ((shown, _),) = [
+        message["content"] for message in JoinedCalls(True, {file: file}).place([user(part, "What?")], []).new
+    ]
+    assert shown["image"] == in_base64(square("blue"))
 
 
 def test_texts_in_all_their_forms_are_one_text_whether_images_are_read_or_not() -> None:
