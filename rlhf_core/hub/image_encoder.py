@@ -56,7 +56,8 @@ def encoder_of_config(config: Mapping[str, Any], hidden: int) -> ImageEncoder | 
     width = vision["embed_dim"] if "embed_dim" in vision else vision["hidden_size"]
     inner = vision["mlp_ratio"] * width if "mlp_ratio" in vision else vision["intermediate_size"]
     layers = vision["depth"] if "depth" in vision else vision["num_hidden_layers"]
-    kind = str(vision.get("model_type"))
+    # releases of Qwen2.5-VL name only the whole
+    kind = str(vision.get("model_type") or config.get("model_type"))
     values = 3 * vision["patch_size"] ** 2 * vision.get("temporal_patch_size", 1)  # of a patch
     patches = patches_of_token(config, vision)
     block = 4 * width * width + (3 if kind in GATED else 2) * width * inner

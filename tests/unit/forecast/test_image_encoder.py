@@ -100,6 +100,13 @@ def test_parameters_by_config_are_those_of_releases() -> None:
     mistral = Mistral3Config(vision_config={"model_type": "pixtral", **pixtral}).to_dict()
     found = encoder_of_config(mistral, 5120)
     assert found is not None and found.parameters == pytest.approx(0.44e9, rel=0.02)
+    # as config.json of Qwen2.5-VL 7B, in which only the whole names its family
+    windows = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
+    windows |= {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    released = {"model_type": "qwen2_5_vl", "vision_config": windows}
+    found = encoder_of_config(released, 3584)
+    assert found is not None and found.parameters == pytest.approx(0.676e9, rel=0.01)
+    assert found.operations > 2 * 4 * 32 * (4 * 1280**2 + 3 * 1280 * 3420)
 
 
 @pytest.mark.parametrize("width", [128, 256])
