@@ -56,8 +56,9 @@ class WaitingRequests:
 
     def add(self, requests: Sequence[Request], prompts: Iterator[dict[str, Any]]) -> None:
         """Appends requests, whose prompts are taken from `prompts` one by one."""
-        self._batches.append(zip(requests, prompts, strict=True))
-        self._keys |= {request.key for request in requests}
+        if requests:
+            self._batches.append(zip(requests, prompts, strict=True))
+            self._keys |= {request.key for request in requests}
 
     def drop(self, keys: Sequence[int]) -> None:
         """Removes the requests with these keys, if they wait."""

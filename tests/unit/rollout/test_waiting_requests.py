@@ -91,6 +91,14 @@ def test_no_more_images_are_held_than_are_read_at_once(engine: VllmEngine, count
     assert engine.advance([], 60.0) == []
 
 
+def test_calls_without_requests_leave_nothing_behind(engine: VllmEngine, counted: Counted) -> None:
+    engine.advance([request(key) for key in range(8)], 0.0)
+    for _ in range(100):
+        assert engine.advance([], 0.0) == []
+    assert len(engine._waiting._batches) == 1
+    assert sorted(dict(engine.advance([], 60.0))) == list(range(8))
+
+
 def test_requests_that_wait_can_be_given_up(engine: VllmEngine, counted: Counted) -> None:
     engine.advance([request(key) for key in range(8)], 0.0)
     found = dict(engine.advance([], 60.0, gone=[1, 5, 6]))
