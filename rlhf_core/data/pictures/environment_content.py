@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_core.data.pictures.message_parts import GIVEN, IMAGE_KINDS, parts_of
+from rlhf_core.data.pictures.message_parts import GIVEN, IMAGE_KINDS, MAX_PICTURES, parts_of
 from rlhf_core.data.pictures.picture_source import MAX_BYTES, PictureSource
 
 Content = str | list[dict[str, Any]]
@@ -28,6 +28,7 @@ EXCESS = (
     f"error: the images of these results have more than {MAX_BYTES:,} bytes together, and this one is left"
     " out: ask for fewer or smaller ones"
 )
+TOO_MANY = f"error: an episode may have {MAX_PICTURES} images, and this one is left out"
 
 
 def sent_content(content: Any, images: bool, folder: str | None) -> Content:
@@ -82,11 +83,12 @@ def check_size(messages: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(f"the images of new messages have more than {MAX_BYTES:,} bytes: make them smaller")
 
 
-def images_that_fit(contents: Sequence[Content]) -> list[Content]:
+def images_that_fit(contents: Sequence[Content], before: int = 0) -> list[Content]:
     """Returns the contents of new messages, whose images are in base64 (`{"type": "image", "base64": ...}`).
     A sentence to the model replaces each image that exceeds the limit of `check_size` together with those
-    before it."""
+    before it, or the number of images of an episode, of which `before` were sent."""
     left = MAX_BYTES * 4 / 3  # characters
+    images = before
     fitting: list[Content] = []
     for content in contents:
         if isinstance(content, str):
@@ -95,10 +97,13 @@ def images_that_fit(contents: Sequence[Content]) -> list[Content]:
         parts = list[dict[str, Any]]()
         for part in content:
             size = len(in_base64(b"")) + len(part.get("base64", "")) if part["type"] == "image" else 0
-            if size > left:
+            if size and images >= MAX_PICTURES:
+                parts.append({"type": "text", "text": TOO_MANY})
+            elif size > left:
                 parts.append({"type": "text", "text": EXCESS})
             else:
                 left -= size
+                images += size > 0
                 parts.append(part)
         fitting.append(parts)
     return fitting
@@ -106,8 +111,13 @@ def images_that_fit(contents: Sequence[Content]) -> list[Content]:
 
 def has_images(content: Any) -> bool:
     """Returns whether content in any form is a list with an image."""
+    return count_images(content) > 0
+
+
+def count_images(content: Any) -> int:
+    """Returns the number of images in content in any form."""
     parts = content if isinstance(content, list) else []
-    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS for part in parts)
+    return sum(isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS for part in parts)
 
 
 def _text(text: str) -> str:

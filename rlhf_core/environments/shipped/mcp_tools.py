@@ -18,7 +18,7 @@ from typing import Any
 
 import mcp
 
-from rlhf_core.data.pictures.environment_content import Content, images_that_fit
+from rlhf_core.data.pictures.environment_content import Content, count_images, images_that_fit
 from rlhf_core.environments.agents.agent_command import adopt_orphans, kill_marked
 from rlhf_core.environments.agents.mcp_session import McpSession, Servers
 from rlhf_core.environments.agents.own_loop import in_a_loop_of_its_own
@@ -119,7 +119,8 @@ class McpTools:
                 over = f"error: an answer may have {self._calls} calls"
                 images = model.images
                 contents.append(await self._result(call, sessions, images) if number < self._calls else over)
-            pairs = zip(answer.calls, images_that_fit(contents), strict=True)
+            before = sum(count_images(message["content"]) for message in model.messages)
+            pairs = zip(answer.calls, images_that_fit(contents, before), strict=True)
             answer = await model.answer(*(_message(call, content) for call, content in pairs))
         return answer
 

@@ -25,7 +25,7 @@ from rlhf_core.data.pictures.environment_content import EXCESS, images_that_fit,
 from rlhf_core.data.pictures.message_parts import content_text
 from rlhf_core.data.sources import prompts
 from rlhf_core.environments.agents.mcp_session import part_of
-from rlhf_core.environments.conversation import Conversation, LimitReached
+from rlhf_core.environments.conversation import Conversation
 from rlhf_core.environments.joined_calls import JoinedCalls
 from rlhf_core.environments.trajectories.joined_trajectories import JoinedTrajectories
 from rlhf_core.environments.trajectories.trajectory import Limits
@@ -211,27 +211,6 @@ def test_an_agent_sends_back_the_images_of_its_row(qwen: Path, screens: Path, tm
             assert episode.failure == "" and shown.source.encoded() == expected
 
 
-def test_relative_paths_of_an_environment_are_those_of_its_folder(tmp_path: Path) -> None:
-    """Although its row has an image of the same path."""
-    sent = list[dict[str, Any]]()
-
-    async def ask(request: dict[str, Any]) -> dict[str, Any]:
-        sent.extend(request["ask"])
-        raise LimitReached("enough")
-
-    for name, colour in (("data", "red"), ("environment", "blue")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "1.png").write_bytes(square(colour))
-    file = str(tmp_path / "data" / "1.png")
-    own = {"1.png": file, file: file}
-    for path in own:
-        conversation = Conversation([], 0, ask, True, str(tmp_path / "environment"), own)
-        with pytest.raises(LimitReached):
-            asyncio.run(conversation.answer({"role": "user", "content": [{"type": "image", "image": path}]}))
-    shown = [part["image"] for message in sent for part in message["content"]]
-    assert shown == [in_base64(square("blue")), in_base64(square("red"))]
-
-
 def test_bytes_are_sent_although_they_have_the_path_of_the_rows_image(tmp_path: Path) -> None:
     file = str(tmp_path / "own.png")
     Path(file).write_bytes(square("red"))
@@ -322,6 +301,35 @@ def test_images_of_results_over_the_limit_are_told_to_the_model_and_the_episode_
     environment_content.check_size(messages)
     larger = {"type": "image", "base64": 4 * content}
     assert images_that_fit([[larger, image]]) == [[told, image]], "a smaller one after it still fits"
+
+
+def test_more_images_of_results_than_an_episode_may_have_are_told_to_the_model(
+    qwen: Path, screens: Path
+) -> None:
+    image = {"type": "image", "base64": base64.b64encode(square("red")).decode()}
+    text = {"type": "text", "text": "taken"}
+    told = {"type": "text", "text": environment_content.TOO_MANY}
+    found = images_that_fit([[image] * 2, "a", [text, image, image, text]], before=253)
+    assert found == [[image] * 2, "a", [text, image, told, text]]
+    tokenizer = load_tokenizer(str(qwen))
+    tokenizer.chat_template = CALLING
+    renderer = Renderer(tokenizer, "chat")
+    many = SERVER.replace("Image(path=Path(sys.argv[1]))", "*[Image(path=Path(sys.argv[1]))] * 200")
+    (screens / "server.py").write_text(many)
+    call = '<tool_call>\n{"name": "screenshot", "arguments": {}}\n</tool_call>'
+    command = f"{sys.executable} {screens / 'server.py'} {screens / 'blue.png'}"
+    limits = Limits(turns=4, prompt_tokens=40_000, tokens=40_000, answer_tokens=None)
+    messages = ({"role": "user", "content": "Look."},)
+    prompt = Prompt(messages, renderer.prompt(messages), {"answer": "ok"}, False)
+    fields = {"mcp": (command,), "path": "mcp_tools", "options": {}, "timeout": 250.0}
+    with opened(
+        screens, renderer, Scripted(renderer, call, call), limits=limits, images=True, **fields
+    ) as run:
+        episode = run(prompt)
+    assert episode.failure == "" and sum(episode.rewards) == 1.0
+    assert len(episode.trajectory.document.pictures) == 256
+    last = content_text(episode.trajectory.messages[4]["content"])
+    assert last.count(environment_content.TOO_MANY) == 144
 
 
 def test_two_screenshots_at_the_same_time_over_the_limit_do_not_fail_the_episode(

@@ -3,6 +3,7 @@ what the sampler saw, and an image that cannot be used never scores 0."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ import torch
 from rlhf_core.config import Data, EngineConfig
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.data.pictures.environment_content import in_base64
 from rlhf_core.data.pictures.message_parts import content_text, with_sources
 from rlhf_core.data.sources import prompts
+from rlhf_core.environments.conversation import Conversation, LimitReached
 from rlhf_core.environments.episode_contract import Episode
 from rlhf_core.environments.trajectories.trajectory import Limits
 from rlhf_core.models.load_model import load_policy
@@ -218,6 +221,27 @@ def test_a_prompt_may_have_images_which_the_environment_can_open(model: Path, sc
     assert list(document.tokens) == tokens[: len(document)]
     assert [picture.source.encoded() for picture in document.pictures] == [square("red", 40, 16)] * 2
     assert episode.trajectory.prompt.pictures == prompt.pictures == document.pictures[:1]
+
+
+def test_relative_paths_of_an_environment_are_those_of_its_folder(tmp_path: Path) -> None:
+    """Although its row has an image of the same path."""
+    sent = list[dict[str, Any]]()
+
+    async def ask(request: dict[str, Any]) -> dict[str, Any]:
+        sent.extend(request["ask"])
+        raise LimitReached("enough")
+
+    for name, colour in (("data", "red"), ("environment", "blue")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(square(colour))
+    file = str(tmp_path / "data" / "1.png")
+    own = {"1.png": file, file: file}
+    for path in own:
+        conversation = Conversation([], 0, ask, True, str(tmp_path / "environment"), own)
+        with pytest.raises(LimitReached):
+            asyncio.run(conversation.answer({"role": "user", "content": [{"type": "image", "image": path}]}))
+    shown = [part["image"] for message in sent for part in message["content"]]
+    assert shown == [in_base64(square("blue")), in_base64(square("red"))]
 
 
 def _loaded(message: dict[str, Any]) -> dict[str, Any]:
