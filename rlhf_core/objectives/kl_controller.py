@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class KLController:
-    """The KL coefficient: constant without `target`, otherwise adapted so that the KL moves towards the
-    target (Ziegler et al. 2019, section 2.2). `target`: nats per token; `horizon`: answers."""
+    """The KL coefficient, adapted so that the KL moves towards the target (Ziegler et al. 2019, section 2.2).
+    Without `target` it does not adapt, and PPO's config says the coefficient of each iteration. `target`:
+    nats per token; `horizon`: answers."""
 
     coef: float
     target: float | None = None

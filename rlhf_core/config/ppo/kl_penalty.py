@@ -67,8 +67,8 @@ class KLPenalty(Config):
         gt=0,
         description=(
             "adapt the coefficient so that kl/mean, in nats per token, approaches this value (Ziegler et al."
-            " 2019; their target is per answer, so divide it by the answers' length); default: fixed"
-            " coefficient"
+            " 2019; their target is per answer, so divide it by the answers' length); default: the"
+            " coefficient does not adapt"
         ),
     )
     kl_horizon: Positive = Field(
