@@ -70,8 +70,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     """Evaluates all models of the config. Reuses finished answers and verdicts of an earlier, killed
     attempt.
 
-    Raises ValueError for invalid questions or answers, and when too many answers or verdicts fail, and
-    Unreachable before any model answers if a judge or an endpoint cannot be reached.
+    Raises ValueError if questions or answers are invalid, or if too many answers or verdicts fail. Raises
+    Unreachable, before any model answers, if a judge or an endpoint cannot be reached.
     """
     config = request.config
     assert isinstance(config, configs.Evaluation), f"evaluation got the config of a {config.stage} stage"
@@ -125,13 +125,13 @@ def readers_with_replies(config: configs.Evaluation, run: RunDir) -> list[str]:
 
 
 def remote_file(run: RunDir, model: str) -> Path:
-    """Returns the file of the replies of a model behind an endpoint."""
+    """Returns the file that stores the replies of a model behind an endpoint."""
     return run / REMOTE / f"{file_name(model)}.jsonl"
 
 
 def rule_of(config: configs.Evaluation, questions: Sequence[Question]) -> KnownAnswerJudge | None:
-    """Returns the first rule judge. Raises ValueError, before any model answers, when a question has no known
-    answer for it."""
+    """Returns the first rule judge, or None if no judge is a rule. Raises ValueError, before any model
+    answers, when a question has no known answer for the rule."""
     keys = [judge.answer_key for judge in config.judges if isinstance(judge, configs.RuleJudge)]
     if not keys:
         return None
@@ -176,8 +176,8 @@ def about_answers(
     questions: Sequence[Question],
     rule: KnownAnswerJudge | None,
 ) -> dict[str, dict[str, float]]:
-    """Returns statistics of each model's answers for the reports: the share of right ones if there is a
-    `rule`, the mean number of tokens, and the share of truncated ones."""
+    """Returns statistics of each model's answers for the reports: the fraction of right answers if there is a
+    `rule`, the mean number of tokens, and the fraction of truncated answers."""
     right = {}
     if rule:
         for model, given in answers.items():
@@ -331,8 +331,8 @@ def over_optimisation_of(
 def evaluate_reward_models(
     request: StageRequest, config: configs.Evaluation, wanted: configs.RewardEvaluation
 ) -> reward_accuracy.RewardReports:
-    """Evaluates every reward model on the same held-out pairs. Prompts and answers are cut in the same way as
-    for a judge of kind reward.
+    """Returns the reports of all reward models on the same held-out pairs. Prompts and answers are truncated
+    in the same way as for a judge of kind reward.
 
     Raises ValueError when no pair has two different answers.
     """

@@ -1,7 +1,8 @@
 """Runs a select stage, which chooses the best of several models from the judgments of a finished evaluation
 and links its checkpoint.
 
-Writes `checkpoint` (hard links to the chosen model's files) and `choice.json` (all differences).
+Writes the folder `checkpoint`, with hard links to the chosen model's files, and `choice.json`, with all
+differences.
 """
 
 from __future__ import annotations

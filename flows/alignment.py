@@ -2,8 +2,8 @@
 loops.py and parts.py.
 
 Each stage runs in its own process, in a directory named after the digest of its configuration and inputs. A
-finished stage is skipped. Stages that do not depend on each other run side by side if the machine allows
-it: schedule.py selects them, running.py runs them.
+finished stage is skipped. Stages that do not depend on each other run at the same time if the machine allows
+it. schedule.py selects the stages, and running.py runs them.
 """
 
 from __future__ import annotations
@@ -130,12 +130,12 @@ def refresh_hub_revisions(recipe: Recipe) -> None:
 
 def run_all(planned: Plan, nodes: tuple[Node, ...], checked: bool = False) -> None:
     """Runs stages, each once its parents are done and their gates have passed. `flows/schedule.py` decides
-    which run side by side. `checked`: whether inputs and machine have already been checked.
+    which stages run at the same time. `checked`: whether inputs and machine have already been checked.
 
     Raises ValueError or MachineLacks before any work, StageFailed when a stage fails, GateFailed when a
-    failed gate stopped other stages, and SeveralFailed for more than one of these. After a failure no further
-    stage starts, but stages that are already running finish. Raises ApprovalAwaited, or suspends the run,
-    when all remaining stages wait for a person (tasks/decisions/approval.py).
+    failed gate stopped other stages, and SeveralFailed for more than one of these errors. After a failure no
+    further stage starts, but stages that are already running finish. Raises ApprovalAwaited, or suspends the
+    run, when all remaining stages wait for a person (tasks/decisions/approval.py).
     """
     if not checked:
         require_here(planned, nodes)
@@ -266,7 +266,7 @@ class OpenStages:
 
 
 def interrupted(node: Node) -> Status:
-    """Returns the status of a stage that ended together with its run, for example by a signal."""
+    """Returns the status of a stage that ended together with its run, for example because of a signal."""
     status = found(node.run_dir)
     return "interrupted" if status == "failed" else status
 

@@ -1,7 +1,7 @@
 """Defines the flow `loop`, which trains one more round of a loop and ends. It is meant to run on a schedule.
 
 The loop's record on disk (rlhf_core/recipe/loops/loop_record.py) holds the finished rounds and the next one,
-including rounds of other runs and of killed ones.
+including rounds of other runs and of killed runs.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def prepare_next(nodes: Sequence[Node], begun: Collection[str]) -> None:
 
 def prepare_first(planned: Plan, nodes: Sequence[Node]) -> None:
     """Prepares the process of the first stage that is not done, which imports its libraries while the run
-    checks its inputs and starts Prefect's server. Does nothing if stages may run side by side, because their
-    environments differ."""
+    checks its inputs and starts Prefect's server. Does nothing if stages may run at the same time, because
+    their environments differ."""
     if schedule_of(planned, nodes, machine_here()).peak == 1:
         prepare_next(nodes, ())
         prepared.start()
@@ -78,7 +78,8 @@ class OneByOne:
 
 
 class Threads:
-    """Runs stages side by side. `submit` hands a stage to the task runner and returns its Prefect future."""
+    """Runs several stages at the same time. `submit` hands a stage to the task runner and returns its Prefect
+    future."""
 
     def __init__(self, submit: Callable[[Node], Any]):
         self._submit = submit
@@ -116,7 +117,7 @@ class Threads:
         self.starts[node.name] = start
 
     def ended(self) -> Ended:
-        """Waits until a stage ends."""
+        """Waits until a stage ends, and returns it."""
         while not (over := [name for name in self.starts if name in self._over]):
             self._one_is_over.wait(POLL_SECONDS)
             self._one_is_over.clear()

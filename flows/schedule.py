@@ -1,10 +1,10 @@
-"""Decides which stages of a plan run side by side, and on which GPUs. The functions depend only on the plan
-and the machine's resources.
+"""Decides which stages of a plan run at the same time, and on which GPUs. The functions depend only on the
+plan and the machine's resources.
 
 Stages that run at the same time share no GPU and together request no more CPUs than there are. Of the stages
-that may start, the one with the longest chain of dependent stages comes first; later ones overtake a stage
-that does not fit. Memory is not considered: on a machine without GPUs, stages run one after the other unless
-the recipe says otherwise (`side_by_side`).
+that may start, the stage with the longest chain of dependent stages comes first. A stage that does not fit is
+overtaken by later stages that do. Memory is not considered: on a machine without GPUs, stages run one after
+the other unless the recipe says otherwise (`side_by_side`).
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Schedule:
         return [start for name, start in found.items() if name not in running]
 
     def _place(self, name: str, running: Mapping[str, Start]) -> Start | None:
-        """Returns the GPUs on which a stage can run alongside the running ones; None when it does not fit."""
+        """Returns the GPUs on which a stage can run alongside the running stages; None when it does not
+        fit."""
         cost = self._cost(name)
         taken = {gpu for start in running.values() for gpu in start.gpus}
         cpus = sum(self._cost(other).cpus for other in running)
@@ -130,8 +131,8 @@ class Schedule:
 
     @cached_property
     def _order(self) -> list[str]:
-        """Returns the stages, those with the longest chains of dependent stages first, otherwise in the
-        recipe's order. If stages run one at a time, only the recipe's order counts."""
+        """Returns the stages. Stages with the longest chains of dependent stages come first; the others keep
+        the recipe's order. If stages run one at a time, only the recipe's order counts."""
         if self.at_most == 1:
             return list(self.costs)
         chains = dict.fromkeys(self.costs, 0)

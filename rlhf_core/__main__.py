@@ -2,9 +2,10 @@
 
 With `--wait KIND DESCRIPTOR` instead of RUN_DIR, imports the libraries that the kind needs, then reads the
 run directory from an inherited pipe. Exit codes: 0 done; 2 wrong input (one line on stderr says what to
-change); 3 a package is missing, or a GPU is too small (likewise); 1 anything else, with a traceback, or with
-one line if a node of the cluster was lost, or a loss, gradient norm or weight is not finite. A ValueError
-counts as wrong input when our own code raised it; one from inside a library is a failure.
+change); 3 a package is missing, or a GPU is too small (also with one line on stderr); 1 anything else, with a
+traceback, or with one line if a node of the cluster was lost, or a loss, gradient norm or weight is not
+finite. A ValueError counts as wrong input when our own code raised it; a ValueError from inside a library is
+a failure.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _work(kind: Kind, request: StageRequest, run: RunDir) -> Outcome:
 
 
 def _imported_first(kind: str, descriptor: int) -> str | None:
-    """Imports the libraries of a kind of stage, then returns the run directory read from a pipe
+    """Imports the libraries that a kind of stage needs, then returns the run directory read from a pipe
     (runs/prepared.py), or None."""
     os.set_inheritable(descriptor, False)
     with uncollected(), suppress(Exception):  # the stage reports what cannot be imported
@@ -137,8 +138,8 @@ def _imported_first(kind: str, descriptor: int) -> str | None:
 
 
 def _missing_package(error: BaseException | None) -> str | None:
-    """Returns the name of the module that could not be imported. transformers raises an error without the
-    name, whose cause has it."""
+    """Returns the name of the module that could not be imported, or None if the error has another reason.
+    transformers raises an error without the name, so the error's causes are searched too."""
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name:
             return error.name

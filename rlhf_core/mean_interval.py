@@ -1,6 +1,8 @@
-"""Computes the interval of a mean of scores from 0 to 1: win rates, accuracies, shares. Nothing is random.
+"""Computes the interval of a mean of scores from 0 to 1, such as a win rate, an accuracy or a fraction.
+Nothing is random.
 
-The method is the Bayesian bootstrap (Rubin 1981) with one half-won question added; no paper has it as such.
+The method is the Bayesian bootstrap (Rubin 1981) with one half-won question added; no paper describes exactly
+this method.
 
 The scores of n questions are a sample of an unknown distribution on [0, 1]. One more question is added, won
 or lost with probability one half each, and the n + 1 questions get weights from Dirichlet(1, ..., 1). The

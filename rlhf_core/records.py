@@ -154,7 +154,7 @@ class Ranks(Config):
 
 
 class FileInfo(Frozen):
-    """A file in a manifest. `size` in bytes, `sha256` in hex."""
+    """A file in a manifest. `size` is in bytes, and `sha256` is in hex."""
 
     size: int
     sha256: str
@@ -179,7 +179,7 @@ class StageResult(Frozen):
 
 
 class PreferencePair(Frozen):
-    """One row of a `pairs.jsonl`; `..._cut` is true if the length limit truncated that answer. Chat messages
+    """A row of a `pairs.jsonl`. `..._cut` is true if the length limit truncated that answer. Chat messages
     are `{"role": ..., "content": ...}`."""
 
     prompt: tuple[dict[str, Any], ...]
@@ -192,7 +192,7 @@ class PreferencePair(Frozen):
 
 
 class ScoredAnswer(Frozen):
-    """One row from a preferences stage that makes no pairs: an answer and its unnormalised reward."""
+    """A row from a preferences stage that makes no pairs: an answer and its unnormalised reward."""
 
     prompt: tuple[dict[str, Any], ...]
     response: str
@@ -210,7 +210,7 @@ POINTS: dict[str, float] = {"A>>B": 1.0, "A>B": 1.0, "A=B": 0.5, "B>A": 0.0, "B>
 
 
 class Game(Frozen):
-    """One verdict on two answers, in Arena-Hard's format. `score` refers to the answers as A and B, in the
+    """A verdict on two answers, in Arena-Hard's format. `score` refers to the answers as A and B, in the
     order in which the judge saw them; None: no verdict."""
 
     score: Label | None
@@ -219,7 +219,7 @@ class Game(Frozen):
 
 
 class Judgment(Frozen):
-    """One battle: two games on one question. A is the baseline in game 0, and the model in game 1."""
+    """A battle: two games on one question. A is the baseline in game 0, and the model in game 1."""
 
     uid: str
     category: str
@@ -245,10 +245,10 @@ class WinRate(Frozen):
     """The win rate of one model against the baseline, with its 95 % interval over questions
     (`mean_interval.py`).
 
-    `win_rate`: the mean score of the games over questions; a tied game counts as half. `num_won`, `num_tied`,
-    `num_lost`: the number of questions with a score above, equal to and below one half (None: the report
-    comes from an older version). `num_failed`: games without a verdict. `swap_consistency`: share of
-    questions whose two games name the same winner. `arena_score`: win rate in which each strong verdict
+    `win_rate`: the mean score of the games over questions; a tied game counts as one half. `num_won`,
+    `num_tied`, `num_lost`: the number of questions with a score above, equal to and below one half (None: the
+    report comes from an older version). `num_failed`: games without a verdict. `swap_consistency`: fraction
+    of questions whose two games name the same winner. `arena_score`: win rate in which each strong verdict
     counts three times, as in Arena-Hard. `length_controlled`: predicted win rate if answers were as long as
     the baseline's, from a Bradley-Terry fit with the length difference as a covariate, with its 95 %
     interval.
@@ -296,8 +296,8 @@ class StyleEffect(Frozen):
 class Judging(Frozen):
     """Counts of a judge's questions, games and requests. `failed`: games without a verdict.
 
-    Tokens are counted for all verdicts used, including cached ones; `requests` counts only requests sent by
-    this run. `cost` is in US dollars, None when the prices are not known.
+    Tokens are counted for all verdicts used, including cached verdicts; `requests` counts only requests sent
+    by this run. `cost` is in US dollars, None when the prices are not known.
     """
 
     questions: int
@@ -313,7 +313,7 @@ class Answering(Frozen):
     """The requests for a remote model's answers. `url`: the endpoint; `settings`: the sampling fields of each
     request.
 
-    Tokens are counted for all answers used, including stored ones; `requests` counts only requests sent by
+    Tokens are counted for all answers used, including stored answers; `requests` counts only requests sent by
     this run; `failed` counts questions without an answer. `cost` is in US dollars, None when the prices are
     not known.
     """
@@ -332,10 +332,11 @@ class Answering(Frozen):
 class EvalReport(Frozen):
     """The evaluation of all models of one recipe by one judge.
 
-    `right`: share of correct answers per model, with a rule judge. `mean_tokens`: mean length of the answers;
-    `truncated`: share of answers truncated at the limit. `agreement`: share of battles in which another judge
-    names the same winner. `win_rates` compares models with the baseline, `against_parent` with the model that
-    each was trained from, unless that is the baseline. `answering`: requests to each remote model.
+    `right`: fraction of correct answers per model, with a rule judge. `mean_tokens`: mean length of the
+    answers; `truncated`: fraction of answers truncated at the limit. `agreement`: fraction of battles in
+    which another judge names the same winner. `win_rates` compares models with the baseline, `against_parent`
+    with the model that each was trained from, unless that is the baseline. `answering`: requests to each
+    remote model.
     """
 
     baseline: str

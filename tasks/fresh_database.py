@@ -24,7 +24,7 @@ MAKE_SECONDS = 600.0
 
 
 def template() -> Path:
-    """Returns the path of this environment's empty database, which depends on Prefect's version."""
+    """Returns the path of this environment's empty database; the path depends on Prefect's version."""
     return Path(sys.prefix) / "share" / "alignflow" / f"prefect-{version('prefect')}.db"
 
 

@@ -2,8 +2,8 @@
 does not wait for the receiver.
 
 A thread sends the messages in order, with a few attempts each. The first lost message is logged, and later
-ones get a single attempt. The URL comes from the environment. Neither the URL nor any exception that could
-contain it is logged.
+messages get a single attempt. The URL comes from the environment. Neither the URL nor any exception that
+could contain it is logged.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ def notify_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> 
 
 
 def _notifying(flow_run: FlowRun) -> Recipe | None:
-    """Returns the recipe in a flow run's parameters; None when it has no `notify`, or when it cannot be read
-    or is refused, which the flow reports."""
+    """Returns the recipe in a flow run's parameters; None when the recipe has no `notify`, or when it cannot
+    be read or is invalid, which the flow reports."""
     given = flow_run.parameters.get("recipe")
     overrides = flow_run.parameters.get("overrides") or ()
     if isinstance(given, dict) and not given.get("notify") and "notify" not in str(overrides):

@@ -140,8 +140,8 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
 
 
 def write_or_tell(plan: Plan, statuses: dict[str, Status], run: RunRecord, state: str) -> Path | None:
-    """Writes the folder and the page as `write` does. If the disk cannot be written to, logs one sentence and
-    returns None, because a missing page does not affect the stages."""
+    """Like `write`, but if the disk cannot be written to, logs one sentence and returns None, because a
+    missing page does not affect the stages."""
     try:
         return write(plan, statuses, run, state)
     except Exception as error:
@@ -252,7 +252,7 @@ def rewrite_run(file: Path) -> Path:
 
 
 def _heading(folder: Path) -> str:
-    """Returns the heading of a recipe's last run; "" if its record has none."""
+    """Returns the heading of a recipe's last run; "" if the run's record has no heading."""
     try:
         return RunRecord.model_validate(read_json(folder / RUN)).heading
     except ValueError:

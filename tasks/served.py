@@ -2,7 +2,7 @@
 nothing but settings.
 
 `alignflow serve` writes the deployments' parameters to a file, which no API request can change, and passes
-its path to their runs. A worker of another Prefect server reads the parameters from that server, where users
+its path to their runs. A worker of another Prefect server reads the parameters from that server. There, users
 who can change deployments can run code, but users who can only create runs cannot.
 """
 
@@ -35,7 +35,7 @@ _loaded: dict[str, Recipe] = {}  # by flow run
 def recipe_of_run(
     given: object, overrides: object, run: UUID | str | None, deployment: UUID | str | None
 ) -> Recipe:
-    """Returns the recipe of a flow run as `own_recipe` does, but reads it only once per run and process."""
+    """Like `own_recipe`, but reads the recipe of a flow run only once per run and process."""
     if str(run) not in _loaded:
         _loaded[str(run)] = own_recipe(given, overrides, deployment)
     return _loaded[str(run)]
@@ -45,7 +45,7 @@ def own_recipe(given: object, overrides: object, deployment: UUID | str | None) 
     """Returns the recipe in a run's parameters. `deployment`: the id of the run's deployment, if it has one.
 
     Raises ValueError for a recipe other than the deployment's (before reading it), for an override of a field
-    that is not a setting, and where `given_recipe` does.
+    that is not a setting, and for the same reasons as `given_recipe`.
     """
     if deployment is None:
         return given_recipe(given, overrides)
@@ -96,8 +96,8 @@ def require_settings(recipe: Recipe, overrides: Sequence[str]) -> None:
 
 
 def _is_setting(here: Any, keys: Sequence[str], where: str) -> bool:
-    """Returns whether the field to which the keys lead, the last record field on the path, can only hold
-    plain values."""
+    """Returns whether the field to which `keys` lead (the last record field on the path) can hold only plain
+    values."""
     setting = False
     for depth, key in enumerate(keys):
         parts = _parts(here)

@@ -5,7 +5,7 @@ Prefect's own class for such a server takes two seconds to import, because it im
 importing this file imports nothing from Prefect. Until it is asked to start, the process changes nothing, so
 it can be killed without harm, and it ends when the command does. It has its own process group, so Ctrl-C in a
 terminal does not reach it; the command ends it after printing its own last messages. The API requires an auth
-string. A request for another host (DNS rebinding) or from another server's page is refused before it reaches
+string. A request for another host (DNS rebinding) or from another server's page is rejected before it reaches
 Prefect. `alignflow serve` also runs its server with this file.
 """
 
@@ -70,8 +70,8 @@ def answers(process: subprocess.Popen[bytes], api: str, seconds: float) -> bool:
 
 
 class ServerProcess:
-    """The process and its address. `running`: whether it was told to begin and has not been stopped; `begun`:
-    whether it was ever told to begin."""
+    """The process and its address. `running`: whether the process was told to begin and has not been stopped;
+    `begun`: whether it was ever told to begin."""
 
     def __init__(self) -> None:
         self.server_process: subprocess.Popen[bytes] | None = None
@@ -161,7 +161,7 @@ Application = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
 def own_only(application: Application, hosts: Sequence[str]) -> Application:
-    """Returns an ASGI application that refuses requests for other hosts (400) and requests from pages of
+    """Returns an ASGI application that rejects requests for other hosts (400) and requests from pages of
     another origin (403)."""
     from starlette.responses import PlainTextResponse
 

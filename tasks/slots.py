@@ -2,9 +2,9 @@
 stages of other runs wait for it.
 
 The slot is a global concurrency limit of the Prefect server, named by ALIGNFLOW_LIMIT; `alignflow serve`
-creates it and sets the variable. Without the variable there is no limit. Stages of one run that work side by
-side share the slot; flows/schedule.py decides which fit on the machine together. A slot is freed when the
-run's last stage ends, or five minutes after the run was killed with SIGKILL.
+creates it and sets the variable. Without the variable there is no limit. Stages of one run that work at the
+same time share the slot; flows/schedule.py decides which stages fit on the machine together. A slot is freed
+when the run's last stage ends, or five minutes after the run was killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Slot:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the slot is taken. Raises Stopped as `check_stop` does, and Prefect's exception when
-        there is no such limit."""
+        """Waits until the slot is taken. Raises Stopped for the same reasons as `check_stop`, and Prefect's
+        exception when the server has no limit of this name."""
         while not self._taken.wait(1.0):
             check_stop()
         if self._error:

@@ -1,8 +1,8 @@
 """Runs a stage as a Prefect task: in its own process, with its log forwarded and its results shown as
 artifacts.
 
-The task is called directly, or submitted to the flow's task runner, whose threads run stages side by side.
-Only the main thread receives the signal that cancels a flow. Code that waits in another thread calls
+The task is called directly, or submitted to the flow's task runner, whose threads run stages at the same
+time. Only the main thread receives the signal that cancels a flow. Code that waits in another thread calls
 `check_stop` (rlhf_core/runs/allotment.py), and ends the stage's processes when that raises. Prefect's result
 cache is off, because a stage is done when its run directory has a complete `result.json`.
 """
@@ -62,11 +62,11 @@ def can_retry(task: Any, task_run: Any, state: Any) -> bool:
 )
 def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) -> Literal["done", "skipped"]:
     """Runs one stage, unless it is already done here or in the store, and copies its result to the store.
-    Waits while another run works on the stage.
+    Returns whether the stage was run (`done`) or not (`skipped`). Waits while another run works on the stage.
 
-    Raises StageFailed when its process ends without a result or an input has changed (`require_unchanged`),
-    StoreFault when the store cannot be used, MachineLacks as `RunDir.wait` does, and Stopped as `check_stop`
-    does.
+    Raises StageFailed when its process ends without a result or an input has changed (see
+    `require_unchanged`), StoreFault when the store cannot be used, MachineLacks for the same reasons as
+    `RunDir.wait`, and Stopped for the same reasons as `check_stop`.
     """
     check_stop()  # a retry starts here, seconds after the crash
     logger = get_run_logger()
@@ -168,7 +168,7 @@ def show(result: StageResult, run_dir: Path) -> None:
 
 
 def curves(result: StageResult, run_dir: Path) -> str | None:
-    """Returns the stage's training curves as a data URL; None if it has none."""
+    """Returns the stage's training curves as a data URL; None if it has no curves."""
     if KINDS[result.stage].charts is None:
         return None
     from evaluation.report.drawing.charts import StageCurves, stage_chart

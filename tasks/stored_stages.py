@@ -1,6 +1,7 @@
 """Fetches stages from the store before they run, and copies results and resume states to it.
 
-If copying a result fails, the run ends with a sentence; the local result is kept, and the next run copies it.
+If copying a result fails, the run ends with an error message of one sentence; the local result is kept, and
+the next run copies it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def fetch_stage(store: Store, run: RunDir, request: StageRequest, log: Callable[
     """Fetches the result of a stage that is not done here. If the store has no result and there is no local
     resume state, fetches the newest resume state.
 
-    Does nothing while another process holds the run directory's lock, for which the stage's own process
-    waits. Raises StoreFault if the store cannot be used.
+    Does nothing while another process holds the run directory's lock; the stage's own process waits for the
+    lock. Raises StoreFault if the store cannot be used.
     """
     try:
         with run.locked(wait_seconds=1):  # a process that only checks the lock holds it for a moment
@@ -65,7 +66,8 @@ def states_uploaded(
 ) -> Iterator[None]:
     """Copies new resume states while the block runs, and the last one when the stage crashes.
 
-    A failed copy only causes a warning. The first failure causes none if the stage already has a newer state.
+    A failed copy only causes a warning. The first failed copy causes no warning if the stage already has a
+    newer state.
     """
     for left in (run / STATE).glob(f"{COPYING}*"):  # left by a killed run
         shutil.rmtree(left, ignore_errors=True)

@@ -1,8 +1,9 @@
 """Runs a temporary Prefect server for a flow for which no other server is configured, and restarts the server
 if it ends before the flow.
 
-The server only records events, but without it a run tries for minutes to record its end and then fails. It is
-our own (`server_process.py`), which requires an auth string and starts faster than Prefect's.
+The server only records events, but without it a run tries for minutes to record its end and then fails. The
+server is alignflow's own (see `server_process.py`); unlike Prefect's, it requires an auth string and starts
+quickly.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def start_server() -> None:
 
 class OwnServerFlow(Flow[..., Any]):
     """A flow that starts this process's own server when called, if none is configured. Prefect's own
-    temporary server would answer anyone."""
+    temporary server would answer requests from anyone."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         start_server()

@@ -130,7 +130,7 @@ def measure(
     seed: int,
     trust_remote_code: bool,
 ) -> MeasuredModel:
-    """Runs all tasks on the model that `server` serves.
+    """Runs all tasks on the model that `server` serves, and returns its scores.
 
     Raises ValueError when the recipe sets chat_template but the tokenizer has no template, or its template
     ignores an argument in template_args. Raises ServerFailed when the server has died.
@@ -196,7 +196,7 @@ def give_arguments(model: Any, template_args: Mapping[str, Any]) -> None:
 
 
 def scores_of(found: Mapping[str, Any], leaves: Mapping[str, Sequence[str]]) -> dict[str, TaskScores]:
-    """Converts lm-eval's results to scores by task. A group has the metrics that all of its tasks share,
+    """Converts lm-eval's results to scores by task. A group gets the metrics that all of its tasks report,
     averaged over all documents."""
     scores = {}
     for task, names in leaves.items():

@@ -1,5 +1,5 @@
-"""Defines the records of lm-eval's results, and computes each model's loss against the baseline on each task,
-with intervals. Imports neither torch nor lm-eval."""
+"""Defines the records of lm-eval's results, and computes each model's loss relative to the baseline on each
+task, with confidence intervals. Imports neither torch nor lm-eval."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TaskScores(Frozen):
 
 class ModelScores(Frozen):
     """The scores of one model on all tasks, keyed by the recipe's name for the task. `identity`: a digest of
-    the model's files (`served_models.identity_of`)."""
+    the model's files (see `served_models.identity_of`)."""
 
     model: str
     identity: str
@@ -45,8 +45,9 @@ class ModelScores(Frozen):
 
 class ScoreDrop(Frozen):
     """The loss of a model on one metric. `tax`: baseline minus model, or model minus baseline if lower is
-    better. `paired`: whether the 95 % interval is over the documents that both models answered. Otherwise it
-    combines the two standard errors, taken as independent, or is None if lm-eval reported none."""
+    better. `paired`: whether the 95 % interval is over the documents that both models answered. Otherwise the
+    interval combines the two standard errors, taken as independent, or is None if lm-eval reported no
+    standard errors."""
 
     tax: float
     ci_low: float | None
@@ -87,7 +88,8 @@ class TaxReport(Frozen):
 
 
 def compare(baseline: ModelScores, model: ModelScores, resamples: int, seed: int) -> list[TaxRow]:
-    """Returns a row for each metric that both models have. `resamples` and `seed` configure the bootstrap."""
+    """Returns a row for each metric that both models report. `resamples` and `seed` configure the
+    bootstrap."""
     rows = []
     for task, scores in model.tasks.items():
         before = baseline.tasks[task]
@@ -115,8 +117,8 @@ def compare(baseline: ModelScores, model: ModelScores, resamples: int, seed: int
 def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> ScoreDrop:
     """Returns baseline minus model (model minus baseline if lower is better), with a 95 % interval.
 
-    For documents with scores from 0 to 1 the interval is `difference_interval`, for others (losses) a
-    bootstrap; if the differences of the latter are all equal, there is no interval.
+    The interval is a `difference_interval` if the documents' scores are from 0 to 1, and a bootstrap interval
+    otherwise (losses). There is no bootstrap interval if all differences are equal.
     """
     sign = 1.0 if model.higher_is_better else -1.0
     lost = sign * (baseline.value - model.value)
@@ -167,7 +169,7 @@ def tax_metrics(report: TaxReport) -> dict[str, float]:
 
 
 def log_lines(report: TaxReport) -> Sequence[str]:
-    """Returns a line for each task and model, for the log."""
+    """Returns one log line for each task and model."""
     lines = []
     for row in report.main:
         bounds = "" if row.ci_low is None else f" [{row.ci_low:+.3f}, {row.ci_high:+.3f}]"

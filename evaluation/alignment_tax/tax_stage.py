@@ -28,7 +28,7 @@ LOGS = "servers"
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
     """Measures the baseline and all models. Reuses the scores of an earlier attempt that was killed. Raises
-    ValueError as `Tasks` and `measure` do."""
+    ValueError for the same reasons as `Tasks` and `measure`."""
     config = request.config
     assert isinstance(config, AlignmentTax), f"alignment_tax got the config of a {config.stage} stage"
     names = list(dict.fromkeys((config.baseline, *config.models)))
@@ -84,7 +84,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 def measure_one(
     name: str, model: LocalModel, request: StageRequest, config: AlignmentTax, tasks: Tasks, run: RunDir
 ) -> MeasuredModel:
-    """Serves one model and runs all tasks on it."""
+    """Serves one model and returns its scores on all tasks."""
     trust = request.trust_remote_code
     with served(
         model, file_name(name), run / LOGS / f"{file_name(name)}.log", config.engine, request.seed, trust

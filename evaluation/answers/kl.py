@@ -31,8 +31,8 @@ def log_ratios(
     config: Evaluation,
     trust_remote_code: bool = False,
 ) -> dict[str, Floats]:
-    """Returns `log p(answer | model) - log p(answer | baseline)` summed over the answer's tokens, by model,
-    each (Q,). For the baseline it is 0.
+    """Returns, by model, `log p(answer | model) - log p(answer | baseline)` summed over the answer's tokens,
+    each (Q,). The baseline's values are 0.
 
     Texts are tokenised as `config` specifies. `places` has each model's folder. Only one model is in memory
     at a time. Raises ValueError when a model's tokenizer encodes an answer differently from the baseline's.

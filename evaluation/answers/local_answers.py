@@ -1,4 +1,4 @@
-"""Generates answers of local models with an engine, and reads and writes them in Arena-Hard's answer format.
+"""Generates the answers of local models with an engine. Reads and writes answers in Arena-Hard's format.
 
 One line: {uid, model, messages, metadata{token_len, header_count, list_count, bold_count}}; the last
 message's content is {"answer": text}, as in published files. `token_len` counts the model's own tokens
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """One answer. `tokens`: number of its tokens without the stop token. The flags say whether a limit cut
-    the prompt or the answer."""
+    """One answer. `tokens`: the number of its tokens, without the stop token. The flags say whether the
+    prompt or the answer was truncated at a limit."""
 
     uid: str
     text: str
@@ -54,8 +54,8 @@ class ModelAnswer:
 def generate(
     sampler: RolloutEngine, renderer: Renderer, questions: Sequence[Question], config: Evaluation, seed: int
 ) -> list[ModelAnswer]:
-    """Generates one answer to each question, in order. Each answer's seed is derived from `seed` and the
-    question's uid, so the order has no effect."""
+    """Returns one generated answer to each question, in order. Each answer's seed is derived from `seed` and
+    the question's uid, so the order has no effect."""
     from rlhf_core.rollout.engine_contract import Sampling
 
     prompts = [
@@ -155,8 +155,8 @@ def _row(model: str, question: Question, answer: ModelAnswer) -> dict[str, Any]:
 
 
 def read_answers(path: Path, questions: Sequence[Question]) -> list[ModelAnswer] | None:
-    """Returns the answers in a file to these questions, in the questions' order; None when the file does
-    not exist or an answer is missing."""
+    """Returns a file's answers to these questions, in the questions' order; None when the file does not exist
+    or an answer is missing."""
     if not path.is_file():
         return None
     found = {answer.uid: answer for answer in map(_answer, path.read_text(encoding="utf-8").split("\n")[:-1])}

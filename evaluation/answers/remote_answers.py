@@ -1,7 +1,7 @@
 """Gets answers of remote models from an OpenAI-compatible endpoint. Saves each answer as soon as it arrives,
 so that no answer is requested twice.
 
-Prompts are not cut. A model's settings, tokens and cost become an `Answering` record in the report.
+Prompts are not truncated. A model's settings, tokens and cost become an `Answering` record in the report.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def answer_remotely(
     """Returns one answer from the endpoint `name` to each question, in order (empty for failed requests),
     and a record of settings, tokens and cost.
 
-    `file` keeps replies, keyed by a digest of the request. `count` counts the tokens of an answer; None
-    uses the endpoint's count, without reasoning. Raises ValueError when the endpoint refuses the model, or
-    when the share of questions without an answer exceeds `max_failed`.
+    `file` keeps replies, keyed by a digest of the request. `count` counts the tokens of an answer; None uses
+    the endpoint's count, without reasoning. Raises ValueError when the endpoint rejects the model, or when
+    the fraction of questions without an answer exceeds `max_failed`.
     """
     endpoint = config.endpoints[name]
     temperature = config.temperature if endpoint.temperature is None else endpoint.temperature

@@ -33,11 +33,11 @@ class LocalModel(NamedTuple):
 def local_model(
     where: str, path: str, config: VllmJudge | AlignmentTax, run: RunDir, trust_remote_code: bool
 ) -> LocalModel:
-    """Returns the model to serve. If `dtype` is auto, it is served in the stored dtype; if `max_model_len` is
-    None, with all positions of the model.
+    """Returns the model to serve. It is served in its stored dtype if `dtype` is auto, and with all of its
+    positions if `max_model_len` is None.
 
     Digests of the model's files are cached in the artifacts folder that contains the run directory. Raises
-    ValueError like `longest_of`.
+    ValueError for the same reasons as `longest_of`.
     """
     model_config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
     length = longest_of(where, model_config, config.max_model_len)
@@ -52,7 +52,8 @@ def local_model(
 def served(
     model: LocalModel, name: str, log: Path, engine: EngineConfig, seed: int, trust_remote_code: bool
 ) -> Iterator[Server]:
-    """Starts a server of `model` under `name`, and ends it after the block. `log` is its log file."""
+    """Starts a server that serves `model` under `name`, and stops it after the block. `log` is its log
+    file."""
     free_unused()
     with serving(
         model.path,
@@ -68,8 +69,8 @@ def served(
 
 
 def identity_of(path: str, digests: Digests, commit: str | None = None) -> str:
-    """Returns a digest of a checkpoint's files (for an adapter, with its base's), taken from the manifest
-    of the stage that wrote them if there is one.
+    """Returns a digest of a checkpoint's files (for an adapter, with its base's), taken from the manifest of
+    the stage that wrote the files, if there is a manifest.
 
     For a Hub id, returns the id, followed by the commit when it is known.
     """

@@ -37,9 +37,9 @@ class CalibrationReport(Frozen):
     """The contents of `calibration.json`.
 
     `judge`: the judge's name; `identity`: a digest of the settings that affect its verdicts
-    (`judge_identity`); the calibration is valid only for these settings. `unjudged`: number of pairs without
-    a verdict, which count only in the measures of people. `confusion`: rows are people's A, tie, B; columns
-    are the judge's.
+    (`judge_identity`); the calibration is valid only for these settings. `unjudged`: the number of pairs
+    without a verdict; they count only in the measures of the annotators themselves. `confusion`: rows are
+    people's A, tie, B; columns are the judge's.
     """
 
     judge: str
@@ -55,7 +55,7 @@ class CalibrationReport(Frozen):
 
     @property
     def strength(self) -> str:
-        """Returns the name of the range that kappa falls into; '' when there is no kappa."""
+        """Returns the name of the range that contains kappa; '' when there is no kappa."""
         kappa = self.measures.get("kappa")
         if kappa is None:
             return ""

@@ -1,5 +1,5 @@
-"""Runs the calibration stage, in which a judge decides pairs that people have labelled, in both orders, and
-its verdicts are compared with theirs.
+"""Runs the calibration stage, in which a judge decides pairs that people have labelled. The judge sees each
+pair in both orders, and its verdicts are compared with the people's labels.
 
 `report/calibration.json` is the report, and `report/calibration.md` has its tables.
 `report/judgments/<judge>.jsonl` has the judge's games in Arena-Hard's format, with the models `a` and `b`.
@@ -39,7 +39,7 @@ REPORT = "report"
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Judges all pairs and writes the report. Raises ValueError for invalid labels, and when too many games
+    """Judges all pairs and writes the report. Raises ValueError if a label is invalid or if too many games
     have no verdict."""
     config = request.config
     assert isinstance(config, Calibration), f"calibration got the config of a {config.stage} stage"

@@ -5,14 +5,15 @@ Signs are 1 (answer A is better), 0 (a tie) and -1 (B). A judge's sign for a pai
 its two games, as in an evaluation: games that name different winners make a tie. Every measure is a function
 of sums over pairs.
 
-agreement           share of pairs with the same sign; a tie on one side only is a disagreement
+agreement           fraction of pairs with the same sign; a tie for only one of the two is a disagreement
 agreement_decided   the same over pairs that neither calls a tie (Zheng et al. 2023, arXiv:2306.05685,
                     setup S2)
-kappa               (p - e) / (1 - e): p is the agreement; e is the agreement of two raters who draw A, tie
-                    and B at random with their own shares (Cohen 1960)
-position_bias       share of games won by the answer shown first minus that shown second (Zheng et al. 2023,
-                    section 3.3)
-swap_consistency    share of pairs whose two games name the same winner
+kappa               (p - e) / (1 - e): p is the agreement; e is the expected agreement of two raters who draw
+A, tie
+                    and B at random with their own frequencies (Cohen 1960)
+position_bias       fraction of games won by the answer shown first minus the fraction won by the one shown
+                    second (Zheng et al. 2023, section 3.3)
+swap_consistency    fraction of pairs whose two games name the same winner
 length_bias         P(judge prefers the longer answer) - P(people do), over pairs of different length; a tie
                     counts one half
 length_error_gap    P(judge prefers the longer | people the shorter) - P(judge prefers the shorter | people
@@ -20,10 +21,10 @@ length_error_gap    P(judge prefers the longer | people the shorter) - P(judge p
                     directions (equalized odds: Hardt et al. 2016, arXiv:1610.02413)
 markdown_bias, markdown_error_gap   the same for the answer with more headers, list items and bold text for
                     its length
-human_agreement     share of pairs of annotators who give the same sign to a pair of answers, averaged over
+human_agreement     fraction of pairs of annotators who give the same sign to a pair of answers, averaged over
                     pairs of answers
 human_kappa         Fleiss' kappa (1971) of the annotators, over pairs with several annotators
-human_repeat        share of repeated labels with the same sign that the annotator gave first
+human_repeat        fraction of repeated labels that have the sign of the annotator's first label
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ def _mean_estimate(mean: Mean) -> Estimate:
 def _resampled(names: Sequence[str], sums: Floats, resamples: int, seed: int) -> dict[str, Estimate]:
     """Returns the measures in OVER with percentile bootstrap intervals over uids (Efron & Tibshirani 1993).
 
-    If all resamples are equal, extends the value on both sides by the width of the interval for a share of 0
-    or 1 over as many uids, so that a few equal verdicts are not taken as proof.
+    If all resamples are equal, the interval extends from the value in both directions by the width that a
+    fraction of 0 or 1 over as many uids would have, so that a few equal verdicts are not taken as proof.
     """
     count = len(sums)
     generator = np.random.default_rng(seed)

@@ -64,8 +64,8 @@ class Folder:
         return path
 
     def requests(self, without: Container[str] = ()) -> dict[str, dict[str, Any]]:
-        """Returns the requests of all run directories that have one, by the directory's name, except the
-        directories in `without`."""
+        """Returns the requests of all run directories that have a request, by the directory's name, except
+        the directories in `without`."""
         try:
             names = sorted(
                 entry.name for entry in os.scandir(self.path / STAGES) if entry.is_dir(follow_symlinks=False)
@@ -116,12 +116,12 @@ class Folder:
         return file if _is(file, stat.S_ISREG) else None
 
     def json(self, file: Path) -> dict[str, Any]:
-        """Returns the JSON object in a file, as `read_json` does; {} also when the file is a link or larger
-        than MAX_JSON bytes."""
+        """Returns the JSON object in a file, like `read_json`. Also returns {} when the file is a link or
+        larger than MAX_JSON bytes."""
         return self._kept(file, ("json",), lambda: _object(file))
 
     def keys(self, file: Path) -> list[str]:
-        """Returns the keys of an iteration's recorded answers, as `keys_of` does."""
+        """Returns the keys of an iteration's recorded answers, like `keys_of`."""
         return self._kept(file, ("keys",), lambda: keys_of(file))
 
     def curves(self, run_dir: Path) -> Metrics:
@@ -129,7 +129,8 @@ class Folder:
         return self._growing_file(run_dir / METRICS, Curves).look()
 
     def attempts(self, run_dir: Path) -> Log:
-        """Returns the starts and ends of a stage's process from its current log."""
+        """Returns the starts and ends of a stage's process, and its progress, as its current log records
+        them."""
         return self._growing_file(run_dir / LOG, Attempts).look()
 
     def tail(self, file: Path, lines: int = 1) -> str:

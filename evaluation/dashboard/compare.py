@@ -16,8 +16,8 @@ MAX_TEXT = 300
 
 
 class Side(NamedTuple):
-    """One of the two stages or runs. `title`: its name; `link`: its page; `stages`: run directories by stage
-    name; `run`: None for a stage."""
+    """One of the two compared stages or runs. `title`: its name; `link`: its page; `stages`: run directories
+    by stage name; `run`: None for a stage."""
 
     title: str
     link: str
@@ -26,15 +26,15 @@ class Side(NamedTuple):
 
 
 class Overlay(NamedTuple):
-    """The curves of a stage that both sides have."""
+    """The curves of a stage that both runs have."""
 
     stage: str
     panels: list[dashboard_charts.DrawnPanel]
 
 
 def side(folder: Folder, given: str) -> Side:
-    """Returns the side that an address names as a run directory or RECIPE/RUN. Raises Missing when it does
-    not exist.
+    """Returns the stage or run that an address names, as a run directory or as RECIPE/RUN. Raises Missing
+    when it does not exist.
     """
     recipe, _, identity = given.rpartition("/")
     if not recipe:
@@ -72,7 +72,7 @@ def differences(folder: Folder, one: Side, other: Side) -> list[RunDifference]:
 
 
 def overlays(folder: Folder, one: Side, other: Side) -> list[Overlay]:
-    """Returns the curves of all stages that both sides have, in the order of the first side."""
+    """Returns the curves of all stages that both runs have, in the order of the first run."""
     found = []
     for name, mine, theirs in _pairs(one, other):
         try:
@@ -88,7 +88,7 @@ def overlays(folder: Folder, one: Side, other: Side) -> list[Overlay]:
 
 
 def drawable(folder: Folder, run_dir: str, label: str = "") -> dashboard_charts.LabelledCurves:
-    """Returns the curves of a stage in the form that dashboard_charts.py draws."""
+    """Returns the curves of a stage as dashboard_charts.py needs them."""
     found = folder.curves(folder.path / STAGES / run_dir)
     return dashboard_charts.LabelledCurves(label, found.points, found.not_finite)
 
@@ -98,7 +98,7 @@ def _short(text: str) -> str:
 
 
 def _pairs(one: Side, other: Side) -> list[tuple[str, str, str]]:
-    """Returns (stage, run directory of the first side, run directory of the second), with '' for a side that
+    """Returns (stage, run directory in the first run, run directory in the second), with '' for a run that
     lacks the stage. Two single stages always form a pair."""
     if not one.run and not other.run:
         (name, mine), (_, theirs) = *one.stages.items(), *other.stages.items()

@@ -1,9 +1,9 @@
 """Adds up the GPU-hours and money of a run: the GPUs that its stages reserve, multiplied by the run time of
 their processes, and the fees of judges.
 
-A stage's GPUs are counted as it reserves them in Ray; if its parts run one after the other, the largest
+A stage's GPUs are the GPUs that it reserves in Ray; if its parts run one after the other, the largest part
 counts. An attempt has no recorded end if the process that started it was killed. The time of such attempts is
-left out, and the sums are then shown as "at least". Stages that were already finished cost the run nothing.
+left out, and the sums are then shown as "at least". Stages that had already finished add no cost to the run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FEES = ("judge_cost", "answer_cost")  # US dollars, in the results of evaluation
 
 
 class UsageLine(NamedTuple):
-    """The usage of one stage in a run. `gpus`: None if unknown; `unended`: number of attempts without a
-    recorded end, which `seconds` leaves out."""
+    """The usage of one stage in a run. `gpus`: None if unknown; `unended`: the number of attempts without a
+    recorded end, whose time is not in `seconds`."""
 
     stage: str
     attempts: int
@@ -45,7 +45,7 @@ class UsageLine(NamedTuple):
 
 
 class Bill(NamedTuple):
-    """The total of a run. `price`: price of a GPU-hour; None if the recipe does not give it."""
+    """The total of a run. `price`: the price of a GPU-hour; None if the recipe does not state it."""
 
     lines: list[UsageLine]
     price: Cost | None
@@ -60,7 +60,7 @@ class Bill(NamedTuple):
 
     @property
     def at_least(self) -> bool:
-        """Returns whether the sums leave something out."""
+        """Returns whether the sums omit the time of some attempts or the GPUs of some stages."""
         return any(line.unended or line.gpus is None for line in self.lines)
 
     @property

@@ -65,7 +65,7 @@ def dashboard(artifacts: Path) -> Starlette:
         return HTMLResponse(content)
 
     def of_report(request: Request) -> Response:
-        """Redirects from a report to the recorded answers of one of its stages."""
+        """Returns a redirect from a report to the recorded answers of one of its stages."""
         page = request.path_params["page"]
         name = page.removesuffix(f".{VALIDATION}")
         query = "" if name == page else f"?of={VALIDATION}"

@@ -68,7 +68,7 @@ class LabelledCurves(NamedTuple):
 
 
 def main_panels(kind: str, runs: Sequence[LabelledCurves]) -> list[DrawnPanel]:
-    """Returns the panels for a kind of stage, the same as in the report, that have points."""
+    """Returns the panels that have points, of the panels that the report shows for this kind of stage."""
     panels = KINDS[kind].panels if kind in KINDS else ()
     return [drawn for panel in panels if (drawn := draw(panel, runs))]
 
@@ -161,7 +161,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Returns two to six round values in [low, high]."""
+    """Returns at most six round values in [low, high]; only `low` if the range is empty or infinite."""
     span = high - low
     if not (0 < span < math.inf):
         return [low]

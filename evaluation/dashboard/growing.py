@@ -2,7 +2,7 @@
 replaced or truncated file is read from its start.
 
 `metrics.jsonl` is appended to while a stage runs and replaced when it resumes (runs/metrics_log.py);
-`log.txt` is only appended to (runs/launch.py). A last line without a line end is not read until it has one.
+`log.txt` is only appended to (runs/launch.py). The last line is not read until it ends with a newline.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Finds out which lock files are held without touching them, from the list of locks in Linux's /proc/locks.
+"""Determines which lock files are held from Linux's /proc/locks, without touching the files.
 
-`is_locked` in system/files.py takes a lock for a moment and writes to its file; a page that did so every
-second could keep a stage from getting its own lock. Locks of processes in other containers and on other
-machines are not listed.
+`is_locked` in system/files.py briefly takes a lock and writes to its file. A page that did so every second
+could keep a stage from getting its own lock. Locks of processes in other containers and on other machines are
+not listed.
 """
 
 from __future__ import annotations

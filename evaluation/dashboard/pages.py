@@ -1,5 +1,5 @@
 """Builds the dashboard's pages from parts. Each part is rendered from its own template, so that an open page
-replaces only the parts that changed.
+only has to replace the parts that changed.
 
 All strings from runs (names, answers, logs, configurations) are escaped by Jinja, and their control
 characters are removed.
@@ -283,8 +283,8 @@ def rollouts_page(folder: Folder, name: str, query: dict[str, str]) -> Page:
 
 
 def compare_page(folder: Folder, a: str, b: str) -> Page:
-    """Returns the page that compares two stages or two runs. Raises Missing when one does not exist, or when
-    one is a stage and the other a run."""
+    """Returns the page that compares two stages or two runs. Raises Missing when `a` or `b` does not exist,
+    or when one of them is a stage and the other is a run."""
     one = compare.side(folder, a)
     other = compare.side(folder, b)
     if (one.run is None) != (other.run is None):
@@ -337,7 +337,7 @@ def digest(html: str) -> str:
 
 
 def quoted(text: object) -> str:
-    """Returns a string quoted as one word, to be copied into a shell command."""
+    """Returns a string quoted as a single word, for use in a shell command."""
     return shlex.quote(str(text))
 
 

@@ -92,7 +92,8 @@ def fitting(answers: Iterable[RecordedAnswer]) -> list[RecordedAnswer]:
 
 
 def folder_of(query: Mapping[str, str]) -> str:
-    """Returns the folder that a query requests: the validations with `of=validation`, else the rollouts."""
+    """Returns the folder that a query requests: the folder of validations for `of=validation`, otherwise the
+    folder of rollouts."""
     return VALIDATION if query.get("of") == VALIDATION else ROLLOUTS
 
 

@@ -1,8 +1,8 @@
-"""Determines the state of a stage or a run, why it waits or ended, and its progress, from files and held
-locks alone.
+"""Determines, from files and held locks alone, the state of a stage or a run, why it is waiting or has ended,
+and its progress.
 
 States of a stage: done; running (a process holds its lock); failed; killed (its process is gone without a
-recorded end); waiting (its run is in progress); not begun. Locks on another machine cannot be seen, so a
+recorded end); waiting (its run is in progress); and not begun. Locks on another machine cannot be seen, so a
 stage there counts as running while its files are less than FRESH seconds old.
 """
 
@@ -144,7 +144,7 @@ def run_stages(folder: Folder, run: RunRecord) -> list[Stage]:
 
 
 def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
-    """Returns the stages of a run in progress, with the reason why each one waits."""
+    """Returns the stages of a run in progress, with the reason why each of them is waiting."""
     done = {stage.name for stage in stages if stage.state == "done"}
     others = [stage.name for stage in stages if stage.state == "running"]
     told = []
@@ -269,8 +269,8 @@ def win_rate(folder: Folder, run: RunRecord) -> str:
 
 
 def _win_rate_text(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """Returns the win rate of an evaluation's last model, or of the last judged model if the last one was not
-    judged (because it is the baseline, for example)."""
+    """Returns the win rate of an evaluation's last model, or of the last judged model if the last model was
+    not judged (for example, because it is the baseline)."""
     judged = [name.removeprefix(WIN_RATE) for name in metrics if name.startswith(WIN_RATE)]
     if not judged:
         return ""

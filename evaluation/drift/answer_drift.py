@@ -42,9 +42,9 @@ def refuses(answer: str) -> bool:
 
 def answer_signals(model: Sequence[str], reference: Sequence[str], rounds: int, seed: int) -> list[Signal]:
     """Returns `answers/length`, the ratio of the mean lengths in characters, model to reference (left out
-    when all reference answers are empty), `refusals/model`, `refusals/reference` and `refusals/rise`. The
-    last is tested with McNemar's exact test (1947) on the questions that only one of the two models
-    refuses."""
+    when all reference answers are empty), `refusals/model`, `refusals/reference` and `refusals/rise`.
+    `refusals/rise`, the refusal rate of the model minus that of the reference, is tested with McNemar's exact
+    test (1947) on the questions that only one of the two models refuses."""
     lengths = [
         np.array([len(text.strip()) for text in side], dtype=np.float64) for side in (model, reference)
     ]
@@ -65,7 +65,7 @@ def answer_signals(model: Sequence[str], reference: Sequence[str], rounds: int, 
 
 
 def share_interval(values: Floats) -> Interval:
-    """Returns the 95 % interval of a share; `values` are from 0 to 1."""
+    """Returns the 95 % interval of the mean of `values`, which are from 0 to 1."""
     return Interval(*rate_interval(QuestionSums(values, np.ones(len(values)))))
 
 

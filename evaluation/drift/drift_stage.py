@@ -1,8 +1,8 @@
-"""Runs the drift stage, which compares current prompts, answers and judges with past ones and writes
-`report/drift.json`.
+"""Runs the drift stage, which compares the current prompts, answers and judges with past prompts, answers and
+judges, and writes `report/drift.json`.
 
 It reads the answers and judgments of a finished evaluation. It generates no answers, and loads a model only
-for the KL (`kl`) and for an anchor judge that needs one.
+for the KL (see `kl`) and for an anchor judge that needs a model.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def prompt_texts(config: Drift, seed: int) -> tuple[list[str], list[str]]:
-    """Returns the distinct current and past prompts as strings, at most `max_prompts` each: the last of the
-    current ones, and a sample of the past ones drawn with the seed. Raises ValueError as `load_rows` and
-    `prompt_of` do."""
+    """Returns the distinct current and past prompts as strings, at most `max_prompts` of each: the last of
+    the current prompts, and a sample of the past prompts, drawn with the seed. Raises ValueError for the same
+    reasons as `load_rows` and `prompt_of`."""
 
     def texts(name: str, data: Data) -> list[str]:
         rows = load_rows(data, seed, "prompt")
@@ -145,8 +145,8 @@ def anchors(
     earlier: Sequence[EarlierResult],
     now: datetime,
 ) -> AnchorSignals:
-    """Judges the anchors, or reuses the signals of an earlier result whose verdicts on the same anchors are
-    less than `anchors.days` old."""
+    """Judges the anchors and returns their signals. Reuses the signals of an earlier result if its verdicts
+    on the same anchors are less than `anchors.days` old."""
     if config.anchors is None:
         return AnchorSignals([], "", None)
     pairs = load_anchors(config.anchors.pairs, request.seed)

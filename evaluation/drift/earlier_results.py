@@ -30,7 +30,7 @@ class EarlierResult(NamedTuple):
 
 
 def earlier_results(request: StageRequest, config: Drift, run: RunDir) -> list[EarlierResult]:
-    """Returns the earlier results, oldest first, without damaged or unfinished ones."""
+    """Returns the earlier results, oldest first, without damaged or unfinished results."""
     found = []
     for folder in run.path.parent.glob(f"{request.name}-*"):
         other = RunDir(folder)

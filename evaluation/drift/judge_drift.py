@@ -41,7 +41,7 @@ def agreement(
 
 
 def judge_anchors(judge: Judge, anchors: AnchorPairs) -> list[Signal]:
-    """Returns `anchors/changed`, the share of anchors with a different winner than in the past, and
+    """Returns `anchors/changed`, the fraction of anchors whose winner differs from the past winner, and
     `anchors/shift`, the change in answer B's win rate. The shift is tested with an exact sign test on the
     anchors whose score rose or fell. Raises ValueError when no game has a verdict."""
     judged = battles(judge, anchors.questions, anchors.answers, [("b", "a")])

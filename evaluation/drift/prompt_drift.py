@@ -1,4 +1,5 @@
-"""Measures how much current prompts differ from past ones. Torch-free; uses neither a model nor a classifier.
+"""Measures how much current prompts differ from past prompts. Torch-free; uses neither a model nor a
+classifier.
 
 Words: the Jensen-Shannon divergence (Lin 1991) in bits, from 0 to 1, of two distributions of hashed words
 (Weinberger et al. 2009). Each prompt has the same weight. The divergence of two finite samples from one
@@ -28,8 +29,8 @@ Singles = NDArray[np.float32]
 
 
 def prompt_signals(present: Sequence[str], past: Sequence[str], rounds: int, seed: int) -> list[Signal]:
-    """Returns `prompts/divergence` and `prompts/length`. The strings are complete prompts; each side has at
-    least one."""
+    """Returns `prompts/divergence` and `prompts/length`. The strings are complete prompts. Both lists have at
+    least one prompt."""
     count = len(present) + len(past)
     lengths = [np.array([len(text) for text in side], dtype=np.float64) for side in (present, past)]
     low, high = ratio(lengths[0], lengths[1], rounds, seed)

@@ -25,12 +25,12 @@ class Interval(NamedTuple):
 
 
 def weights(rows: int, resamples: int, generator: np.random.Generator) -> Floats:
-    """Returns the share of each row in each resample, (resamples, rows)."""
+    """Returns the weight of each row in each resample, (resamples, rows)."""
     return generator.multinomial(rows, np.full(rows, 1 / rows), size=resamples) / rows
 
 
 def ends(values: Floats) -> Interval:
-    """Returns the 2.5 % and 97.5 % quantiles. Ignores resamples without a value."""
+    """Returns the 2.5th and 97.5th percentiles. Ignores resamples without a value."""
     low, high = np.nanquantile(values, ENDS)
     return Interval(float(low), float(high))
 

@@ -36,7 +36,8 @@ class Judged:
 
     @property
     def reward_judge(self) -> str | None:
-        """Returns the name of the first second-opinion judge that is a reward model."""
+        """Returns the name of the first second-opinion judge that is a reward model; None if there is
+        none."""
         named = list(judge_names(self.config.judges).items())[1:]
         return next((name for name, judge in named if isinstance(judge, configs.RewardJudge)), None)
 

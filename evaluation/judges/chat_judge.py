@@ -1,10 +1,10 @@
-"""Judges with a chat model at an OpenAI-compatible endpoint: a remote one, or a local vLLM server.
+"""Judges with a chat model at an OpenAI-compatible endpoint: a remote endpoint, or a local vLLM server.
 
-Every verdict is cached when it arrives, keyed by (judge prompt, settings of the request, judge, prompt
-version), so a resumed stage never requests the same verdict twice. If a reply has no verdict, contradicts
-itself, or was cut by the length limit, one reminder follows. Games that still fail are counted but not
-cached, and stop the stage when their share exceeds `max_failed`. Requests and retries:
-`rlhf_core/judging/chat_client.py`.
+Every verdict is cached when it arrives, keyed by the judge prompt, the request's settings, the judge and the
+prompt version, so a resumed stage never requests the same verdict twice. If a reply has no verdict,
+contradicts itself, or was truncated by the length limit, one reminder follows. Games that still fail are
+counted but not cached, and stop the stage when their share exceeds `max_failed`.
+`rlhf_core/judging/chat_client.py` sends the requests and retries them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rlhf_core.system.files import digest
 
 
 class CachedVerdict(Frozen):
-    """One line of the cache. Token counts come from the endpoint and include the reminder, if there was
-    one."""
+    """One line of the cache. Token counts come from the endpoint and include the reminder, if a reminder was
+    sent."""
 
     key: str
     game: Game
@@ -38,8 +38,8 @@ class LlmJudge:
     """Requests a verdict on each match.
 
     `cache`: file of verdicts; `identity`: the judge's part of the cache's keys, which is a remote model's
-    name or the digest of a local model's files. `used`: all verdicts used, including cached ones. `games`
-    counts the games, `failed` those without a verdict.
+    name or the digest of a local model's files. `used`: all verdicts used, including cached verdicts.
+    `games`: the number of games; `failed`: the number of games without a verdict.
     """
 
     name: str
@@ -61,8 +61,8 @@ class LlmJudge:
     def judge(self, matches: Sequence[Match]) -> list[Game]:
         """Returns one game for each match, in order.
 
-        Raises ValueError when the endpoint refuses the request, or when the share of all games so far
-        without a verdict exceeds `max_failed`.
+        Raises ValueError when the endpoint rejects the request, or when the fraction of all games so far that
+        have no verdict exceeds `max_failed`.
         """
         keys = [self._key(match) for match in matches]
         known = {entry.key: entry for entry in records_of(self.cache, CachedVerdict)}

@@ -56,7 +56,7 @@ def make_judge(
     run: RunDir,
     stack: ExitStack,
 ) -> Judge:
-    """Creates the judge for one judge config. A local server starts with the judge's first request and ends
+    """Returns the judge for one judge config. A local server starts with the judge's first request and ends
     with `stack`.
 
     Raises ValueError when a local judge's model is too short or has no chat template.
@@ -106,8 +106,8 @@ def remote_cache_name(judge: configs.OpenAIJudge) -> str:
 
 
 def cache_of(name: str, judge: configs.ChatJudge, cache_name: str, run: RunDir) -> Path:
-    """Returns the file of a judge's verdicts: `cache_name` in the folder that evaluations share, or one in
-    the run directory."""
+    """Returns the file of a judge's verdicts: the file `cache_name` in the folder that evaluations share, or
+    a file in the run directory."""
     if judge.verdict_cache is not None:
         return Path(judge.verdict_cache).expanduser() / cache_name
     return run / CACHE / f"{file_name(name)}.jsonl"
@@ -127,8 +127,9 @@ def judges_with_verdicts(judges: Sequence[configs.Judge], run: RunDir) -> list[s
 def load_reward_model(
     name: str, request: StageRequest, config: JudgingStage, rendering: JudgingStage | configs.Data
 ) -> tuple[RewardScorer, Renderer]:
-    """Loads a reward model onto the device. Returns the model and the renderer for its inputs, with the
-    template of `rendering` and those arguments of `rendering` that the reward model's template reads."""
+    """Loads a reward model onto the device. Returns the model and the renderer for its inputs. The renderer
+    has the template of `rendering`, and only the template arguments that the reward model's template
+    reads."""
     # imports torch's model code, so only when needed
     from rlhf_core.models.reward_scoring import RewardScorer
 

@@ -1,8 +1,8 @@
 """Writes the prompt of an LLM judge, with the structure of Arena-Hard v2.0's prompt but different wording.
 
-For hard prompts the judge first writes its own answer; for creative writing it does not. The request has
-the user's prompt and both answers between markers. The verdict is one of five labels in double brackets
-(`rlhf_core/judging/judge_reply.py`).
+For hard prompts the judge first writes its own answer; for creative writing it does not. The request contains
+the user's prompt and both answers between markers. The verdict is one of five labels in double brackets; see
+`rlhf_core/judging/judge_reply.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REMINDER = "Finish now with exactly one of [[A>>B]], [[A>B]], [[A=B]], [[B>A]], 
 
 
 def reminder(problem: str) -> str:
-    """Returns the message that asks for a verdict after a reply without one. `problem` comes from
+    """Returns the message that asks for a verdict after a reply without a verdict. `problem` comes from
     `judge_reply.JudgeVerdict`."""
     return f"{problem[0].upper()}{problem[1:]}. {REMINDER}"
 

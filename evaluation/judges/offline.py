@@ -1,8 +1,9 @@
 """Defines judges that work offline, by a rule for known answers or with a reward model, and runs the battles
 of any judge.
 
-A judge receives matches (a question and two answers, A and B) and returns one verdict for each. Every
-battle is judged in both orders, even by offline judges: no verdict is derived from its mirror image.
+A judge receives matches, each of which is a question and two answers, A and B, and returns one verdict for
+each. Every battle is judged in both orders, even by offline judges: no verdict is derived from its mirror
+image.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Match:
 
 
 class Judge(Protocol):
-    """Defines a judge: it has a name, and returns one game for each match, in order."""
+    """The interface of a judge, which has a name and returns one game for each match, in order."""
 
     @property
     def name(self) -> str: ...
@@ -45,7 +46,7 @@ def battles(
     answers: Mapping[str, Sequence[str]],
     sides: Sequence[tuple[str, str]],
 ) -> list[Judgment]:
-    """Judges each (model, baseline) of `sides` on every question, in two games.
+    """Judges each (model, baseline) pair of `sides` on every question, in two games.
 
     `answers[model][i]` is the answer to `questions[i]`. A is the baseline in game 0 and the model in game
     1. Returns the judgments in the order of `sides`, then of the questions.
@@ -73,7 +74,7 @@ def battles(
 
 @dataclass(frozen=True)
 class KnownAnswerJudge:
-    """Lets a right answer beat a wrong one; two right or two wrong answers tie. Right means equal to the
+    """Lets a right answer beat a wrong answer; two right or two wrong answers tie. Right means equal to the
     known answer, up to whitespace."""
 
     name: str
@@ -84,7 +85,7 @@ class KnownAnswerJudge:
         return question.known_answer(self.answer_key)
 
     def right(self, question: Question, answer: str) -> bool:
-        """Returns whether an answer equals the known one, up to whitespace."""
+        """Returns whether an answer equals the known answer, up to whitespace."""
         return answer.split() == self.known(question).split()
 
     def judge(self, matches: Sequence[Match]) -> list[Game]:
@@ -108,9 +109,9 @@ class RewardModelJudge:
     """Lets the answer with the higher reward-model score win; a difference of at most `tie` is a tie. If a
     score is not finite, there is no verdict.
 
-    `score` maps documents to scores. Prompts are cut to `prompt_max_len` tokens, as for the models that
-    answered. Answers keep their first `answer_max_len` tokens, including the end of turn, so an answer cut
-    at the limit has no end of turn.
+    `score` maps documents to scores. Prompts are truncated to `prompt_max_len` tokens, as for the models that
+    answered. Answers keep their first `answer_max_len` tokens, including the end of turn, so an answer
+    truncated at the limit has no end of turn.
     """
 
     name: str

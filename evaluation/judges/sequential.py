@@ -1,8 +1,8 @@
-"""Judges questions in random order until the interval of each win rate is narrow enough.
+"""Judges questions in random order until the confidence interval of each win rate is narrow enough.
 
-Uses a fixed-width sequential interval (Chow & Robbins 1965). The rule depends only on the width, not on
-which model leads, so stopping favours neither. The interval is the one in the report, which stays wide
-after a few equal verdicts.
+Uses a fixed-width sequential interval (Chow & Robbins 1965). The rule depends only on the width, not on which
+model leads, so stopping favours neither. The report shows the same interval, which stays wide after a few
+equal verdicts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def battles_in_turns(
     step: int,
     seed: int,
 ) -> list[Judgment]:
-    """Runs `offline.battles` on `step` questions at a time. Drops a side when the interval of its win rate
-    is at most `width` wide."""
+    """Runs `offline.battles` on `step` questions at a time. Stops judging a (model, baseline) pair once the
+    confidence interval of its win rate is at most `width` wide. Returns the judgments made."""
     order = list(range(len(questions)))
     random.Random(seed).shuffle(order)
     judged: dict[tuple[str, str], dict[str, Judgment]] = {side: {} for side in sides}
@@ -48,8 +48,8 @@ def battles_in_turns(
 
 
 def interval_width(scores: Sequence[float | None]) -> float:
-    """Returns the width of the 95 % interval of the mean of the scores that are not None; 1 if there is
-    none."""
+    """Returns the width of the 95 % confidence interval of the mean of the scores that are not None; 1 if all
+    are None."""
     given = np.array([score for score in scores if score is not None], dtype=np.float64)
     low, high = rate_interval(QuestionSums(given, np.ones(len(given))))
     return high - low

@@ -5,8 +5,8 @@ Two annotators: Cohen's kappa (Cohen 1960) and, with squared weights for the fiv
 Alpha-Reliability"), nominal for the winner and ordinal for the degrees, which allows any number of annotators
 per pair. Intervals are 95 % intervals over pairs of answers: `rate_interval` for shares, percentile
 bootstraps for kappa and alpha. Annotators are not resampled, so the results describe only these annotators.
-If all agree, all resamples are equal, and a kappa's interval is derived from the interval of the share of
-agreement.
+If all agree, all resamples are equal, and a kappa's interval is derived from the interval of the agreement
+rate.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Statistic = Callable[[Floats], Floats]  # of tables (R, C, C) -> (R,)
 
 
 class TwoAnnotators(NamedTuple):
-    """Agreement on the `pairs` that both annotators labelled. `same`: share of pairs with the same winner.
-    Kappas are None if undefined."""
+    """Agreement on the `pairs` that both annotators labelled. `same`: the fraction of pairs with the same
+    winner. Kappas are None if undefined."""
 
     one: str
     other: str
@@ -46,8 +46,9 @@ class TwoAnnotators(NamedTuple):
 
 class OneAnnotator(NamedTuple):
     """Statistics of one annotator. `first_side`: among verdicts with a winner, the share that prefer the
-    answer shown first (0.5 without bias). `consistent`: share of the `repeats` pairs shown twice that got the
-    same winner again. `seconds`: median time per verdict. Values are None if the labels lack the data."""
+    answer shown first (0.5 without bias). `consistent`: the fraction of the `repeats` pairs shown twice that
+    got the same winner again. `seconds`: median time per verdict. Values are None if the labels lack the
+    data."""
 
     name: str
     labels: int
@@ -159,7 +160,7 @@ def _distances(totals: Floats, metric: Metric) -> Floats:
 
 
 def _ratio(observed: Floats, expected: Floats) -> Floats:
-    """Returns observed / expected disagreement; NaN if no disagreement is expected."""
+    """Returns the ratio of observed to expected disagreement; NaN if no disagreement is expected."""
     return np.divide(observed, expected, out=np.full_like(observed, np.nan), where=expected > 1e-12)
 
 
@@ -227,7 +228,7 @@ def _one_annotator(name: str, rows: Sequence[Rated]) -> OneAnnotator:
 
 
 def _share(rows: Sequence[tuple[str, bool]]) -> IntervalEstimate | None:
-    """Returns the share of true values, with its interval over pair keys; None if there are no rows."""
+    """Returns the fraction of true values, with its interval over pair keys; None if there are no rows."""
     if not rows:
         return None
     sums = sums_of([(key, float(value), 1.0) for key, value in rows])

@@ -1,9 +1,9 @@
 """Assigns pairs to annotators and turns their choices into labels.
 
-A pair is assigned until `per_item` annotators have labelled it; only then does the next pair begin. The side
-of each answer is drawn for each pair and annotator. A share of an annotator's pairs is shown a second time,
-with the sides swapped, after GAP other pairs. Assignments follow from the labels, so a killed server can
-continue and loses only the reservations of pairs that pages are showing.
+A pair is assigned until `per_item` annotators have labelled it; only then does the next pair begin. For each
+pair and annotator, a draw decides which answer is on the left. A fraction of an annotator's pairs is shown a
+second time, with the answers swapped, after GAP other pairs. Assignments follow from the labels, so a killed
+server can continue and loses only the reservations of pairs that pages are showing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Stale(Exception):
 
 
 class LabelTask(NamedTuple):
-    """A pair as one annotator sees it. `id` reveals nothing about the pair, its models or its sides."""
+    """A pair as one annotator sees it. `id` reveals neither the pair, nor its models, nor which answer is on
+    the left."""
 
     id: str
     pair: ComparedPair
@@ -59,8 +60,9 @@ class _Hold(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of assignment. `per_item`: annotators per pair; `repeat`: share of pairs that an annotator is
-    shown twice; `seed`: seed for sides and repeats."""
+    """The rules of assignment. `per_item`: annotators per pair; `repeat`: the fraction of pairs that an
+    annotator is shown twice; `seed`: the seed that decides which answer is on the left and which pairs are
+    repeated."""
 
     per_item: int = 2
     repeat: float = 0.05
@@ -80,7 +82,8 @@ class Assignment:
         clock: Callable[[], float] = time.monotonic,
     ):
         """Prepares the assignment from the labels in `file`. `secret`, which no page or annotator knows,
-        prevents task ids and sides from being computed from texts, names and the seed."""
+        prevents anyone from computing task ids and the order of the answers from texts, names and the
+        seed."""
         self.pairs = {pair.key: pair for pair in pairs}
         self.file = file
         self.rules = rules
@@ -144,8 +147,8 @@ class Assignment:
     def label(
         self, annotator: str, task_id: str, choice: int | None, seconds: float, note: str | None = None
     ) -> HumanLabel:
-        """Writes the verdict on a task. `choice`: index in LABELS, with the left answer as A; None if the
-        task was skipped.
+        """Writes the verdict on a task and returns the label. `choice`: index in LABELS, with the left answer
+        as A; None if the task was skipped.
 
         Raises Stale when the task is not open for this annotator, and OSError when the label cannot be
         written.
@@ -232,7 +235,7 @@ class Assignment:
         return decided and self._drawn("repeat", annotator, first.key) < self.rules.repeat
 
     def _task(self, annotator: str, key: str) -> LabelTask | None:
-        """Returns an annotator's task for a pair: the first one, or the repeat if the pair is shown twice;
+        """Returns an annotator's task for a pair: the first task, or the repeat if the pair is shown twice;
         None when both are labelled."""
         first = self._firsts.get(annotator, {}).get(key)
         if first is None:

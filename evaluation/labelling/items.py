@@ -1,7 +1,7 @@
 """Reads the pairs that annotators compare: answers of an evaluation's models, or rows of preferences.
 Torch-free.
 
-A row of a file that contains an unpaired surrogate is refused, as in training; in a model's answer, each
+A row of a file that contains an unpaired surrogate is an error, as in training. In a model's answer, each
 unpaired surrogate is replaced with U+FFFD.
 """
 
@@ -37,8 +37,8 @@ class DrawnPairs(NamedTuple):
 
 
 def draw(source: str, count: int, seed: int, artifacts: Path, models: Sequence[str] = ()) -> DrawnPairs:
-    """Draws `count` pairs at random. With the same seed, a larger `count` draws the same pairs and more. For
-    a file of rows, memory use is bounded by `count`.
+    """Returns `count` pairs drawn at random. With the same seed, a larger `count` draws the same pairs and
+    more. For a file of rows, memory use is bounded by `count`.
 
     `source`: a data file, an evaluation's directory, or the name of an evaluation or a recipe in `artifacts`.
     `models`: two models of an evaluation to compare; default: all pairs that its judges compared. Raises
@@ -83,7 +83,7 @@ def _pairs(source: str, seed: int, artifacts: Path, models: Sequence[str]) -> It
 
 def _evaluation(source: str, artifacts: Path) -> Path | None:
     """Returns the directory of an evaluation that is named by its path, by its stage (its newest directory is
-    taken) or by a recipe (its last run is taken)."""
+    taken) or by a recipe (its last run is taken). Returns None if `source` names none of these."""
     for recipe in (Path(source), artifacts / source):
         stages = read_json(recipe / RUN).get("stages", [])
         last = [stage["run_dir"] for stage in stages if stage.get("kind") == "evaluation"]

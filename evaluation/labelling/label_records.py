@@ -73,7 +73,7 @@ AnyLabel = TypeVar("AnyLabel", bound=HumanLabel | LabelLine)
 
 
 def in_force(labels: Iterable[AnyLabel]) -> list[AnyLabel]:
-    """Returns the labels that were not withdrawn, in their order, including skipped ones."""
+    """Returns the labels that were not withdrawn, in their order, including skipped labels."""
     rows = list(labels)
     undone = {row.undone for row in rows}
     return [row for row in rows if row.undone is None and row.id not in undone]

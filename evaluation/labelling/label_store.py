@@ -22,7 +22,7 @@ START = b'{"uid":'  # start of each line
 
 
 def read_labels(path: Path) -> list[HumanLabel]:
-    """Returns all lines of a labels file, including `undone` ones, except a truncated last line.
+    """Returns all lines of a labels file, including lines with `undone`, except a truncated last line.
 
     Raises ValueError for a missing file and for a line that is not a label.
     """
@@ -35,7 +35,7 @@ def read_labels(path: Path) -> list[HumanLabel]:
 
 
 class LabelFile:
-    """An open labels file. `labels`: its lines, including `undone` ones."""
+    """An open labels file. `labels`: its lines, including lines with `undone`."""
 
     def __init__(self, path: Path):
         """Opens the file, or creates it with mode 0600. Raises ValueError, and leaves the file unchanged,

@@ -1,5 +1,5 @@
 """Serves the labelling page for `alignflow label`. Browsers receive texts and counts, but never a model's
-name, a source, or which answer is the chosen one.
+name, a source, or the information which answer was chosen.
 
 Pages are small HTML files; label.js asks for one pair at a time. The event loop handles one request at a
 time, including writing a label, so no two requests see the same state.
@@ -49,8 +49,8 @@ class Undo(Frozen):
 
 
 class SentVerdict(Undo):
-    """A verdict sent by the page. `choice`: from 0 (the left answer is much better) to 4 (the right one is);
-    None if skipped."""
+    """A verdict sent by the page. `choice`: from 0 (the left answer is much better) to 4 (the right answer is
+    much better); None if skipped."""
 
     task: str
     choice: int | None = Field(ge=0, le=4)
@@ -59,7 +59,7 @@ class SentVerdict(Undo):
 
 
 class WrongRequest(Exception):
-    """A refused request, with an HTTP status and an error message."""
+    """Raised when a request is rejected, with an HTTP status and an error message."""
 
     def __init__(self, status: int, sentence: str):
         super().__init__(sentence)

@@ -23,7 +23,8 @@ def lost_questions(
     `judge` (None: the first). Each question has the other model's answer as its reference, and the known
     answer if a rule is among the judges.
 
-    Raises ValueError when the directory does not hold a finished evaluation, or lacks a named model or judge.
+    Raises ValueError when the directory does not hold a finished evaluation, or when the evaluation lacks a
+    named model or judge.
     """
     run = RunDir(folder)
     try:

@@ -26,9 +26,9 @@ class QuestionResult(Frozen):
 
 
 class Band(Frozen):
-    """The range of the passed share that earlier results predict, from their final models on the same
-    questions. `deviation`: distance of the final model's share from `mean`, in units of `spread`; `low`,
-    `high`: the ends of the band."""
+    """The range that earlier results predict for the fraction of passed questions, from their final models on
+    the same questions. `deviation`: the distance of the final model's fraction from `mean`, in units of
+    `spread`; `low`, `high`: the ends of the band."""
 
     results: int
     questions: int
@@ -94,8 +94,8 @@ class RegressionReport(Frozen):
 def band_of(
     now: Mapping[str, QuestionOutcome], earlier: Sequence[Mapping[str, QuestionOutcome]], width: float
 ) -> Band | None:
-    """Compares the share of passed questions with earlier results, over the questions that all of them
-    have. Returns None if there are no earlier results or no shared questions.
+    """Compares the fraction of passed questions with earlier results, over the questions that all results
+    have in common. Returns None if there are no earlier results or no shared questions.
 
     Uses a control chart (Shewhart 1931): mean +- `width` standard deviations. The standard deviation is
     computed from the earlier shares. It is at least the standard deviation of a binomial share, sqrt(p (1 -

@@ -3,8 +3,8 @@ passes and computes the band of earlier results.
 
 A model passes a question if it does not lose: the mean of its two games is at least a tie. If the first judge
 is a rule, the model passes if its answer is right, regardless of the baseline's answer. Without a verdict,
-the question is not passed. `report/regression.json` has every question; the rest of `report/` is as in an
-evaluation.
+the question is not passed. `report/regression.json` has every question; the other files in `report/` are the
+same as in an evaluation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from rlhf_core.system.files import write_text
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Evaluates the suite and writes its report. Raises ValueError as `evaluation_stage.run` does."""
+    """Evaluates the suite and writes its report. Raises ValueError for the same reasons as
+    `evaluation_stage.run`."""
     config = request.config
     assert isinstance(config, configs.Regression), f"regression got the config of a {config.stage} stage"
     evaluated = evaluate(request, run)

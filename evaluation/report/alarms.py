@@ -1,5 +1,5 @@
 """Finds problems that make a run's other results worthless, such as truncated answers, and rewards or
-gradients without a signal. The top of the run's page shows them."""
+gradients without a signal. The run's page shows these problems at the top."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Collects the report's section on calibrations: how reliable the judges are, and which judges have no
-calibration."""
+"""Collects the report's section on calibrations: how reliable the judges are, and which judges were not
+calibrated."""
 
 from __future__ import annotations
 

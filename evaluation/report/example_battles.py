@@ -1,5 +1,5 @@
-"""Selects example battles for the report: won, lost and tied ones from all categories, with the judge's
-explanation."""
+"""Selects example battles for the report: won, lost and tied battles from all categories, with the judge's
+explanations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class StoredConversation(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Battles of one outcome: `played` of all `total` battles had it; `examples` are some of these."""
+    """Battles of one outcome: `played` of all `total` battles had this outcome; `examples` are some of
+    these."""
 
     outcome: str
     played: int
@@ -97,8 +98,8 @@ def _example(
 
 
 def _conversation(messages: Any) -> StoredConversation:
-    """Reads Arena-Hard's messages. The content of an assistant may be a string or `{"answer": ...}`, that of
-    a message with images a list of parts."""
+    """Reads Arena-Hard's messages. The content of an assistant message may be a string or `{"answer": ...}`;
+    the content of a message with images is a list of parts."""
     texts = []
     pictures: list[str] = []
     for message in messages if isinstance(messages, list) else []:

@@ -71,8 +71,8 @@ def suites(stages: Sequence[Evidence]) -> list[Suite]:
 
 
 class Drifted(NamedTuple):
-    """A drift stage: its report, its own result and those in its history, newest first, and the curves of its
-    signals (None without a history)."""
+    """A drift stage: its report, its own result followed by the results in its history, newest first, and the
+    curves of its signals (None without a history)."""
 
     name: str
     report: DriftReport

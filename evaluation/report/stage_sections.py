@@ -24,10 +24,10 @@ from rlhf_core.system.redaction import without_passwords
 
 
 class Chart(NamedTuple):
-    """The chart of one stage or loop: its curves, the metrics that have a single value instead of a curve
-    (`values`), and the metrics of its result (`notes`) at `when`. PPO also has its phases, the share of an
-    iteration during which each role waits for others, the timeline of the last logged iteration, and the
-    pages of recorded answers."""
+    """The chart of one stage or loop: its curves, the metrics that have a single value instead of a curve,
+    `values`, and the metrics of its result, `notes`, at `when`. For PPO, the chart also has the phases, the
+    fraction of an iteration during which each role waits for others, the timeline of the last logged
+    iteration, and the pages of recorded answers."""
 
     title: str
     seconds: float | None
@@ -47,8 +47,8 @@ def charts(
     chains: Sequence[Sequence[Evidence]],
     pages: Mapping[str, Sequence[RolloutPage]],
 ) -> list[Chart]:
-    """Returns one chart per training stage; the rounds of a loop share one. `pages`: the pages of recorded
-    answers, by stage."""
+    """Returns one chart per training stage; the rounds of a loop share a chart. `pages`: the pages of
+    recorded answers, by stage."""
     later = {stage.view.name for chain in chains for stage in chain[1:]}
     found = []
     for stage in stages:

@@ -16,7 +16,7 @@ MAX_TEXT = 1500  # characters of a prompt or an answer
 
 
 def fill(template: str, **values: object) -> str:
-    """Renders a template with values. Raises jinja2.UndefinedError when one is missing."""
+    """Returns a template rendered with values. Raises jinja2.UndefinedError when a value is missing."""
     page = environment(Path(__file__).parent / "templates").get_template(template).render(**values)
     return page.encode("utf-8", "replace").decode()  # replaces unpaired surrogates in answers
 
@@ -38,12 +38,12 @@ def environment(folder: Path) -> jinja2.Environment:
 
 
 def percent(value: float | None, digits: int = 0) -> str:
-    """Formats a share in [0, 1] as a percentage, or – when missing."""
+    """Formats a fraction in [0, 1] as a percentage. Returns – when it is missing or not finite."""
     return "–" if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f} %"
 
 
 def controlled(rate: WinRate, digits: int = 0) -> str:
-    """Formats the length-controlled win rate with its 95 % interval."""
+    """Formats the length-controlled win rate with its 95 % interval. Returns – when it is missing."""
     if rate.length_controlled is None or rate.lc_low is None or rate.lc_high is None:
         return "–"
     return (
@@ -64,15 +64,15 @@ def cut(text: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Formats a number with three digits, or as a whole number from 1,000 on, or – when missing or not
-    finite."""
+    """Formats a number with three significant digits, or without decimals if it is whole or at least 1,000.
+    Returns – when it is missing or not finite."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.3g}"
 
 
 def duration(seconds: float | None) -> str:
-    """Formats seconds as `9.9 s`, `2 min 03 s` or `1 h 02 min`, or – when missing."""
+    """Formats seconds like `9.9 s`, `2 min 03 s` or `1 h 02 min`; returns – when they are missing."""
     if seconds is None:
         return "–"
     if seconds < 9.95:

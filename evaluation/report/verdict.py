@@ -101,7 +101,7 @@ def suspects(stages: Sequence[Evidence]) -> list[Suspect]:
     """Returns a question with its answer for each SFT, reward model and PPO stage, in the recipe's order; an
     empty list when no stage has a gate.
 
-    Rounds of a loop are left out, since the table of gates has them.
+    Rounds of a loop are left out, since they are in the table of gates.
     """
     if not any(stage.view.gates for stage in stages):
         return []

@@ -4,8 +4,8 @@ v2.0 format. Torch-free.
 Judgments, one per line: v2.0 {uid, category, judge, model, baseline, games[2]{score, judgment, prompt}}, v0.1
 {question_id, model, judge, games[2]{user_prompt, judgment, score}}. Answers: v2.0 {uid, model, messages,
 metadata}, v0.1 {question_id, model_id, choices, conv_metadata}. Scores that the original's regex accepts by
-mistake (`[A]`, `A>>>B`) and failed ones (null) count as games without a verdict. Our files follow v2.0; extra
-fields are outside `metadata`, because the original code counts the columns of `metadata`.
+mistake (`[A]`, `A>>>B`), and scores of failed games (null), count as games without a verdict. Our files
+follow v2.0; extra fields are outside `metadata`, because the original code counts the columns of `metadata`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def read_judgments(folder: Path) -> list[Judgment]:
 
 
 def to_judgment(row: dict[str, Any]) -> Judgment:
-    """Converts one published line. Raises KeyError, TypeError or ValueError when it is not a judgment."""
+    """Returns the judgment in a published line. Raises KeyError, TypeError or ValueError when the line is not
+    a judgment."""
     old = "question_id" in row
     first, second = row["games"]
     return Judgment(

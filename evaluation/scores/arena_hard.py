@@ -1,9 +1,9 @@
 """Computes style-controlled scores of Arena-Hard's battles. All functions are pure.
 
 Fits Bradley-Terry with style features as arena-hard-auto does (`show_result.py`, 2025-06), with two
-differences. Intervals come from random weights of questions (with all their games and models), not of rows.
-Features are not centred, so that answers of the same style are compared even with a single model. Functions
-with style control need rows with styles.
+differences. Intervals come from random weights of questions (each with all its games and models), not of
+rows. Features are not centred, so that answers of the same style are compared even with a single model.
+Functions with style control need rows with styles.
 
 The weights are defined in `rlhf_core.mean_interval`: Dirichlet(1, ..., 1) over the questions and one
 additional question. The additional question has two halves, each either won or lost by all models, with
@@ -88,8 +88,7 @@ def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: b
 
 
 def controlled(rows: BattleRows, controls: Sequence[Control], resamples: int, seed: int) -> Controlled:
-    """Computes style control: each model's score against the baseline for answers of the same style, with
-    95 % intervals.
+    """Returns each model's score against the baseline for answers of the same style, with 95 % intervals.
 
     `rows` come from `question_rows`. All models share the style effects. `resamples`: number of random
     weightings of the questions.
@@ -136,8 +135,8 @@ def _weights(rows: BattleRows, models: int, resamples: int, seed: int) -> Floats
 
 
 def _estimate(values: Floats) -> IntervalEstimate:
-    """Returns the first value as the estimate, with the 2.5 % and 97.5 % quantiles of the others, which come
-    from random weights."""
+    """Returns the first value as the estimate, with the 2.5th and 97.5th percentiles of the other values,
+    which come from random weights."""
     low, high = np.quantile(values[1:], [0.025, 0.975])
     return IntervalEstimate(float(values[0]), float(low), float(high))
 

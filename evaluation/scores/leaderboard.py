@@ -41,8 +41,9 @@ class Board(NamedTuple):
 
 
 class How(NamedTuple):
-    """Settings for computing boards. `controls`: styles to control for; `resamples` of the questions give
-    the 95 % intervals of style control; `max_failed`: largest share of a board's games without a verdict."""
+    """Settings for computing boards. `controls`: styles to control for; `resamples` of the questions give the
+    95 % intervals of style control; `max_failed`: the largest allowed fraction of a board's games without a
+    verdict."""
 
     controls: Sequence[Control] = ()
     resamples: int = 1000

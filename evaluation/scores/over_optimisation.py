@@ -6,8 +6,8 @@ the KL). The KL is measured from the initial model of the training. Scores, win 
 the same questions and answers, sampled at temperature 1. The KL is the mean over answers of `log p(answer |
 model) - log p(answer | baseline)`, in nats per answer, which is unbiased on the model's own samples. A
 limitation is that answers are stored as text and tokenised again, which may not give the sampled tokens. A
-point is suspicious when the proxy scores it higher, and the judge lower, than the best earlier point of its
-chain.
+point is suspicious when the proxy's score is higher, and the judge's score lower, than at the best earlier
+point of its chain.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Suspicion = Literal["none", "possible", "sure"]
 class Point(Frozen):
     """One model: its KL from the baseline (nats per answer) and the proxy's mean score, each with its
     standard error, and the judge's win rate with its 95 % interval. `suspicion`: whether the proxy's score
-    rose and the win rate fell compared with the model `since`: `possible` if the means did, `sure` if the
+    rose and the win rate fell relative to the model `since`: `possible` if the means did, `sure` if the
     intervals of both differences, over the same questions, exclude zero (95 %, Bonferroni-corrected)."""
 
     model: str

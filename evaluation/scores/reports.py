@@ -22,8 +22,8 @@ def make_reports(
 ) -> list[EvalReport]:
     """Returns one report per judge, in the order of `judgments`.
 
-    `about`: shares and means over each model's answers (right, mean_tokens, truncated); `use`: each judge's
-    counts and costs. Raises ValueError when a judge gave no verdict.
+    `about`: statistics of each model's answers (the fraction right, mean_tokens, the fraction truncated);
+    `use`: each judge's counts and costs. Raises ValueError when a judge gave no verdict.
     """
     main = {judge: [j for j in judged if j.baseline == baseline] for judge, judged in judgments.items()}
     reports = []

@@ -40,7 +40,7 @@ class Bin(Frozen):
 
 
 class Accuracy(Frozen):
-    """Share of pairs ranked right, with a 95 % interval over prompts."""
+    """The fraction of pairs ranked right, with a 95 % interval over prompts."""
 
     pairs: int
     accuracy: float
@@ -52,9 +52,9 @@ class RewardReport(Frozen):
     """One reward model.
 
     `calibration_error` is the expected calibration error (Guo et al. 2017, eq. 3) over `calibration`. Length
-    bias is measured over pairs of different length. `longer_preferred` and `longer_chosen` are the shares of
-    pairs in which the model and the data, respectively, prefer the longer answer. There are also the accuracy
-    when the chosen answer is longer and when it is shorter (None without such pairs), and Spearman's
+    bias is measured over pairs of different length. `longer_preferred` and `longer_chosen` are the fractions
+    of pairs in which the model and the data, respectively, prefer the longer answer. There are also the
+    accuracy when the chosen answer is longer and when it is shorter (None without such pairs), and Spearman's
     correlation between the differences in score and in length.
     """
 
@@ -71,7 +71,7 @@ class RewardReport(Frozen):
 
 
 class RewardModelAgreement(Frozen):
-    """Two reward models on the same pairs: the share of pairs with the same preference, and Spearman's
+    """Two reward models on the same pairs: the fraction of pairs with the same preference, and Spearman's
     correlation of their score differences."""
 
     first: str
@@ -88,8 +88,8 @@ class RewardReports(Frozen):
 
 
 def evaluate(pairs: HeldOutPairs, differences: Mapping[str, Floats], bins: int) -> RewardReports:
-    """Evaluates all models. `differences[model]` (N,) is the model's score of the chosen answer minus its
-    score of the rejected answer."""
+    """Returns the report of each model, and the agreement of each pair of models. `differences[model]` (N,)
+    is the model's score of the chosen answer minus its score of the rejected answer."""
     reports = tuple(_report(model, pairs, difference, bins) for model, difference in differences.items())
     agreements = tuple(
         RewardModelAgreement(
@@ -121,7 +121,7 @@ def metrics(reports: RewardReports) -> dict[str, float]:
 
 
 def right(differences: Floats) -> Floats:
-    """Returns, (N,), 1 where the chosen answer scores higher, 0.5 for equal scores, and 0 otherwise."""
+    """Returns 1 where the chosen answer scores higher, 0.5 for equal scores, and 0 otherwise, (N,)."""
     return (np.sign(differences) + 1) / 2
 
 

@@ -42,13 +42,14 @@ class QuestionSums(NamedTuple):
 
 
 def plain_sums(judgments: Sequence[Judgment]) -> QuestionSums:
-    """Sums battles with weight 1, scored by the mean of their games. Leaves out battles without any
-    verdict."""
+    """Returns the sums of battles with weight 1, scored by the mean of their games. Leaves out battles
+    without any verdict."""
     return sums_of([(j.uid, j.score, 1.0) for j in judgments if j.score is not None])
 
 
 def arena_sums(judgments: Sequence[Judgment]) -> QuestionSums:
-    """Sums games with weight 1, or 3 for strong verdicts (arena-hard-auto, `show_result.py`)."""
+    """Returns the sums of games with weight 1, or 3 for strong verdicts (arena-hard-auto,
+    `show_result.py`)."""
     rows = [
         (judgment.uid, score, STRONG_ROWS if game.score in ("A>>B", "B>>A") else 1.0)
         for judgment in judgments
@@ -61,7 +62,8 @@ def arena_sums(judgments: Sequence[Judgment]) -> QuestionSums:
 
 
 def sums_of(rows: Sequence[tuple[str, float, float]]) -> QuestionSums:
-    """Sums rows of (question id, score, weight) by question. Raises ValueError when there are none."""
+    """Returns the sums by question of rows (question id, score, weight). Raises ValueError when there are
+    none."""
     if not rows:
         raise ValueError("no game has a verdict, so there is no score: see the judgments for the reason")
     uids, question_index = np.unique([uid for uid, _, _ in rows], return_inverse=True)
@@ -91,7 +93,7 @@ def bootstrap_interval(
 
 
 def rate_interval(sums: QuestionSums, level: float = 0.95) -> tuple[float, float]:
-    """Returns the interval of `sums.score`, for scores from 0 to 1 (`rlhf_core.mean_interval`)."""
+    """Returns the interval of `sums.score`, for scores from 0 to 1 (see `rlhf_core.mean_interval`)."""
     return mean_interval(sums.total, sums.weight, sums.heaviest, level)
 
 
@@ -134,8 +136,8 @@ def win_rate(judgments: Sequence[Judgment]) -> WinRate:
 
 
 def swap_consistency(judgments: Sequence[Judgment]) -> float:
-    """Returns the share of questions whose two games name the same winner, among questions with two verdicts
-    (0 if there are none)."""
+    """Returns the fraction of questions whose two games name the same winner, among questions with two
+    verdicts (0 if there are none)."""
     same = [
         first == second
         for first, second in (j.scores for j in judgments)
@@ -152,7 +154,7 @@ def by_category(judgments: Sequence[Judgment]) -> dict[str, float]:
 
 
 def agreement(ours: Sequence[Judgment], theirs: Sequence[Judgment]) -> float | None:
-    """Returns the share of common battles (same question and models) in which two judges name the same
+    """Returns the fraction of common battles (same question and models) in which two judges name the same
     winner; None if there are none."""
     others = {(j.uid, j.model, j.baseline): j.score for j in theirs}
     pairs = [(j.score, others.get((j.uid, j.model, j.baseline))) for j in ours]

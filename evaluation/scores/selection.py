@@ -29,9 +29,9 @@ class WinRateDifference(Frozen):
 
 
 class Choice(Frozen):
-    """The chosen model. `clear`: whether the best model is better than every other one. If not, the first of
-    `equal` is chosen, which lists the best model and those not shown to be worse. `questions`: number of
-    questions on which all models have a verdict."""
+    """The chosen model. `clear`: whether the best model is significantly better than every other model. If
+    not, the first model in `equal` is chosen; `equal` lists the best model and every model that is not
+    significantly worse. `questions`: number of questions on which all models have a verdict."""
 
     chosen: str
     best: str

@@ -40,7 +40,7 @@ def columns(controls: Sequence[Control]) -> list[int]:
 
 def style_of(metadata: Mapping[str, Any]) -> Style:
     """Returns the style from an answer's metadata, in which counts are numbers or mappings to numbers. Raises
-    KeyError when one is missing."""
+    KeyError when a count is missing."""
     counts = (metadata[name] for name in ("token_len", "header_count", "list_count", "bold_count"))
     return Style(*(float(sum(count.values()) if isinstance(count, Mapping) else count) for count in counts))
 

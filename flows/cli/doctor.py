@@ -1,4 +1,4 @@
-"""Checks this machine and environment for `alignflow doctor`. Imports no large package."""
+"""Checks this machine and environment for `alignflow doctor`. Imports no large packages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 
 class DoctorFinding(NamedTuple):
-    """One line of the output. `level`: ok; warn: works with limits; bad: some stages cannot run."""
+    """A line of the output. `level`: ok; warn: works with limits; bad: some stages cannot run."""
 
     level: str
     what: str

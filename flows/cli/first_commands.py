@@ -168,8 +168,8 @@ def init(
         preference_data: rows with prompt, chosen and rejected; for dpo, ppo and loop.
         prompts: rows with prompt; for ppo and loop.
         questions: held-out rows with prompt and answer; optional, they add an evaluation.
-        gpus: GPUs of one machine, 0 for none; default: those of this machine.
-        name: name of the recipe; default: that of the folder.
+        gpus: GPUs of one machine, 0 for none; default: the GPUs of this machine.
+        name: name of the recipe; default: the folder's name.
     """
     path = folder / "recipe.yaml"
     if path.exists():
@@ -243,7 +243,8 @@ def recipe_text(given: dict[str, str | None], gpus: int, name: str, path: Path) 
 
 
 def _beside(name: str, value: str | None, recipe: Path) -> str | None:
-    """Returns a path from the command line as the recipe file must write it."""
+    """Returns a value from the command line as the recipe must contain it: a relative path becomes relative
+    to the recipe's folder."""
     local = (
         name != "kind"
         and value

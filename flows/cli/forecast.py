@@ -92,8 +92,8 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
 
 
 def on_cpus(planned: Plan) -> str:
-    """Returns a sentence that names the stages that run on CPUs, and whose figures therefore apply only on
-    GPUs; "" if there are none."""
+    """Returns a sentence that names the stages that run on CPUs, because the estimates apply only to GPUs; ""
+    if there are no such stages."""
     trained = [node for node in planned.nodes if isinstance(node.config, PPO | Trainable)]
     without = [node.name for node in trained if not needs(node.config).gpus]
     if not without:
@@ -120,7 +120,7 @@ def nodes_in(planned: Plan, count: int) -> int | None:
 
 
 def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
-    """Returns the size of each role's model. Raises ValueError as `model_size` does."""
+    """Returns the size of each role's model. Raises ValueError for the same reasons as `model_size`."""
     names = {"actor": config.actor} | config.read_names
     names |= {judge.group: judge.model.model for judge in config.own_judges}
     if config.has_critic:

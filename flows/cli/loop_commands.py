@@ -74,8 +74,8 @@ def serve(
         timezone: time zone of the cron schedule, such as Europe/Berlin.
         every: interval in seconds, instead of the cron schedule.
         max_rounds: loops of the recipes end after this many rounds.
-        min_gain: loops end when their last round's win rate exceeds that of the round before by no more than
-            this.
+        min_gain: loops end when their last round's win rate exceeds the previous round's by no more than
+        this.
         dashboard_port: port of the live page of the recipes' artifacts; 0 picks a free one.
         feedback_port: port of the endpoint that accepts feedback, if a recipe has an inbox; 0 picks a free
             one.
@@ -176,8 +176,8 @@ def show_auth(console: Console, api: str, auth: str, file: Path) -> None:
 
 @loop_app.command
 def status(recipe: RecipePlace, *overrides: Override, stage: str | None = None) -> int:
-    """Show the rounds of a loop: which are done, when and with which win rates, and what the next one waits
-    for.
+    """Show the rounds of a loop: which rounds are done, when, and with which win rates, and what the next
+    round waits for.
 
     Args:
         stage: the loop to show, if the recipe has several.
@@ -209,7 +209,7 @@ def show(console: Console, found: LoopState, running: bool) -> None:
 
 
 def next_of(found: LoopState, running: bool) -> str:
-    """Returns a sentence about the next round: its state, and why it is not running."""
+    """Returns a sentence that describes the next round's state and, if it is not running, says why."""
     part = f"finished stages: {', '.join(found.done()) or 'none'}"
     if running:
         return f"Round {found.number} is in progress; {part}."

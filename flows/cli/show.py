@@ -74,7 +74,7 @@ def show_pins(planned: Plan) -> None:
 
 
 def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
-    """Prints the DAG as a table, parents first: what a run would do with each stage, and why."""
+    """Prints the DAG as a table, parents first, with what a run would do with each stage, and why."""
     columns = ("stage", "kind", "needs", "digest", "action", "why")
     table = table_of(*columns, title=f"recipe {plan.recipe.name}", whole=("stage", "digest", "action"))
     for node, action, why in lines:

@@ -1,7 +1,7 @@
 """Creates the objects that `alignflow serve` needs on a Prefect server: pool, queues, slot and deployments.
 
-Manual runs have a queue of higher priority, so they start before scheduled runs even when many of those are
-late.
+Manual runs have a queue of higher priority, so they start before scheduled runs even when many scheduled runs
+are late.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def served(
 ) -> list[ServedRecipe]:
     """Reads and plans the recipes. `ends`: the `max_rounds` and `min_gain` of their loops.
 
-    Raises ValueError for mistakes, for two recipes with the same name, and for `ends` of a recipe without a
-    loop.
+    Raises ValueError if a recipe has mistakes, if two recipes have the same name, or if `ends` are given for
+    a recipe without a loop.
     """
     found = [ServedRecipe(path, tuple(overrides), load_recipe(path, overrides)) for path in paths]
     if ends.get("max_rounds", 1) < 1:
@@ -175,8 +175,8 @@ def in_step(client: SyncPrefectClient, name: str, schedule: Schedule) -> Schedul
 
 def pause_others(client: SyncPrefectClient, served: Collection[UUID]) -> list[str]:
     """Pauses the scheduled deployments of our pool that are not among `served`, and deletes their scheduled
-    runs. They belong to an earlier `serve`, and their runs would start with its overrides. Returns their
-    names."""
+    runs. These deployments belong to an earlier `serve`, and their runs would start with its overrides.
+    Returns their names."""
     paused = []
     for deployment in client.read_deployments(limit=200):
         ours = deployment.work_pool_name == POOL and deployment.work_queue_name == SCHEDULED

@@ -1,4 +1,4 @@
-"""Ends runs of deployments that Prefect's worker no longer ends, because their process is gone, was never
+"""Ends runs of deployments that Prefect's worker cannot end, because their process is gone, was never
 started, or ignores a cancellation."""
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _may_live(run: FlowRun) -> bool:
 
 
 def _process_of(run: FlowRun) -> psutil.Process | None:
-    """Returns a run's process if it is certainly on this machine."""
+    """Returns a run's process if it is certainly on this machine, otherwise None."""
     host, pid = _place(run)
     try:
         here = host in ("", socket.gethostname())

@@ -1,4 +1,4 @@
-"""Creates the schedules of deployments and refuses those that would never start a run."""
+"""Creates the schedules of deployments. A schedule that would never start a run is an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST = 366 * 86400.0  # seconds between two runs of a schedule
 
 
 def schedule_of(every: float | None, cron: str, timezone: str) -> Schedule:
-    """Returns the schedule. Raises ValueError when Prefect would refuse it or never start a run."""
+    """Returns the schedule. Raises ValueError when Prefect would reject the schedule or never start a run."""
     if timezone not in available_timezones():
         raise ValueError(f"timezone {timezone!r} is unknown: give a name such as Europe/Berlin or UTC")
     if every is not None and not 1 <= every <= LONGEST:

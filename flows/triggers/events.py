@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 def names_a_server() -> bool:
-    """Returns whether to notify a server: whether the environment names a server other than the one of
-    `alignflow serve`, which checks inboxes itself."""
+    """Returns whether to notify a server. This is the case if the environment names a server other than the
+    server of `alignflow serve`, which checks inboxes itself."""
     return bool(os.environ.get("PREFECT_API_URL")) and SERVED_ENV not in os.environ
 
 

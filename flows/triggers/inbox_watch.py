@@ -65,8 +65,8 @@ class InboxWatch:
         return new_rows(self._config, seen) >= self._wanted
 
     def started(self) -> None:
-        """Records that a run was started. The pause after a start that finishes no round doubles from a
-        minute up to an hour."""
+        """Records that a run was started. Each start that finishes no round doubles the pause before the next
+        start, from a minute up to an hour."""
         self._tried = ends_of(self._config)
         rounds = len(read(folder_of(self.recipe), self.loop).rounds)
         self._pause = (

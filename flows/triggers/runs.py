@@ -90,8 +90,8 @@ class FeedbackTrigger:
         self._run: UUID | None = None
 
     def look(self) -> FlowRun | None:
-        """Starts a run if one is due, and returns it. Raises ValueError as `InboxWatch.due` does, and errors
-        of Prefect and httpx."""
+        """Starts a run if one is due and none is in progress. Returns the run, or None if none was started.
+        Raises ValueError for the same reasons as `InboxWatch.due`, and errors of Prefect and httpx."""
         if self._run is not None:
             last = self._last_run(self._run)
             if last is not None and last.state is not None and not last.state.is_final():

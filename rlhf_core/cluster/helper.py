@@ -19,7 +19,7 @@ CLOSING_SECONDS = 5.0
 
 
 class HelperDied(RuntimeError):
-    """Reports that a helper's process has ended."""
+    """Raised when a helper's process has ended."""
 
 
 class ObjectHolder:
@@ -40,7 +40,7 @@ class ObjectHolder:
 class Helper:
     """Creates an object on another node with `factory(**options)`, in its own process.
 
-    The new process inherits this process's environment variables, except node-specific ones (`OWN`) and
+    The new process inherits this process's environment variables, except node-specific variables (`OWN`) and
     variables set by the node. The variables are sent in a call, because Ray logs variables that are passed to
     an actor when it starts. `threads`: maximum number of concurrent calls.
     """
@@ -59,8 +59,8 @@ class Helper:
         self._made = self._process.make.remote(factory, options, variables)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Calls a method of the object. Raises any error of the method, HelperDied when the process has
-        ended, and NodeLost when the node is lost."""
+        """Returns the result of a method of the object. Raises any error of the method, HelperDied when the
+        process has ended, and NodeLost when the node is lost."""
         try:
             fetched(self._made)
             return fetched(self._process.call.remote(method, *args))

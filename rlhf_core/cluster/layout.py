@@ -77,11 +77,11 @@ def span_of(wanted: Wanted) -> int:
 
 
 def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()) -> Layout:
-    """Creates a bundle for each process, each engine, or each set of processes that share a GPU. Ray gives
-    each process an equal part of its bundle.
+    """Returns the layout, with a bundle for each process, each engine, or each set of processes that share a
+    GPU. Ray gives each process an equal part of its bundle.
 
     Processes that share GPUs, even with an engine among them, and engines on fractions of GPUs get one bundle
-    per GPU. With a larger bundle, Ray would put several of these processes on one GPU. Raises ValueError when
+    per GPU. With a larger bundle, Ray might put several of these processes on one GPU. Raises ValueError when
     groups that share GPUs differ in their number of processes, or only some of them have GPUs.
     """
     bundles: list[dict[str, float]] = []
@@ -131,7 +131,7 @@ def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Bundle
 
 
 def too_large(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str:
-    """Describes the first bundle that no node could hold, even an empty one; "" when there is none."""
+    """Describes the first bundle that not even an empty node could hold; "" when there is no such bundle."""
     for bundle in layout.bundles:
         if not any(
             all(node.get(resource, 0.0) + 1e-6 >= amount for resource, amount in bundle.items())

@@ -26,12 +26,12 @@ DEATH_SECONDS = 3.0
 
 
 class RoleFailed(RuntimeError):
-    """Reports that a rank died, raised an error or made no progress. The message names the role and the
+    """Raised when a rank has died, raised an error or made no progress. The message names the role and the
     phase."""
 
 
 class RankDied(RoleFailed):
-    """Reports that a rank's process has ended."""
+    """Raised when a rank's process has ended."""
 
 
 class Pending(NamedTuple, Generic[R]):

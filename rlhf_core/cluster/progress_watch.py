@@ -1,5 +1,5 @@
-"""Checks which ranks make progress: each rank reports its own (`rlhf_core.system.progress`), and the waiting
-process reads the reports.
+"""Checks which ranks make progress: each rank reports its own progress (see `rlhf_core.system.progress`), and
+the waiting process reads the reports.
 
 A busy rank cannot answer a call, so a thread in its process writes the report to the cluster's key-value
 store. Ray's concurrency groups would answer calls during the work, but they move the work off the main
@@ -48,7 +48,7 @@ def _report(key: str) -> None:
 
 
 class Silent(Exception):
-    """Reports that ranks made no progress for too long. `refs`: the references to their work."""
+    """Raised when ranks have made no progress for too long. `refs`: the references to their work."""
 
     def __init__(self, refs: Sequence[Any]):
         super().__init__(refs)
@@ -88,9 +88,9 @@ class Watch:
         self._unread: float | None = None  # when reports became unreadable
 
     def next(self, waiting: Sequence[Any], failing: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
-        """Returns the first reference that is ready, and the rest of `waiting`. `failing`: references that
-        become ready only if a process on which `waiting` depends fails; they report no progress. Raises
-        Silent when a process makes no progress, and NodeLost when a node is lost."""
+        """Returns the first reference that is ready, and the remaining references of `waiting`. `failing`:
+        references that become ready only if a process on which `waiting` depends fails; they report no
+        progress. Raises Silent when a process makes no progress, and NodeLost when a node is lost."""
         while True:
             pause = min(CHECK_SECONDS, max(0.0, self._next_look - time.monotonic()))
             ready, others = ray.wait([*waiting, *failing], num_returns=1, timeout=pause, fetch_local=False)

@@ -57,8 +57,8 @@ def store_address(host: str = LOOPBACK) -> str:
     """Returns the address of a new store on this machine: a file owned by this user on a single node, a port
     of `host` on several.
 
-    PyTorch's TCP store is unauthenticated and by default listens on all interfaces; this one listens only on
-    `host`.
+    PyTorch's TCP store is unauthenticated and by default listens on all interfaces; this store listens only
+    on `host`.
     """
     if host == LOOPBACK:
         return f"file://{private_folder(Path(tempfile.gettempdir()))}/ranks-{uuid.uuid4().hex}"
@@ -86,7 +86,7 @@ def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> 
 
 def serve_store(address: str) -> Store | None:
     """Opens the store at an address that `store_address` created in this process, so that other processes can
-    join it, and does not wait for these. Returns None for a file, which needs no server."""
+    join it, and does not wait for them. Returns None for a file, which needs no server."""
     import torch.distributed as dist
 
     place = urlsplit(address)

@@ -1,5 +1,5 @@
-"""Joins the Ray cluster at RAY_ADDRESS or starts one for this process, and reserves a place on it for every
-rank of a stage."""
+"""Joins the Ray cluster at RAY_ADDRESS or starts a cluster for this process, and reserves a place on it for
+every rank of a stage."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RayNode(NamedTuple):
 
 
 def connect() -> None:
-    """Joins the cluster at RAY_ADDRESS or starts a private one that ends with this process."""
+    """Joins the cluster at RAY_ADDRESS or starts a private cluster that ends with this process."""
     if ray.is_initialized():
         return
     report_missing()
@@ -112,7 +112,7 @@ def leave() -> None:
 
 
 def _nodes(identities: Collection[str] | None = None) -> list[TcpEndpoint]:
-    """Returns the living nodes of the cluster, or only those in `identities`."""
+    """Returns the living nodes of the cluster, or only the nodes in `identities`."""
     living = [
         node for node in ray.nodes() if node["Alive"] and (identities is None or node["NodeID"] in identities)
     ]
@@ -120,7 +120,7 @@ def _nodes(identities: Collection[str] | None = None) -> list[TcpEndpoint]:
 
 
 def _wait_for_nodes() -> None:
-    """Waits until every node answers or Ray has given up on those that do not, because Ray would still
+    """Waits until every node answers or Ray has given up on nodes that do not answer, because Ray would still
     reserve them. Raises NodeLost if this takes too long."""
     deadline = time.monotonic() + GIVEN_UP_SECONDS
     told = ""
@@ -163,8 +163,8 @@ def is_ours() -> bool:
 
 
 def passed_environment() -> dict[str, str]:
-    """Returns the environment variables passed to workers of another cluster: settings of libraries,
-    including those that keep NVLink multicast off.
+    """Returns the environment variables passed to workers of another cluster: library settings, including the
+    settings that keep NVLink multicast off.
 
     Keys and tokens are left out, because Ray writes these variables to its logs; they must be set on the
     nodes. RAY_ADDRESS tells our package not to restrict the process to a single-machine cluster.
@@ -180,8 +180,8 @@ def passed_environment() -> dict[str, str]:
 
 
 def reserve(layout: Layout, timeout: float) -> Reservation:
-    """Reserves the bundles of a layout, packed onto as few nodes as possible. From then on, the nodes are
-    watched if the cluster is not our own (`reach`).
+    """Reserves the bundles of a layout, packed onto as few nodes as possible, and returns the reservation.
+    From then on, the nodes are watched (see `reach`) if the cluster is not our own.
 
     Raises ValueError when the cluster can never hold the layout, TimeoutError when its resources are not free
     within `timeout` seconds, and NodeLost when a node does not answer.

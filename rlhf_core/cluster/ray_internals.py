@@ -1,10 +1,12 @@
-"""Uses private parts of Ray 2.60. If a release lacks one, Ray stays unpatched and a log line reports it.
+"""Uses private parts of Ray 2.60. If a release lacks one of these parts, Ray stays unpatched and a log line
+says so.
 
-- `SafePathJob` keeps the working directory off the workers' module path, unless it is on this process's own.
-  Ray puts it first, so that a `tasks.py` in it would hide our package; `ray._private.worker.connect` leaves
+- `SafePathJob` keeps the working directory off the workers' module path, unless it is on this process's own
+  module path. Ray puts the working directory first, so that a `tasks.py` in it would hide our package;
+  `ray._private.worker.connect` leaves
   it out when the job's method returns False.
-- `put` and `get` access the cluster's key-value store. Without it every check reports progress, so no rank is
-  ever considered silent.
+- `put` and `get` access the cluster's key-value store. Without the store, every check reports progress, so no
+  rank is ever considered silent.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ ALONE_SECONDS = 45.0
 
 
 class TcpEndpoint(NamedTuple):
-    """Something that answers on a port, named for example `the Ray node 10.0.0.2`."""
+    """A process that listens on a port. Its name is, for example, `the Ray node 10.0.0.2`."""
 
     name: str
     host: str
@@ -59,7 +59,7 @@ class Reach:
         self._thread: Thread | None = None
 
     def watch(self, places: Sequence[TcpEndpoint]) -> None:
-        """Watches those endpoints that answer, instead of any watched before."""
+        """Watches the endpoints that answer now, instead of the endpoints watched before."""
         self._places = answering(places)
         self._since = {}
         self._noticed = set()
@@ -74,7 +74,7 @@ class Reach:
             raise NodeLost(self._lost)
 
     def gone(self) -> str:
-        """Names the endpoints that do not answer at this moment; "" when all do."""
+        """Returns the names of the endpoints that do not answer at this moment; "" when all answer."""
         answer = answering(self._places)
         return " and ".join(place.name for place in self._places if place not in answer)
 

@@ -30,8 +30,8 @@ def temporary_group(
     """Starts the processes of `wanted` and creates the role's object on each rank (`WorkerGroup.prepare`,
     `WorkerGroup.build`). `span` and `pipeline_stages`: see `WorkerGroup`.
 
-    Raises ValueError and TimeoutError as `reserve` does. Leaves the cluster at the end; if `connect` started
-    it, first waits until the processes have ended, because another stage needs their GPUs.
+    Raises ValueError and TimeoutError for the same reasons as `reserve`. Leaves the cluster at the end; if
+    `connect` started it, first waits until the processes have ended, because another stage needs their GPUs.
     """
     connect()
     ours = is_ours()

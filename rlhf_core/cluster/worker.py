@@ -46,7 +46,7 @@ def mark_library_errors() -> Iterator[None]:
 
 
 class RankReady(NamedTuple):
-    """Reports that a rank is ready: its process ID, and the seconds that importing and loading took."""
+    """The report of a rank that is ready: its process ID, and the seconds that importing and loading took."""
 
     process: int
     imports: float
@@ -54,7 +54,7 @@ class RankReady(NamedTuple):
 
 
 class Worker:
-    """Runs one rank: `build` creates the role's object, `call` runs one of its methods. `side_by_side`:
+    """Runs one rank: `build` creates the role's object, `call` runs one of its methods. `side_by_side`: the
     number of processes that share this node's cores. `key`: the key under which the rank reports progress."""
 
     def __init__(self, name: str, side_by_side: int, expandable_segments: bool, key: str):
@@ -104,7 +104,7 @@ class Worker:
         return free_memory()
 
     def follow(self, *built: Any) -> None:
-        """Creates the role's object as `build` does, and ends this process when the object's `stay` returns,
+        """Creates the role's object like `build`, and ends this process when the object's `stay` returns,
         because a return means that the engine has failed."""
         self.build(*built)
         self.role.stay()

@@ -40,8 +40,8 @@ class WorkerGroup:
     """Starts all ranks of one role.
 
     An engine over several GPUs is one rank: `span` processes in `pipeline_stages` stages of vLLM's pipeline.
-    In each stage a single process does the work (`Worker.follow`); the processes on the stage's other GPUs
-    only reserve them. `at_once`: number of roles that work at the same time; their ranks share a node's
+    In each stage a single process does the work (see `Worker.follow`); the processes on the stage's other
+    GPUs only reserve them. `at_once`: number of roles that work at the same time; their ranks share a node's
     cores. `expandable_segments`: whether PyTorch may use expandable segments if the user turns them on
     (`rlhf_core.system.gpu_allocator`). `together`: whether the ranks wait for each other in collectives, so
     that progress by one counts for all.
@@ -99,7 +99,7 @@ class WorkerGroup:
     def prepare(self, function: str, *args: Any) -> None:
         """Makes every rank call `module:function`, to import modules it will need, without waiting for it.
         Engines over several GPUs skip this, because an import may look for GPUs before `build` sets which
-        ones are visible."""
+        GPUs are visible."""
         if self._span == 1:
             for worker in self._workers:
                 worker.prepare.remote(function, *args)
@@ -136,8 +136,8 @@ class WorkerGroup:
         return [ref for rank in ranks for ref in self._following.get(rank, ())]
 
     def build_again(self, ranks: Sequence[int]) -> Pending[RankReady]:
-        """Restarts the processes of `ranks` and creates their role's objects again, as `build` does. Works
-        only for ranks that do not communicate with each other."""
+        """Restarts the processes of `ranks` and creates their role's objects again, like `build`. Works only
+        for ranks that do not communicate with each other."""
         for rank in ranks:
             for i in range(rank * self._span, (rank + 1) * self._span):
                 ray.kill(self._processes[i])
@@ -185,7 +185,8 @@ class WorkerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Pending[R]:
-        """Starts a method as `call` does, but only once the references `before` are ready (`after_work`)."""
+        """Works like `call`, but starts the method only once the references `before` are ready (see
+        `after_work`)."""
         refs = [
             worker.call_after.remote(method.__name__, len(before), *before, *args, **kwargs)
             for worker in self._workers
@@ -224,8 +225,8 @@ class WorkerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Iterator[R]:
-        """Yields the items that the method yields on the ranks, in order of arrival. Raises RoleFailed as
-        `wait_all` does."""
+        """Yields the items that the method yields on the ranks, in order of arrival. Raises RoleFailed for
+        the same reasons as `wait_all`."""
         working = [
             worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs)
             for worker in self._workers
@@ -262,7 +263,7 @@ class WorkerGroup:
 
 
 class Turns:
-    """Starts the work of several groups either all at once or one after another (`in_turn`). Wait for the
+    """Starts the work of several groups all at once or, with `in_turn`, one after another. Wait for the
     results in the order of the `start` calls."""
 
     def __init__(self, in_turn: bool):
@@ -285,12 +286,13 @@ class Turns:
 
 
 def put_on_nodes(value: Any) -> Any:
-    """Stores a value so that Ray sends it to each node only once. Pass the result as an argument."""
+    """Stores a value so that Ray sends it to each node only once. Returns a reference, to be passed as an
+    argument."""
     return ray.put(value)
 
 
 def in_order(by_rank: Sequence[Sequence[tuple[int, R]]]) -> list[R]:
-    """Merges the (index, value) pairs of all ranks into one list ordered by index."""
+    """Returns the values of the (index, value) pairs of all ranks, ordered by index."""
     found = {index: value for share_of_rank in by_rank for index, value in share_of_rank}
     return [found[index] for index in range(len(found))]
 

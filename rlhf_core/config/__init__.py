@@ -89,8 +89,8 @@ EVENTS: tuple[Event, ...] = get_args(Event)
 
 
 class Notify(Config):
-    """A webhook, which receives one POST of a small JSON object per event (docs/how-to/monitoring.md), sent
-    in the background."""
+    """A webhook. For each event it receives one POST with a small JSON object, sent in the background
+    (docs/how-to/monitoring.md)."""
 
     url_env: str = Field(
         description=(
@@ -121,7 +121,7 @@ class Notify(Config):
 
 
 class Wandb(Config):
-    """One Weights & Biases run per stage that writes metrics, filled from the lines of `metrics.jsonl`
+    """Copies the lines of `metrics.jsonl` to Weights & Biases, with one W&B run per stage that writes metrics
     (docs/how-to/monitoring.md). The API key comes from the environment variable WANDB_API_KEY."""
 
     project: str = Field(description="project that the runs belong to", pattern=r"^[^/\\#?%:]{1,128}$")

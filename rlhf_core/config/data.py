@@ -52,8 +52,8 @@ def template_mistakes(template: str, arguments: Mapping[str, Any]) -> Iterator[s
 
 
 class Source(Config):
-    """One data set of a mixture: a local .jsonl/.json/.csv file (also compressed: .gz, .zst), a .parquet
-    file, a Hub data set id, or tasks whose prompts are generated."""
+    """A data set of a mixture: a local .jsonl/.json/.csv file (also compressed: .gz, .zst), a .parquet file,
+    a Hub data set id, or tasks whose prompts are generated."""
 
     path: str = Field(
         description=(

@@ -11,9 +11,9 @@ from rlhf_core.records import Config, NotInDigest, Positive, Rate, check, keys_t
 
 
 class Abilities(NamedTuple):
-    """What a kind of engine can do. `splits`: hold a model on several GPUs; `adapters`: take new adapters
-    without the other weights; `routing`: return the experts of each token; `interrupts`: take new weights
-    between two tokens of an answer; `serves`: run as a server with an API."""
+    """The capabilities of a kind of engine. `splits`: hold a model on several GPUs; `adapters`: take new
+    adapters without the other weights; `routing`: return the experts of each token; `interrupts`: take new
+    weights between two tokens of an answer; `serves`: run as a server with an API."""
 
     splits: bool
     adapters: bool

@@ -10,8 +10,8 @@ OWNERS = ((), ("judge",), ("judges", "*"), ("anchors", "judge"))
 
 
 def with_new_names(recipe: Any) -> Any:
-    """Returns a parsed recipe with current names. Leaves unchanged whatever has both names or is not a
-    recipe."""
+    """Returns a parsed recipe with current names. Leaves the value unchanged if it is not a recipe, and
+    leaves any part unchanged that has both names."""
     stages = recipe.get("stages") if isinstance(recipe, dict) else None
     if not isinstance(stages, dict):
         return recipe

@@ -153,8 +153,8 @@ class Verdict(Frozen):
 
 
 class Key(NamedTuple):
-    """A key that a stage reads from the environment. `reader`: what messages name as needing the key. A key
-    that is not `required` is used only if it is set."""
+    """A key that a stage reads from the environment. `reader`: the name that messages give to what needs the
+    key. A key that is not `required` is used only if it is set."""
 
     reader: str
     variable: str
@@ -162,9 +162,9 @@ class Key(NamedTuple):
 
 
 class AskedServer(NamedTuple):
-    """A server that a stage sends requests to but does not start. `reader`: what messages name as the sender.
-    `key_variable`: the environment variable whose key is sent; None: no key is sent. `chat`: the model of a
-    chat endpoint."""
+    """A server that a stage sends requests to but does not start. `reader`: the name that messages give to
+    the sender. `key_variable`: the environment variable whose key is sent; None: no key is sent. `chat`: the
+    model of a chat endpoint."""
 
     reader: str
     address: str
@@ -220,8 +220,8 @@ class Gated(Config):
 
     @property
     def nested_names(self) -> Sequence[tuple[str, str, str]]:
-        """The models that the kind's `names` does not reach: place in the config, name, and the output that a
-        stage of this name must have."""
+        """The models that the kind's `names` does not include. Each entry holds the place in the config, the
+        name, and the output that a stage of this name must have."""
         return ()
 
     @property
@@ -231,7 +231,8 @@ class Gated(Config):
 
     @property
     def asks(self) -> Asked | None:
-        """The questions that the stage judges models on; none of these models may be trained on them."""
+        """The questions on which the stage judges models, or None; none of these models may be trained on
+        them."""
         return None
 
     @property
@@ -247,7 +248,7 @@ class Gated(Config):
 
     @property
     def published_model(self) -> str | None:
-        """The model that the stage publishes."""
+        """The model that the stage publishes, or None if it publishes none."""
         return None
 
     @property
@@ -282,8 +283,8 @@ class Gated(Config):
         return None
 
     def tokenizer_model(self, start: str) -> str | None:
-        """Returns the name of the model whose tokenizer the stage uses. `start`: the field of its kind that
-        names the start model."""
+        """Returns the name of the model whose tokenizer the stage uses, or None if there is none. `start`:
+        the field of its kind that names the start model."""
         return getattr(self, start, None)
 
     def loads(self, place: str) -> bool:

@@ -35,7 +35,7 @@ from rlhf_core.config.training.supervised import SFT, RewardModel
 
 
 class Kind(NamedTuple):
-    """One kind of stage. Only `config` and `module` are required."""
+    """A kind of stage. Only `config` and `module` are required."""
 
     config: type[Gated]  # its field `stage` has the kind's name as default
     # has `run(request, run)`, called by the `__main__` of its package. "": a loop, which the plan replaces by

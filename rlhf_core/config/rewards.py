@@ -27,7 +27,7 @@ from rlhf_core.records import NotInDigest, Positive, Ranks, Rate, Variable
 
 
 class RequestedReward(StandardisedReward):
-    """Fields that functions and servers share. Requests are retried with growing pauses, up to a limit."""
+    """Fields that functions and servers share. Requests are retried with increasing pauses, up to a limit."""
 
     batch_size: Positive = Field(64, description="answers per request")
     concurrency: Annotated[Positive, NotInDigest] = Field(

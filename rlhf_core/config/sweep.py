@@ -22,8 +22,8 @@ Stage = TypeVar("Stage", bound=Gated)
 
 
 class Select(Gated):
-    """Selects the best of several models according to an evaluation, or the simplest one not shown to be
-    worse."""
+    """Selects the best of several models according to an evaluation, or the simplest model that is not shown
+    to be worse."""
 
     stage: Literal["select"] = "select"
     of: typing.Annotated[

@@ -96,7 +96,7 @@ def markdown(surveys: Mapping[str, Survey]) -> str:
 
 
 def chart(surveys: Mapping[str, Survey]) -> str:
-    """Returns histograms of the lengths before cutting, as SVG. The dashed line is the limit."""
+    """Returns histograms of the lengths before truncation, as SVG. The dashed line is the limit."""
     from matplotlib.figure import Figure  # takes half a second to import
 
     figure = Figure(figsize=(7, 1 + 1.8 * len(surveys)), layout="constrained")

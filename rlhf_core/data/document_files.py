@@ -86,7 +86,8 @@ def stored(
     """Returns the items stored under `key` in a folder, after `build` has written them if they are missing.
     Uses a temporary folder if `folder` is None.
 
-    If several processes call this, one builds and the others wait. Raises TimeoutError if that takes a day.
+    If several processes call this, one builds and the others wait. Raises TimeoutError after waiting for a
+    day.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="alignflow-data-") as temporary:

@@ -101,7 +101,7 @@ class Document:
 
     @property
     def mask_array(self) -> np.ndarray:
-        """Returns the mask, (T,) bool. Copies it only if it is a list."""
+        """Returns the mask, (T,) bool. Copies the mask only if it is a list."""
         mask = np.asarray(self.mask)
         return mask.view(bool) if mask.itemsize == 1 else mask.astype(bool)
 
@@ -183,8 +183,8 @@ class Labelled:
 @dataclass(frozen=True)
 class Prompt:
     """Holds a prompt for sampling. `messages` is the whole prompt from the data, as JSON with images only
-    named. `tokens` are cut to the limit. `row` holds all columns of its row. `pictures` holds the images,
-    which any process of the machine can read."""
+    named. `tokens` are truncated to the limit. `row` holds all columns of its row. `pictures` holds the
+    images, which any process on the machine can read."""
 
     messages: tuple[Message, ...]
     tokens: list[int]
@@ -237,7 +237,7 @@ def mapped(items: Sequence[Item], make: Callable[[Item], Other]) -> Sequence[Oth
 
 
 def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
-    """Concatenates two sequences without copying."""
+    """Returns the concatenation of two sequences, without copying."""
     return Lazy(
         len(first) + len(second),
         lambda index: first[index] if index < len(first) else second[index - len(first)],

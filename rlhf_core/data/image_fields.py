@@ -26,8 +26,8 @@ LONGEST = 32  # most bytes of a match
 
 def may_hold_images(path: str, limit: int | None = None) -> bool:
     """Returns whether a file may have rows with images. Returns False if no column and no message part has an
-    image name. `limit` is the number of bytes to search; the rest is assumed to be similar. Returns True for
-    anything that is not a readable local file."""
+    image name. `limit` is the number of bytes to search; the remaining rows are assumed to be similar.
+    Returns True for anything that is not a readable local file."""
     file = Path(path)
     if not file.is_file():
         return True

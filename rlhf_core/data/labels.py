@@ -106,8 +106,8 @@ def load_labels(path: str | Path, max_labels: int | None = None) -> list[Labelle
     """Returns the pairs in a file that have a verdict, in the order of their last labels, limited to the last
     `max_labels` (None: all).
 
-    An annotator's later label of a pair replaces the earlier one. Raises ValueError like `read_label_file`,
-    and if no label in the file counts.
+    An annotator's later label of a pair replaces the earlier one. Raises ValueError for the same reasons as
+    `read_label_file`, and if no label in the file counts.
     """
     pairs = _pairs({label.id: label for label in read_label_file(path) if label.verdict is not None})
     if not pairs:
@@ -118,12 +118,12 @@ def load_labels(path: str | Path, max_labels: int | None = None) -> list[Labelle
 
 
 def read_label_file(path: str | Path) -> list[LabelLine]:
-    """Returns the labels in a file that were not withdrawn, including skipped ones, in the order of the file.
-    All labels of a pair get the answer order of its first label, even if their lines have the answers
+    """Returns the labels in a file that were not withdrawn, including skipped labels, in the order of the
+    file. All labels of a pair get the answer order of its first label, even if their lines have the answers
     swapped.
 
-    Leaves out a last line that has no newline and is not JSON, because a crash cut it off. Raises ValueError
-    with the file's faults and their lines.
+    Leaves out a last line that has no newline and is not JSON, because a crash truncated it. Raises
+    ValueError with the file's faults and their lines.
     """
     faults: list[str] = []
     labels: dict[str, LabelLine] = {}

@@ -57,8 +57,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]]:
-    """Splits indices into as few parts of at most `budget` tokens as possible, with about equal numbers of
-    tokens.
+    """Returns the indices, split into as few parts of at most `budget` tokens as possible, with about equal
+    numbers of tokens.
 
     The number of parts is a multiple of `multiple`, or the number of lengths if that is smaller. Puts each
     index, longest first, into the part with the fewest tokens (LPT; Graham 1969), or uses best fit if that
@@ -86,8 +86,8 @@ def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]
 
 
 def consecutive(documents: Sequence[Document], width: int) -> list[list[Document]]:
-    """Returns rows of consecutive documents, in order. A row has at most `width` tokens, or consists of one
-    longer document."""
+    """Returns rows of consecutive documents, in order. A row has at most `width` tokens, or at most as many
+    as the longest document if that is longer than `width`."""
     width = max([width, *map(len, documents)])
     rows: list[list[Document]] = []
     held = width
@@ -116,11 +116,11 @@ class Passes(NamedTuple):
     row of at most `tokens` tokens.
 
     The other fields apply only with `tokens`. With `width`, a pass has several rows, each of at most `width`
-    tokens or one longer document. This suits attention that computes whole rows and masks other documents.
-    The number of passes is a multiple of `ranks` if there are enough documents, so that no rank waits for
-    another. With `share`, a prompt that a document shares with an earlier one is stored once
-    (`Document.shared`). With `apart`, each document has its own row, and a pass has at most `tokens` tokens
-    including padding.
+    tokens, or at most as many as the pass's longest document if that is longer. This suits attention that
+    computes whole rows and masks other documents. The number of passes is a multiple of `ranks` if there are
+    enough documents, so that no rank waits for another. With `share`, a prompt that a document shares with an
+    earlier one is stored once (`Document.shared`). With `apart`, each document has its own row, and a pass
+    has at most `tokens` tokens including padding.
     """
 
     rows: int
@@ -194,8 +194,8 @@ class Passes(NamedTuple):
         )
 
     def together(self, documents: Sequence[Document]) -> list[list[int]]:
-        """Groups the indices of documents that share a prompt, longest first. Without `share`, each index is
-        a separate group.
+        """Returns groups of the indices of documents that share a prompt, longest first. Without `share`,
+        each index is a separate group.
 
         With several ranks, a group has at most half of a rank's tokens, so that all ranks receive parts of
         equal size. A group attends to at most `KEYS` times its own tokens.

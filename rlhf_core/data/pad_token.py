@@ -1,9 +1,9 @@
-"""Chooses a pad token for tokenizers that have none of their own.
+"""Chooses a pad token for tokenizers that have no pad token of their own.
 
-Many base models have no pad token, or use their end-of-sequence token. This project does not recognise
-padding by its token: masks and positions come from the lengths of documents. However, a reward model's config
-names its pad token, and other tools read the score at the last token that is not padding. The pad token must
-therefore not end a document.
+Many base models have no pad token, or use their end-of-sequence token as the pad token. This project does not
+recognise padding by its token: masks and positions come from the lengths of documents. However, a reward
+model's config names its pad token, and other tools read the score at the last token that is not padding. The
+pad token must therefore not end a document.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MEDIA = re.compile(r"image|video|audio|vision", re.IGNORECASE)  # multimodal mod
 
 
 def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """If the tokenizer has no pad token, or uses its end-of-sequence token as one, sets another token of the
-    vocabulary as the pad token, if possible."""
+    """Returns the tokenizer. If it has no pad token, or uses its end-of-sequence token as the pad token, sets
+    another token of the vocabulary as the pad token, if possible."""
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         found = _unused_token(tokenizer)
         if found is not None:
@@ -31,8 +31,8 @@ def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
 
 def _unused_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Returns a special token that ends no document and is not in the chat template. Prefers a padding token,
-    then a reserved token, the unknown token, and any other. Returns None if the model has no embedding for
-    any of them."""
+    then a reserved token, then the unknown token, then any other special token. Returns None if the model has
+    no embedding for any of them."""
     ends = {tokenizer.eos_token, tokenizer.bos_token}
     rows = embedding_rows(str(tokenizer.name_or_path))
     written = str(tokenizer.chat_template or "")

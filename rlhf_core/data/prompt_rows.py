@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # chat imports transformers
 
 def prompt_within(renderer: Renderer, limit: int, located: Located) -> tuple[Prompt | None, BuiltItems]:
     """Returns the prompt of a row, and the counts for the data report. A prompt of more than `limit` tokens
-    keeps its end (`Renderer.prompt_within`). A prompt with images is None if it is too long or an image
+    keeps its end (see `Renderer.prompt_within`). A prompt with images is None if it is too long or an image
     cannot be used. Raises ValueError, with the row's place, for wrong types and for a row that the template
     rejects."""
     messages = pictured_prompt_of(located)

@@ -20,8 +20,9 @@ from rlhf_core.system.files import digest
 
 @dataclass(frozen=True)
 class Question:
-    """Holds a prompt as chat messages; content with images is a list of parts (`message_parts`). `row` is the
-    whole row, including the known answer that a rule judge needs. `where` is the row's file and number."""
+    """Holds a prompt as chat messages; content with images is a list of parts (see `message_parts`). `row` is
+    the whole row, including the known answer that a rule judge needs. `where` is the row's file and
+    number."""
 
     uid: str
     category: str

@@ -68,7 +68,7 @@ def sft_documents(
 
     Cuts a longer document on the right and counts it, without adding an end-of-turn token. Drops and counts a
     document without an answer within the limit. The documents are kept in `folder` for a resumed stage.
-    Raises ValueError like `load_rows`, for missing columns and wrong types, and if no row is left.
+    Raises ValueError as `load_rows` does, for missing columns or wrong types, and if no row is left.
     """
 
     make = maker_of("sft", renderer, max_len)
@@ -271,10 +271,10 @@ def answers_within(
 ) -> tuple[list[Document], tuple[int, list[int]], bool]:
     """Builds documents of at most `max_len` tokens, with the same prompt tokens, from answers to one prompt.
 
-    Returns the documents, the lengths in tokens of the prompt and the answers before cutting, and whether
-    anything was cut. Cuts the prompt first, down to half of `max_len`, and keeps its end and the images of
-    its last message; then cuts the answers on the right. Raises PictureFault if an image cannot be used, or
-    if the kept images do not fit. `cut` says which answers the length limit of sampling ended; they get no
+    Returns the documents, the lengths in tokens of the prompt and the answers before truncation, and whether
+    anything was truncated. Cuts the prompt first, down to half of `max_len`, and keeps its end and the images
+    of its last message; then cuts the answers on the right. Raises PictureFault if an image cannot be used,
+    or if the kept images do not fit. `cut` says which answers the length limit of sampling ended; they get no
     end-of-turn token. `tools` are described in the prompt.
     """
     prompt: Document = at(where, renderer.prompt_document, messages, tools)
@@ -301,8 +301,8 @@ def answers_within(
 
 
 def at(where: str, render: Any, *values: Any) -> Any:
-    """Calls the renderer and adds the row's place to its ValueErrors, except to errors about an image that
-    cannot be used."""
+    """Returns the renderer's result. Adds the row's place to its ValueErrors, except to errors about an image
+    that cannot be used."""
     try:
         return render(*values)
     except PictureFault:

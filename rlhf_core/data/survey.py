@@ -75,8 +75,8 @@ ANSWER_CUT = "no answer within the token limit"
 class BuiltItems(NamedTuple):
     """Holds the items built from a row; each item is a tuple of documents and a number.
 
-    `cut` is the number of cut items, `rows` is the number of items expected from the row, and `dropped` is
-    the reason if there are fewer. Lengths are in tokens before cutting, and None or empty if nothing was
+    `cut` counts truncated items, `rows` is the number of items expected from the row, and `dropped` is the
+    reason if there are fewer. Lengths are in tokens before truncation, and None or empty if nothing was
     tokenised. `marks` names further facts about the row.
     """
 
@@ -90,7 +90,7 @@ class BuiltItems(NamedTuple):
 
 
 class Finding(Frozen):
-    """Reports a fact about a data set that exceeds its limit."""
+    """A fact about a data set that exceeds its limit."""
 
     name: str
     sentence: str
@@ -107,7 +107,7 @@ class SourceUse(Frozen):
 
 class Survey(Frozen):
     """Holds facts about one data set. `rows` were used from the files, `items` were expected from these rows,
-    `kept` were built, and `truncated` were kept but cut. `tokens` and `images` are in the kept items (for a
+    `kept` were built, and `truncated` of these were cut. `tokens` and `images` are in the kept items (for a
     pair, in both documents). `facts` are fractions of the rows, except statistics of margins and rewards.
 
     `histogram` has counts of lengths in equal bins, followed by the upper edge of the last bin in tokens; the
@@ -353,7 +353,7 @@ class Surveyor:
 
 def shared_prompts(train: DataReport, held_out: DataReport) -> tuple[float, Finding | None]:
     """Returns the fraction of held-out prompts that are also in the training data, and a finding if the
-    fraction is above the limit."""
+    fraction is above the limit, otherwise None."""
     same = np.flatnonzero(np.isin(held_out.prompts[:, 0], train.prompts[:, 0]))
     share = len(same) / len(held_out.prompts)
     total = len(held_out.prompts)

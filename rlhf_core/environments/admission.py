@@ -7,7 +7,7 @@ import asyncio
 
 
 class Admission:
-    """Lets at most `most` episodes run at once, and fewer for a while after the process has died.
+    """Lets at most `most` episodes run at once, and fewer for some time after the process has died.
 
     The limit changes by additive increase and multiplicative decrease, like TCP's window (Chiu & Jain 1989).
     Each death of the process halves the limit, down to a single episode, and every finished attempt adds one.

@@ -215,7 +215,8 @@ class EpisodeAttempt:
 
 
 def _readable(source: PictureSource) -> PictureSource:
-    """Returns an image whose name is the path of its file or, if it has no file, its content in base64."""
+    """Returns the image with a name that can be sent: the path of its file or, if it has no file, its content
+    in base64."""
     return source._replace(name=in_base64(bytes(source.data)) if len(source.data) else source.file)
 
 
@@ -233,7 +234,7 @@ def _own_files(prompt: Prompt) -> dict[str, str]:
 
 
 def _ends(hearing: asyncio.Task[Mail]) -> bool:
-    """Returns whether the line just received ends the attempt anyway."""
+    """Returns whether the line just received ends the attempt regardless."""
     if not hearing.done():
         return False
     told = hearing.result()

@@ -20,8 +20,8 @@ from rlhf_core.environments.joined_calls import JoinedCalls, Message
 
 
 class LimitReached(Exception):
-    """Reports that the conversation has used up its turns or tokens. A rollout that does not catch it ends
-    with the rewards given so far."""
+    """Raised when the conversation has used up its turns or tokens. A rollout that does not catch this
+    exception ends with the rewards given so far."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class Conversation:
         own: Mapping[str, str] = MappingProxyType({}),
     ):
         """`ask` sends a request: the new messages, the number of their conversation and, if the request
-        starts that conversation, its tools or the conversation that it forks (`CallPlace`). `folder`: the
-        folder of image files; None if no images are read. `own`: the files of the row's images, by path
-        (`with_own_images`)."""
+        starts that conversation, its tools or the conversation that it forks; see `CallPlace`. `folder`: the
+        folder of image files; None if no images are read. `own`: the files of the row's images, by path; see
+        `with_own_images`."""
         self.messages = list(messages)
         self.turns = 0
         self.rewards = list[float]()
@@ -84,9 +84,9 @@ class Conversation:
         self._calls = JoinedCalls(images, own)
 
     async def answer(self, *new: str | Message) -> Answer:
-        """Adds messages (a string becomes a user message) and returns the model's answer. Content is a text,
-        or a list of texts and images, as in rows of data. Raises LimitReached if no turns or tokens are
-        left."""
+        """Adds messages (a string becomes a user message) and returns the model's answer. The content of a
+        message is a text, or a list of texts and images, as in rows of data. Raises LimitReached if no turns
+        or tokens are left."""
         if self.turns and not new:
             raise ValueError("model.answer() without a message, after an answer: say something to it")
         added: list[Message] = [
@@ -120,8 +120,8 @@ class Conversation:
         """Returns the model's answer to a complete list of messages in OpenAI's chat completions format.
 
         `most`: the maximum number of tokens in the answer. A list that starts with an earlier list and its
-        answer continues that conversation; any other starts a new one (`joined_calls`). Calls may overlap and
-        may be cancelled. Raises LimitReached, and ValueError for invalid messages.
+        answer continues that conversation; any other list starts a new conversation (see `joined_calls`).
+        Calls may overlap and may be cancelled. Raises LimitReached, and ValueError for invalid messages.
         """
         place = self._calls.place(messages, list(tools))
         request = {"ask": place.new, "conversation": place.conversation.number, "fork": place.fork}

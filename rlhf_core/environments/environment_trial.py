@@ -1,8 +1,8 @@
 """Runs one episode of an environment with made-up answers, so that a bug in it is reported before any engine
 starts.
 
-As for reward functions (`rlhf_core.rewards.reward_trial`), the stage ends only on an error that would occur
-in every episode.
+As for reward functions (see `rlhf_core.rewards.reward_trial`), the stage ends only on an error that would
+occur in every episode.
 """
 
 from __future__ import annotations

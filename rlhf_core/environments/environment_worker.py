@@ -1,8 +1,8 @@
 """Runs a user's environment, many episodes at once: `python -m rlhf_core.environments.environment_worker FILE
 CLASS OPTIONS MARK`.
 
-Both sides write lines of JSON. The worker's first line reports either that the class is loaded, with its
-tools, or why it could not be loaded. Then, for each episode:
+The worker and its parent exchange lines of JSON. The worker's first line reports either that the class is
+loaded, with its tools, or why it could not be loaded. Then, for each episode:
 
     in   {"start": ID, "task": {...}, "messages": [...], "seed": N, "images": ...,
           "own": {...}}
@@ -89,7 +89,7 @@ class Marked(Coroutine[Any, Any, Any]):
 
 
 def load(file: Path, name: str, options: dict[str, Any]) -> Any:
-    """Creates the environment, which may import modules from its file's folder. Raises ValueError when this
+    """Returns a new environment, which may import modules from its file's folder. Raises ValueError when this
     fails."""
     kind = getattr(users_module(file, "environment"), name, None)
     if not inspect.isclass(kind) or not inspect.iscoroutinefunction(getattr(kind, "rollout", None)):
@@ -178,8 +178,8 @@ class EpisodeRunner:
             self._running.pop(number, None)
 
     def _told(self, error: BaseException) -> UsersError:
-        """Describes an error, with its line in the user's code. This is the environment's own code, or the
-        function that it calls and names in `users_function` (None: a command)."""
+        """Describes an error, with its line in the user's code. The user's code is the environment itself, or
+        the function that the environment calls and names in `users_function` (None: a command)."""
         called = getattr(self._environment, "users_function", self._environment.rollout)
         if called is None:
             return users_error(error, Path())

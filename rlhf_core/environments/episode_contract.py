@@ -33,7 +33,8 @@ class EpisodeRequest(NamedTuple):
 
 
 class EnginePool(Protocol):
-    """The interface of engines that answer single requests (`rlhf_core.rollout.dispatch.Engines`)."""
+    """The interface of engines that answer single requests, which `rlhf_core.rollout.dispatch.Engines`
+    implements."""
 
     def reserve(self) -> int: ...
 

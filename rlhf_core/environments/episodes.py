@@ -1,8 +1,9 @@
-"""Runs episodes, which are conversations between a user's environment and the engines, many at once.
+"""Runs many episodes at once. An episode is a conversation between a user's environment and the engines.
 
-An attempt that fails (the environment raises, hangs, returns no number, or ends its process) is restarted
-with different random numbers. An episode that has used up its attempts has no reward (never 0) and is
-counted. If all episodes fail with the same error in the environment's code, the stage ends.
+An attempt fails if the environment raises an error, hangs, returns no number, or ends its process. A failed
+attempt is repeated with different random numbers. An episode that has used up its attempts has no reward
+(which is not a reward of 0) and is counted as failed. If all episodes fail with the same error in the
+environment's code, the stage ends.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Episodes:
     async def run(self, asked: Sequence[EpisodeRequest], sampling: Sampling) -> list[Episode]:
         """Runs episodes and returns them in the order of `asked`. Raises RoleFailed when an engine fails or
         makes no progress; an engine that has died is restarted and its requests are repeated. Raises
-        ValueError as `_check` does."""
+        ValueError for the same reasons as `_check`."""
         self._asked += len(asked)
         tasks = [asyncio.create_task(self._episode(one, sampling)) for one in asked]
         try:

@@ -1,4 +1,4 @@
-"""Runs the episodes of several environments, each prompt's in the environment that its row names."""
+"""Runs the episodes of several environments. Each prompt is used in the environment that its row names."""
 
 from __future__ import annotations
 

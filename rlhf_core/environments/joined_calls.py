@@ -2,9 +2,9 @@
 process and uses only the standard library.
 
 Clients of OpenAI's protocols send the complete list every time. A call continues a conversation if its
-messages start with the messages of an earlier call and the answer to it, and it has the same tools; the
-tokens then stay as they were sampled. If the conversation has meanwhile continued, or one of its answers has
-not arrived yet, the call forks it. Any other call starts a conversation.
+messages start with the messages of an earlier call and the answer to that call, and if it has the same tools.
+The conversation's tokens then stay as they were sampled. If the conversation has meanwhile continued, or one
+of its answers has not arrived yet, the call forks it. Any other call starts a conversation.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class JoinedCalls:
         self._numbers = itertools.count(1)
 
     def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> CallPlace:
-        """Returns the place of a call, and closes its conversation until `answered` is called. Raises
-        ValueError if the messages are not a conversation waiting for an answer."""
+        """Returns the place of a call, and closes its conversation until `answered` or `refused` is called.
+        Raises ValueError if the messages are not a conversation waiting for an answer."""
         asked = [plain_message(message, self._images, self._own) for message in messages]
         if not asked or asked[-1]["role"] == "assistant":
             raise ValueError("the messages need a last one that is not the assistant's")
@@ -88,7 +88,7 @@ class JoinedCalls:
         conversation.open = True
 
     def refused(self, place: CallPlace) -> None:
-        """Withdraws a call that was not answered, so that another may continue its conversation."""
+        """Withdraws a call that was not answered, so that another call may continue its conversation."""
         conversation = place.conversation
         if place.fork or not conversation.ends:
             self._known.remove(conversation)
@@ -106,8 +106,9 @@ class JoinedCalls:
     def _longest(
         self, asked: list[Message], compared: list[Any], tools: Sequence[Any]
     ) -> tuple[KnownConversation, int] | None:
-        """Returns the conversation that shares the most messages with the request, and the number of its
-        answers that are shared; among equals, one that can be continued without a fork."""
+        """Returns the conversation that has the most messages in common with the request, and how many of its
+        answers the request contains; None if there is no such conversation. Among conversations with equally
+        many, prefers one that can be continued without a fork."""
         best: tuple[KnownConversation, int] | None = None
         longest = (0, False)
         for known in self._known:
@@ -125,8 +126,8 @@ class JoinedCalls:
 
 
 def _compared(message: Message) -> list[Any]:
-    """Returns the parts of a message that decide whether two messages are equal. Clients may strip whitespace
-    from an answer's text, or omit a call's ID."""
+    """Returns the parts of a message by which messages are compared. Clients may strip whitespace from an
+    answer's text, or omit a call's ID."""
     calls = [
         (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
     ]
@@ -137,9 +138,9 @@ def plain_message(
     message: Message, images: bool = False, own: Mapping[str, str] = MappingProxyType({})
 ) -> Message:
     """Converts an OpenAI chat completions message to the form that chat templates read: role, content as one
-    string or as texts and images (`sent_content`), and tool calls with their arguments as an object. Raises
-    ValueError if the input is not such a message, or has other parts; images in base64 URLs, and the row's
-    `own`, are read with `images`, but not in answers."""
+    string or as texts and images (see `sent_content`), and tool calls with their arguments as an object. If
+    `images` is set, images are read from base64 URLs and from the row's `own` files, except in answers.
+    Raises ValueError if the input is not such a message, or has other parts."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message is an object with a role and a content, not {message!r:.80}")
     role = ROLES.get(message["role"], message["role"])

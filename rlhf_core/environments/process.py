@@ -1,5 +1,5 @@
-"""Starts an environment's process (`environment_worker.py`), and detects which episode crashed it or blocked
-all the others."""
+"""Starts an environment's process (see `environment_worker.py`), and detects which episode crashed it or
+blocked all the others."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ ENDING_SECONDS = 5.0  # how long a process may take to end once it has closed it
 
 
 class Failed(Exception):
-    """Reports why an attempt at an episode failed. `guilty`: whether the episode itself is known to have
-    caused the failure. `late`: whether its time was up. `place`, `certain`: as in `UsersError`."""
+    """Raised when an attempt at an episode fails; the message says why. `guilty`: whether the episode itself
+    is known to have caused the failure. `late`: whether the attempt exceeded its time limit. `place`,
+    `certain`: as in `UsersError`."""
 
     def __init__(
         self, reason: str, guilty: bool = True, late: bool = False, place: str = "", certain: bool = False
@@ -38,7 +39,7 @@ class Failed(Exception):
 
 
 class Process:
-    """One process of an environment. `seconds`: how long one step of an episode may block the others.
+    """A process of an environment. `seconds`: how long one step of an episode may block the others.
 
     Created by `start`. `tools`: JSON schemas of the environment's tools. `episodes`: the mailbox of each
     running episode. `episodes_at_end`: the number of episodes that were running when the process ended.
@@ -66,7 +67,8 @@ class Process:
     async def start(
         cls, file: str, name: str, options: dict[str, Any], seconds: float, sandbox: str
     ) -> Process:
-        """Starts a process. Raises ValueError when the process cannot create the environment."""
+        """Starts a process and returns it. Raises ValueError when the process cannot create the
+        environment."""
         descriptor = os.memfd_create("alignflow-episode")
         try:
             os.ftruncate(descriptor, PAGE.size)
@@ -191,5 +193,5 @@ class Process:
 
 
 def _as_json(value: Any) -> str:
-    """Returns a value that JSON cannot represent as text. Bytes, such as a row's image, become base64."""
+    """Converts a value that JSON cannot represent to text. Bytes, such as a row's image, become base64."""
     return in_base64(value) if isinstance(value, bytes) else str(value)

@@ -1,4 +1,4 @@
-"""Determines which environment each row names, if a stage has several."""
+"""Determines which environment each row names, if a stage has several environments."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Runs a program in a bubblewrap sandbox (Debian package `bubblewrap`) with no network, a read-only system,
 an empty home and no environment variables.
 
-Its time, memory and output are limited, and a system call filter stops it from starting processes. It dies
-with its parent. Uses only the standard library; environments may run their own tools with it.
+The program's time, memory and output are limited, and a system call filter stops it from starting processes.
+It ends when its parent ends. Uses only the standard library; environments may run their own tools with this
+module.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Output(NamedTuple):
 
 @cache
 def available() -> bool:
-    """Returns whether bubblewrap is installed and works here, which is tested once. Containers may forbid
-    user namespaces."""
+    """Returns whether bubblewrap is installed and works here. This is tested once per process. Containers may
+    forbid user namespaces."""
     if shutil.which("bwrap") is None or platform.machine() not in CALLS:
         return False
     with tempfile.TemporaryFile() as rules:

@@ -37,8 +37,8 @@ class Forgotten(NamedTuple):
 def forget(
     inbox: Inbox, annotator: str, artifacts: Sequence[Path] = (), stores: Sequence[Store] = ()
 ) -> Forgotten:
-    """Deletes one person's rows. Raises ValueError while a stage that reads them is running or another
-    process holds the inbox, and StoreFault when a store cannot be used."""
+    """Deletes one person's rows and returns what was affected. Raises ValueError while a stage that reads
+    them is running or another process holds the inbox, and StoreFault when a store cannot be used."""
     with inbox.changing() if inbox.exists else nullcontext(True) as ours:  # no stage takes rows meanwhile
         if not ours:
             raise ValueError(

@@ -83,8 +83,8 @@ class Inbox:
         return locked(self.folder / LOCK, WAIT_SECONDS)
 
     def add(self, rows: Sequence[Feedback]) -> Added:
-        """Adds rows in one transaction, skipping those whose identity is already present. When the disk is
-        full, adds no rows and raises OSError."""
+        """Adds rows in one transaction, skipping rows whose identity is already present. Returns the counts
+        of new and skipped rows. When the disk is full, adds no rows and raises OSError."""
         self._make()
         values = [
             (row.identity(), row.about(), row.opinion(), row.kind, row.annotator, row.model_dump_json())
@@ -107,7 +107,7 @@ class Inbox:
 
     def rows(self, kinds: Iterable[str], after: int = 0, until: int | None = None) -> Iterator[NumberedRow]:
         """Yields the rows of these kinds with numbers above `after` and at most `until`, in order, skipping
-        deleted ones."""
+        deleted rows."""
         if not self.exists:
             return
         wanted = tuple(kinds)
@@ -120,7 +120,7 @@ class Inbox:
                 yield NumberedRow(seq, Feedback.model_validate_json(body))
 
     def count(self, kinds: Iterable[str], after: int = 0) -> int:
-        """Returns how many rows of these kinds have numbers above `after`, not counting deleted ones."""
+        """Returns how many rows of these kinds have numbers above `after`, not counting deleted rows."""
         if not self.exists:
             return 0
         wanted = tuple(kinds)

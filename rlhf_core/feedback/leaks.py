@@ -1,5 +1,5 @@
-"""Finds prompts that match evaluation questions: those with the same text, up to case and punctuation, or
-with 13 consecutive words in common. Torch-free.
+"""Finds prompts that match evaluation questions. A prompt matches if it has the same text, up to case and
+punctuation, or 13 consecutive words in common with a question. Torch-free.
 
 The 13 words follow Brown et al. 2020, appendix C. A question of 5 to 12 words matches a prompt that contains
 all of it; a shorter question matches only the same text, since a few words may occur anywhere.

@@ -33,7 +33,7 @@ THUMBS = ("thumb", "label", "rating")
 
 
 class Unusable(ValueError):
-    """Raised for a row that holds no feedback, with the reason. Such rows are counted and left out."""
+    """Raised, with the reason, when a row holds no feedback. Such rows are counted and left out."""
 
 
 def feedback_of(row: Any, source: str = "", annotator: str | None = None) -> Feedback:
@@ -200,13 +200,13 @@ def _different(first: str, second: str) -> tuple[str, str]:
 
 
 def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
-    """Returns the first value that is not null; None if all are."""
+    """Returns the first value that is not null; None if all values are null."""
     return next((row[column] for column in columns if row.get(column) is not None), None)
 
 
 def _annotator(row: Mapping[str, Any], otherwise: str | None) -> str | None:
-    """Returns the annotator's full name. It is not shortened, because the person's rows could then not be
-    found for deletion."""
+    """Returns the annotator's full name, or None if it is not known. The name is not shortened, because the
+    person's rows could then not be found for deletion. Raises ValueError if it is too long or not a text."""
     column = "annotator" if row.get("annotator") not in (None, "") else "user"
     value = row.get(column)
     name = otherwise if value in (None, "") else value
@@ -225,7 +225,8 @@ def _text(row: Mapping[str, Any], column: str, otherwise: str | None) -> str | N
 
 
 def _time(value: Any) -> datetime | None:
-    """Parses a time in ISO 8601 or in seconds since 1970. A time without a zone is taken as UTC."""
+    """Parses a time in ISO 8601 or in seconds since 1970; returns None for a missing value. A time without a
+    zone is taken as UTC. Raises ValueError for any other value."""
     if value is None or value == "":
         return None
     try:

@@ -42,8 +42,8 @@ class Masked(NamedTuple):
 
 
 def masked(texts: list[str]) -> Masked:
-    """Replaces each piece of personal data with its kind, such as `<EMAIL_ADDRESS>`. Raises MachineLacks when
-    presidio is needed but not installed."""
+    """Returns the texts with each piece of personal data replaced by its kind, such as `<EMAIL_ADDRESS>`.
+    Raises MachineLacks when presidio is needed but not installed."""
     found: Counter[str] = Counter()
     return Masked([_masked(text, found) for text in texts], found)
 
@@ -112,7 +112,7 @@ def _mail_windows(text: str) -> Iterator[_Window]:
 
 
 def _pieces(suspect: re.Pattern[str], text: str) -> Iterator[_Window]:
-    """Yields the parts of a text that match `suspect`, extended by MARGIN on both sides, in pieces that
+    """Yields the parts of a text that match `suspect`, extended by MARGIN before and after, in pieces that
     overlap by two margins."""
     parts: list[list[int]] = []
     for match in suspect.finditer(text):

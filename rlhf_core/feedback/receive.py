@@ -58,11 +58,11 @@ def receive(
     annotator: str | None = None,
     shown: Callable[[Receipt], None] = lambda receipt: None,
 ) -> Receipt:
-    """Adds the feedback in rows to an inbox. If it is killed, only whole batches have been added; a second
-    import of the same rows counts them as duplicates.
+    """Adds the feedback in rows to an inbox, and returns counts of the outcomes. If the import is killed,
+    only whole batches have been added; a second import of the same rows counts them as duplicates.
 
     `source`, `annotator`: defaults for rows that do not name one. `shown` is called after each batch. Raises
-    ValueError as `Inbox` does, and MachineLacks when presidio is needed but not installed.
+    ValueError for the same reasons as `Inbox`, and MachineLacks when presidio is needed but not installed.
     """
     receipt = Receipt()
     rows = iter(given)

@@ -40,7 +40,7 @@ def take(
     questions: Callable[[], Questions] = NO_QUESTIONS,
     key: str = "",
 ) -> Path:
-    """Returns the file with these rows, without those that match evaluation questions. `questions` is called
+    """Returns the file with these rows, without rows that match evaluation questions. `questions` is called
     only if the file must be written. `key`: a digest of the questions.
 
     The columns depend on the kind of rows. preference: prompt, chosen and rejected, for each pair of answers

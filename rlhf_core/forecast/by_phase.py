@@ -43,9 +43,9 @@ class PhaseBytes(NamedTuple):
 class _Host(NamedTuple):
     """Bytes of host memory of one process.
 
-    `still`: always. `loading`, `saving`: in addition while it loads or saves. `scoring`: in addition while it
-    loads a reference that scores once. `adam`: for its optimiser, which is created once the model is loaded.
-    `resetting`: in addition while a reference takes over the actor's weights.
+    `still`: at all times. `loading`, `saving`: in addition while it loads or saves. `scoring`: in addition
+    while it loads a reference that scores once. `adam`: for its optimiser, which is created once the model is
+    loaded. `resetting`: in addition while a reference takes over the actor's weights.
     """
 
     still: float
@@ -122,8 +122,8 @@ def host_doubts(
 
 
 def _beyond_start(host: _Host) -> float:
-    """Returns the most host bytes that a working process needs, beyond those it has at its start and not
-    counting a save."""
+    """Returns the most host bytes that a working process needs in addition to the bytes that it has at its
+    start, not counting a save."""
     return host.still - PROCESS + max(host.loading, host.adam + host.resetting)
 
 

@@ -11,7 +11,7 @@ from rlhf_core.config import Optimised
 
 
 class Pass(NamedTuple):
-    """A training pass: its tokens, which `sequence_parallel_size` ranks compute together, and the share of
+    """A training pass: its tokens, which `sequence_parallel_size` ranks compute together, and the fraction of
     layers whose activations are recomputed in the backward half."""
 
     tokens: int
@@ -66,7 +66,7 @@ def on_rank(tokens: int, sharing: int) -> int:
 
 
 def alternatives(config: Optimised) -> list[Pass]:
-    """Returns the recipe's passes, followed by alternatives: longer and shorter ones, with fewer and with
+    """Returns the recipe's passes, followed by alternatives: longer and shorter passes, with fewer and with
     more layers recomputed."""
     ranks = min(_ranks(config))
     least = config.longest

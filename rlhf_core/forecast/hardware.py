@@ -1,5 +1,5 @@
-"""Describes GPUs and their links: published figures, and the share of them reached in measurements.
-Torch-free."""
+"""Describes GPUs and their links: published figures, and the fraction of these figures reached in
+measurements. Torch-free."""
 
 from __future__ import annotations
 

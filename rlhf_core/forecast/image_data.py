@@ -1,4 +1,4 @@
-"""Leaves the image encoder out of a model's size where a stage has no images to encode. Torch-free."""
+"""Leaves the image encoder out of a model's size if a stage has no images to encode. Torch-free."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def seen_size(config: StageConfig, size: Size) -> Size:
 
 
 def seen_sizes(config: PPO, sizes: Mapping[str, Size]) -> dict[str, Size]:
-    """Returns the size of each role's model as `seen_size` does. Engines of judges read no images."""
+    """Returns the size of each role's model, like `seen_size`. Engines of judges read no images."""
     encoders = any(size.encoder for size in sizes.values()) and encodes_images(config)
     return {
         name: size if encoders and name in config.groups else size._replace(encoder=None)

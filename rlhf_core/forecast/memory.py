@@ -42,7 +42,7 @@ CHUNK = 2048  # positions whose logits exist at once unless logits are kept (tok
 class ProcessBytes(NamedTuple):
     """Bytes of one process.
 
-    `still`: always. `scoring`, `training`, `generating`: in addition while it scores or trains or, for
+    `still`: at all times. `scoring`, `training`, `generating`: in addition while it scores or trains or, for
     engines, generates. `starting`: in addition while it starts and ZeRO-3 shards weights. `gathering`: whole
     weights on their way to the engines or to a file. `bucket`: weights that a sync sends at a time.
     """
@@ -311,7 +311,7 @@ def gpu_peaks(
 
 
 def peak(processes: list[ProcessBytes], released: bool, in_turn: bool = False) -> float:
-    """Returns the bytes of a GPU's fullest phase (`gpu_phases`)."""
+    """Returns the bytes of a GPU's fullest phase (see `gpu_phases`)."""
     return max(gpu_phases(processes, released, in_turn).values())
 
 

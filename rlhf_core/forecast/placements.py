@@ -21,9 +21,9 @@ from rlhf_core.hub.model_config import Size
 
 
 class Placement(NamedTuple):
-    """One way to place the stage: the fields that produce it, the bytes of its fullest GPU, all GPUs with
-    their groups, seconds by phase, the bytes that an engine's share of a GPU lacks for its weights (0 or
-    less: none), and the number of missing GPUs."""
+    """A way to place the stage: the fields that produce it, the bytes of its fullest GPU, all GPUs with their
+    groups, seconds by phase, the bytes that an engine's share of a GPU lacks for its weights (0 or less:
+    none), and the number of missing GPUs."""
 
     name: str
     fields: dict[str, Any]
@@ -70,7 +70,7 @@ def with_fields(config: PPO, placement: Placement) -> PPO:
 
 
 def details(config: PPO, placement: Placement, sizes: Mapping[str, Size], gpu: Gpu) -> Details:
-    """Simulates one of the `placements` phase by phase."""
+    """Returns the details of one of the `placements`, which it simulates phase by phase."""
     changed = with_fields(config, placement)
     changed = changed.model_copy(update={"zero_stage": stage_of_ppo(changed, sizes, gpu.memory).stage})
     layout = arrange(changed.placed, changed.together)
@@ -78,7 +78,7 @@ def details(config: PPO, placement: Placement, sizes: Mapping[str, Size], gpu: G
 
 
 def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> list[Placement]:
-    """Returns the recipe's own placement first, including other passes if those fit or are faster, then the
+    """Returns the recipe's own placement first (with other passes if they fit or are faster), then the
     alternatives on `count` GPUs."""
     found = []
     if config.actor_ranks.gpus:
@@ -136,7 +136,8 @@ def _gpu_count(config: PPO) -> float:
 def _with_other_passes(
     name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu
 ) -> list[Placement]:
-    """Returns a placement with the recipe's passes, and with each alternative."""
+    """Returns a placement with the recipe's passes, and one placement with each alternative to these
+    passes."""
     found = [forecast(name, config, fields, sizes, gpu)]
     for other in alternatives(config)[1:]:
         passes = fields_of(other, config)

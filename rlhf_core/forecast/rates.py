@@ -1,4 +1,4 @@
-"""Records the share of a GPU's measured rates that the phases of a run reach. Written by `python -m
+"""Records the fraction of a GPU's measured rates that the phases of a run reach. Written by `python -m
 tests.benchmarks.calibrate --write`."""
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """`scoring`, `training`, `sharded`: share of the matrix rate reached in passes without gradients, in
-    training, and in training under ZeRO-3. `decode_step`: seconds of a vLLM step other than reading weights,
-    keys and values. `exposed`: when a node computes and sends at the same time, the share of the shorter
-    activity that does not overlap with the longer one (assumed)."""
+    """`scoring`, `training`, `sharded`: the fraction of the matrix rate reached in passes without gradients,
+    in training, and in training under ZeRO-3. `decode_step`: seconds of a vLLM step other than reading
+    weights, keys and values. `exposed`: when a node computes and sends at the same time, the fraction of the
+    shorter activity that does not overlap with the longer one (assumed)."""
 
     scoring: float
     training: float

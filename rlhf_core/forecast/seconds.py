@@ -175,8 +175,8 @@ def seconds_of_host_adam(parameters: float, ranks: int, gpu: Gpu) -> float:
 
 
 def beside(computed: float, sent: float, exposed: float) -> float:
-    """Returns the seconds for computing and sending at once: the longer of the two, plus the share `exposed`
-    of the shorter."""
+    """Returns the seconds for computing and sending at once: the longer of the two, plus the fraction
+    `exposed` of the shorter."""
     return max(computed, sent) + exposed * min(computed, sent)
 
 

@@ -1,4 +1,4 @@
-"""Chooses the ZeRO stage for `zero_stage: auto`: the lowest one that fits, because a higher stage saves
+"""Chooses the ZeRO stage for `zero_stage: auto`: the lowest stage that fits, because a higher stage saves
 memory but sends more data between GPUs. Torch-free.
 
 The estimates are for bfloat16. Without a GPU, or for a model of unknown size, the highest stage is chosen,
@@ -155,7 +155,7 @@ def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str
 
 def require_start(names: Sequence[str], needed: float, gpu_bytes: float) -> None:
     """Raises MachineLacks, before any model is loaded, when a GPU with `gpu_bytes` (0: no GPU) cannot hold
-    the `needed` bytes of the models that these roles load onto it (`starts`)."""
+    the `needed` bytes of the models that these roles load onto it (see `starts`)."""
     if 0 < gpu_bytes < needed:
         told = at_start(needed)
         instead = "use more ranks with zero_stage 3, GPUs with more memory or a smaller model"

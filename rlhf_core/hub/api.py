@@ -56,8 +56,8 @@ def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retrie
     """Calls the Hub until the call succeeds or fails with a permanent error. Returns the call's result.
 
     `what` names the request in messages ("find the model"). Raises Unreachable when temporary errors outlast
-    the retries, and ValueError with the sentence from `refusal` when the Hub refuses. The original error is
-    dropped on purpose, because it quotes URLs, and upload URLs contain signatures.
+    the retries, and ValueError with the sentence from `refusal` when the Hub rejects the request. The
+    original error is dropped on purpose, because it quotes URLs, and upload URLs contain signatures.
     """
 
     def wait(state: RetryCallState) -> float:
@@ -92,7 +92,7 @@ def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retrie
 
 
 def write_refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
-    """Returns the sentence for a refused write request. `what` names the request, as in `with_retries`."""
+    """Returns the sentence for a rejected write request. `what` names the request, as in `with_retries`."""
     said = f" ({error.server_message})" if error.server_message else ""
     full = f"the Hub has no space left to {what} of {repo_id}{said}"
     match error.response.status_code:
@@ -119,7 +119,7 @@ def write_refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
 
 
 def read_refusal(revision: str, kind: str = "model") -> Refusal:
-    """Returns a function that builds the sentence for a refused read of a repository (`kind`: model or data
+    """Returns a function that builds the sentence for a rejected read of a repository (`kind`: model or data
     set) at a revision."""
 
     def sentence(error: HfHubHTTPError, what: str, repo_id: str) -> str:
@@ -150,7 +150,7 @@ def _passes(error: BaseException) -> bool:
 
 
 def _http_error(error: BaseException | None) -> HTTPError | None:
-    """Returns the client's error, which an upload wraps in a RuntimeError."""
+    """Returns the HTTP error in a chain of causes, or None; an upload wraps it in a RuntimeError."""
     while error is not None and not isinstance(error, HTTPError):
         error = error.__cause__
     return error

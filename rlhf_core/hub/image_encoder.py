@@ -1,7 +1,7 @@
-"""Computes the size of a model's image encoder from its config.json. Torch-free.
+"""Reads the size of a model's image encoder from its config.json. Torch-free.
 
-The estimates are for an encoder that runs alongside the language model
-(`models/multimodal/picture_tower.py`).
+The estimates are for an encoder that runs alongside the language model (see
+`models/multimodal/picture_tower.py`).
 """
 
 from __future__ import annotations

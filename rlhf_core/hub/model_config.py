@@ -59,7 +59,7 @@ class Size(NamedTuple):
     training keeps per layer and token, in bf16, with FlashAttention and fused norms and activations.
     `passing`: bytes that a pass without gradients holds at once per layer and token. `kv`: bytes of keys and
     values per token, over all layers. `encoder`: the image encoder, not counted in the other numbers; None if
-    the model has none, or there is nothing to encode (`forecast/image_data.py`).
+    the model has none, or there is nothing to encode (see `forecast/image_data.py`).
     """
 
     parameters: float
@@ -141,8 +141,8 @@ def _stored(folder: Path) -> _Stored:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the part of a config.json that describes the language model: `text_config` if present, else all
-    of it, with the `model_type` of the language model."""
+    """Returns the part of a config.json that describes the language model: `text_config` if present,
+    otherwise the whole config, with the `model_type` of the language model."""
     part = config.get("text_config")
     if isinstance(part, Mapping):
         return part
@@ -150,8 +150,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_flat(config: Mapping[str, Any]) -> bool:
-    """Returns whether a config.json has the numbers of its language model beside those of its image
-    encoder."""
+    """Returns whether a config.json has the numbers of its language model at the same level as the numbers of
+    its image encoder."""
     return config.get("model_type") in FLAT and isinstance(config.get("vision_config"), Mapping)
 
 
@@ -161,8 +161,8 @@ def experts_of_config(config: Mapping[str, Any]) -> int:
 
 
 def size_of_config(config: dict[str, Any]) -> Size:
-    """Computes the size of a Llama-like decoder, with gated feed-forward, grouped-query attention and
-    possibly experts.
+    """Returns the size of a Llama-like decoder with gated feed-forward, grouped-query attention and possibly
+    experts.
 
     Raises KeyError for a missing number, and TypeError or similar for values that are not numbers.
     """

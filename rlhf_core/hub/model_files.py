@@ -126,8 +126,8 @@ def _listed(index: Path) -> set[str]:
 def stored_tensors(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Returns the headers of all weight files in a folder, keyed by file name.
 
-    Raises OSError or ValueError as `tensors_of` does, and ValueError when an index is invalid or names a
-    missing file or tensor.
+    Raises OSError or ValueError for the same reasons as `tensors_of`, and ValueError when an index is invalid
+    or names a missing file or tensor.
     """
     found = {file.name: tensors_of(file) for file in weight_files(folder)}
     for index in folder.glob(WEIGHTS[1]):

@@ -82,7 +82,7 @@ def forget(folder: Path) -> None:
 
 def pinned_sources(config: Config, pins: Pins) -> Config:
     """Returns the config with the branch or tag of every data source replaced by its commit. Raises
-    ValueError as `Pins.pinned` does."""
+    ValueError for the same reasons as `Pins.pinned`."""
     changed = {
         name: new
         for name in type(config).model_fields

@@ -39,7 +39,7 @@ DESCRIBING = (
 
 def fetched(inputs: Mapping[str, str], trust_remote_code: bool = False) -> dict[str, str]:
     """Returns a stage's inputs with every model at a commit replaced by its local folder. Raises ValueError
-    when the Hub refuses a model."""
+    when the Hub denies access to a model."""
     return {
         name: str(snapshot(place, trust_remote_code)) if is_hub_id(place) and "@" in place else place
         for name, place in inputs.items()
@@ -50,7 +50,7 @@ def snapshot(place: str, trust_remote_code: bool = False) -> Path:
     """Returns the folder of `owner/name@REVISION` in the cache, with the complete model. An adapter's base is
     fetched too.
 
-    Raises ValueError when the Hub refuses the request or the model has no safetensors, and ConnectionError
+    Raises ValueError when the Hub rejects the request or the model has no safetensors, and ConnectionError
     when the Hub fails.
     """
     code = ("*.py",) if trust_remote_code else ()
@@ -83,8 +83,7 @@ def pinned_base(folder: Path) -> str | None:
 
 
 def cached(place: str) -> Path:
-    """Returns the same folder as `snapshot`, but makes no request if the model is in the cache, as it is
-    after `fetched`."""
+    """Like `snapshot`, but makes no request if the model is in the cache, as it is after `fetched`."""
     repo_id, revision = parted(place)
     with suppress(LocalEntryNotFoundError):  # not in the cache of this cluster node
         folder = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))

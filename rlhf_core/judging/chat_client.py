@@ -1,9 +1,10 @@
 """Sends many requests to one OpenAI-compatible chat endpoint, for judges and for remote models that answer
 questions.
 
-Requests to a busy, failing or silent endpoint are retried with growing pauses. If an endpoint refuses
+Requests to a busy, failing or silent endpoint are retried with growing pauses. If an endpoint rejects
 `max_tokens` or a temperature, as endpoints of reasoning models do, requests use `max_completion_tokens`, or
-no temperature. The API key is passed only to the client; error messages about refused keys are not shown.
+no temperature. The API key is passed only to the client; the endpoint's error messages about rejected keys
+are not shown.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ NO_REPLY = (
 
 
 class Connection(NamedTuple):
-    """An endpoint. `hint`: a text added to messages that says what to check when the endpoint refuses;
-    `check`: raises an error if the endpoint's server is known to have ended. `without_key`: whether no key is
-    sent to an endpoint that may require one.
+    """An endpoint. `hint`: a text added to error messages that says what to check when the endpoint rejects a
+    request; `check`: raises an error if the endpoint's server is known to have ended. `without_key`: whether
+    no key is sent to an endpoint that may require one.
 
     Requests to a server on this machine (`local`) use no proxy.
     """
@@ -96,8 +97,8 @@ class ChatReply(Frozen):
 
 
 class Chat(Protocol):
-    """Sends many chat requests to one model, which is behind an endpoint (`ChatClient`) or on engines of this
-    run."""
+    """Sends many chat requests to one model, which is behind an endpoint (see `ChatClient`) or on engines of
+    this run."""
 
     requests: int
 
@@ -137,7 +138,7 @@ class ChatClient:
     """Sends requests to `model` at an endpoint, within the config's limits.
 
     `who`: the client's name in messages (`judge gpt`). `connect`: called before the first request; may start
-    a server. `settings`: the other fields of a request; `asked`: the same fields before the endpoint refused
+    a server. `settings`: the other fields of a request; `asked`: the same fields before the endpoint rejected
     any of them. `pause`: scale of the first pause, in seconds. `requests`: number of requests sent.
     """
 
@@ -174,7 +175,7 @@ class ChatClient:
             asyncio.run(self._each(items, work, done))
 
     def stop(self) -> None:
-        """Ends open requests and prevents new ones. May be called from any thread."""
+        """Ends open requests and prevents new requests. May be called from any thread."""
         self._stopped = True
         if self._running is not None:
             task, loop = self._running
@@ -292,8 +293,8 @@ class ChatClient:
             raise Unreadable("the reply is no chat completion") from None
 
     def _adapt(self, sent: dict[str, Any], complaint: str) -> bool:
-        """Changes the settings if the endpoint's error names one of those sent. Returns whether to send the
-        request again."""
+        """Changes the settings if the endpoint's error names one of the settings sent. Returns whether to
+        send the request again."""
         if self.settings is not sent:
             return True  # another request has already changed the settings
         if "max_tokens" in sent and "max_tokens" in complaint and not self.connection.local:

@@ -1,8 +1,8 @@
 """Reads the verdict of a judge that compares two answers, by the rules of `marked_reply.py`.
 
-A verdict is one of the five labels, or a mirrored form of one, in double brackets; single brackets are a
-fallback. The last verdict counts, as in Arena-Hard. Blanks inside the brackets are allowed. `[A]` and `A>>>B`
-are not verdicts.
+A verdict is one of the five labels, or the mirrored form of a label, in double brackets; single brackets are
+a fallback. The last verdict counts, as in Arena-Hard. Blanks inside the brackets are allowed. `[A]` and
+`A>>>B` are not verdicts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def read_verdict(reply: str, answers: Sequence[str], cut: bool = False) -> Judge
 
 
 def label_of(score: Any) -> Label | None:
-    """Returns the one of the five labels to which `score` corresponds, even in mirrored or lower-case form;
-    None for any other text."""
+    """Returns which of the five labels `score` corresponds to, even if it is mirrored or in lower case; None
+    for any other text."""
     label = MIRRORED.get(score.upper(), score.upper()) if isinstance(score, str) else None
     return cast(Label, label) if label in POINTS else None
 

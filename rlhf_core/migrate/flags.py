@@ -1,6 +1,6 @@
 """Maps the flags of both dialects to recipe fields.
 
-RENAMED maps dotted names to flat ones. FIELDS maps a flat flag to a stage field; if the stage's config lacks
+RENAMED maps dotted names to flat names. FIELDS maps a flat flag to a stage field; if the stage's config lacks
 that field, the flag is reported as dropped. DROPPED lists the flags without a counterpart, with the reasons.
 """
 

@@ -93,8 +93,8 @@ def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
 
 
 def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
-    """Sets the number of vLLM engines, which is one per `tensor_parallel_size` GPUs if they share the models'
-    GPUs."""
+    """Sets the number of vLLM engines. If the engines share the models' GPUs, there is one per
+    `tensor_parallel_size` GPUs."""
     parallel = max(1, _whole_or(draft.left.get("vllm_tensor_parallel_size"), 1))
     draft.put("engine.gpus", 1.0)
     wanted = _whole_or(draft.left.get("vllm_num_engines"), 0)

@@ -56,7 +56,7 @@ class Launch(NamedTuple):
 
 
 class LaunchCommands(NamedTuple):
-    """The training commands of a script, and remarks about it."""
+    """The training commands of a script, and remarks about the script."""
 
     launches: list[Launch]
     remarks: list[Remark]

@@ -36,9 +36,9 @@ class Migrated(NamedTuple):
 def migrate(path: Path, gpus: int = 8) -> Migrated:
     """Converts a script to a recipe without executing any of it.
 
-    `gpus`: number of GPUs of one machine, for launchers that use all of them. Raises ValueError with one
-    sentence when the file is not text, a quote is not closed, there is no training command, a command has no
-    model or data, or a recipe refuses a value.
+    `gpus`: number of GPUs of one machine, for launchers that use all of them. Raises ValueError, with a
+    message of one sentence, when the file is not text, a quote is not closed, there is no training command, a
+    command has no model or data, or a value is invalid in a recipe.
     """
     try:
         text = path.read_text()

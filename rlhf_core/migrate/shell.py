@@ -2,8 +2,8 @@
 
 Nothing is executed and no condition is evaluated, so the commands of all branches are listed. An assignment
 inside a condition or a loop is used only if its variable has no value yet; `Script.remarks` lists these
-places and others that could not be followed. Expressions that only a shell can compute (`$(...)`, `$((...))`,
-`${A%.*}`) stay as written, so that the caller can report them.
+places and other places that could not be followed. Expressions that only a shell can compute (`$(...)`,
+`$((...))`, `${A%.*}`) stay as written, so that the caller can report them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Remark(NamedTuple):
 
 @dataclass
 class Script:
-    """The commands of a script, and remarks about it."""
+    """The commands of a script, and remarks about the script."""
 
     commands: list[Command] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)
@@ -135,7 +135,7 @@ class _Reader:
         return ValueError(f"line {self.line(at)} of the script: {what}; correct the script")
 
     def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Matches a pattern at the current position and moves past it."""
+        """Matches a pattern at the current position and moves past the match. Returns the match, or None."""
         match = pattern.match(self.text, self.at)
         self.at = match.end() if match else self.at
         return match
@@ -223,7 +223,8 @@ class _Reader:
         return text
 
     def word(self) -> list[str]:
-        """Reads one word of the script. An unquoted expansion may turn it into no words or several."""
+        """Reads one word of the script. An unquoted expansion may turn the word into no words or several
+        words."""
         begin = self.at
         text = ""
         quoted = False

@@ -1,4 +1,5 @@
-"""Translates the launches of a script to recipe stages, which are linked where one reads another's output."""
+"""Translates the launches of a script to recipe stages, which are linked where one stage reads another
+stage's output."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class Stages(NamedTuple):
 
 
 def stages_of(launches: Sequence[Launch], gpus: int) -> Stages:
-    """Translates launches, in order. `gpus`: number of GPUs of one machine, for launchers that use all of
-    them.
+    """Returns the stages into which launches are translated, in order. `gpus`: number of GPUs of one machine,
+    for launchers that use all of them.
 
     Raises ValueError when a command has no model, data or reward.
     """

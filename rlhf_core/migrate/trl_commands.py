@@ -1,4 +1,4 @@
-"""Finds TRL's commands among the words of a script, and joins their options with those in a YAML config
+"""Finds TRL's commands among the words of a script, and joins their options with the options in a YAML config
 (`--config`).
 
 Leaves out TRL trainers in Python code, and TRL commands for which no kind of stage exists.
@@ -68,8 +68,8 @@ class TrlProgram(NamedTuple):
 
 
 class TrlLaunch(NamedTuple):
-    """The settings of a command's launcher. `gpus`: (nodes, processes per node), None where not given;
-    `zero_stage`: from the launcher's config."""
+    """The settings of a TRL command. `options`: its options, including the options in its config, and
+    `zero_stage` from the launcher's config; `gpus`: (nodes, processes per node), None where not given."""
 
     options: Options
     gpus: tuple[int | None, int | None]
@@ -101,8 +101,8 @@ def trl_program(words: tuple[str, ...]) -> TrlProgram | None:
 def trl_launch(
     words: tuple[str, ...], program: TrlProgram, given: Options, launcher: Options, folder: Path, line: int
 ) -> TrlLaunch:
-    """Joins the options of a command with those in its config, and reads its launcher's options and config.
-    The options in `given`, from the command line, override the config.
+    """Returns the options of a command together with the options in its config, and the settings in its
+    launcher's options and config. The options in `given`, from the command line, override the config.
 
     Raises ValueError for a config that cannot be read.
     """
@@ -163,7 +163,8 @@ def trl_config(text: str, name: str) -> tuple[str, Options] | None:
 
 
 def refuse_python(text: str, suffix: str) -> None:
-    """Raises ValueError for a Python script, whose trainer cannot be read without executing it."""
+    """Raises ValueError for a Python script, because its trainer cannot be read without executing the
+    script."""
     if suffix == ".py" or re.search(r"^\s*(from trl[. ]|import trl\b)", text, re.M):
         raise ValueError(
             "it is a Python script, and only commands are read: give the shell script that starts the"
@@ -214,8 +215,8 @@ def _accelerate(folder: Path, name: str, remarks: list[str]) -> dict[str, Any]:
 
 
 def _gpus(launched: dict[str, Any], alone: bool, per_node: bool) -> tuple[int | None, int | None]:
-    """Returns (nodes, processes per node). accelerate counts the processes of all machines, torchrun
-    (`per_node`) those of one."""
+    """Returns (nodes, processes per node); a number is None if it is not given. accelerate counts the
+    processes of all machines, torchrun (`per_node`) the processes of one machine."""
 
     def number(name: str) -> int | None:
         value = str(launched.get(name, ""))

@@ -2,8 +2,8 @@
 training.
 
 Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles/. Some families (AFMoE, Falcon,
-OPT) ignore position ids in their mask, so a document silently attends to earlier ones. Layers that carry
-state along a row (convolutions, recurrent states) also read across the border, except those in
+OPT) ignore position ids in their mask, so a document silently attends to earlier documents. Layers that carry
+state along a row (convolutions, recurrent states) also read across the border, except the layers in
 `kernels/state_layers.py`. Such models get one document per row.
 """
 
@@ -34,8 +34,8 @@ def detect_document_leak(
     """Sets `module.document_leak`, once. `forward` runs the module or an engine around it; if the engine's
     forward pass is a collective operation, so is this function.
 
-    The test is skipped when no row has two documents: neither `packed` nor concatenated by the attention.
-    `all_reduce` sums over the ranks, so that all take the same decision.
+    The test is skipped when no row has two documents, that is, when rows are neither `packed` nor
+    concatenated for the attention. `all_reduce` sums over the ranks, so that all take the same decision.
     """
     model = module.model
     why = "has layers that carry state along a row"
@@ -56,7 +56,7 @@ def detect_document_leak(
 
 @torch.no_grad()
 def leaks(forward: Callable[..., object], module: Policy | Scorer, device: torch.device) -> bool:
-    """Returns whether the tokens of a document change the hidden states of the next one.
+    """Returns whether the tokens of a document change the hidden states of the next document.
 
     Two rows differ in their first `BEFORE` tokens. In one case these are a separate document, in the other
     they are the beginning of the only document. The test compares how much the last `AFTER` states differ in

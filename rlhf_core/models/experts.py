@@ -4,7 +4,7 @@ The balance loss is computed per document and averaged over the documents of an 
 sequence-wise form of DeepSeek-V3, section 2.1.2), so it is the same for any split into micro-batches, packed
 or padded. With replayed routing (R3; Ma et al. 2025, arXiv:2510.11370) the policy routes each token to the
 experts that the sampler chose. Otherwise, because engine and trainer round differently, a token near the
-decision boundary between two experts may get different ones, and log-probs differ. The policy's router
+decision boundary between two experts may get different experts, and log-probs differ. The policy's router
 computes the weights of the chosen experts, with gradient.
 """
 
@@ -59,8 +59,8 @@ def replayed(config: Mapping[str, Any]) -> bool:
 
 
 class Replay:
-    """Overrides a model's routers with `table`: experts of each token and layer, (tokens, layers, k). -1
-    keeps the router's choice."""
+    """Overrides a model's routers with `table`: experts of each token and layer, (tokens, layers, k). An
+    entry of -1 keeps the router's choice."""
 
     def __init__(self, model: nn.Module):
         self.table: Tensor | None = None

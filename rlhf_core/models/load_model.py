@@ -1,5 +1,5 @@
-"""Loads models from a folder or the Hub, wrapped so that a forward pass returns log-probs or scores
-(`policy.py`)."""
+"""Loads models from a folder or the Hub, wrapped so that a forward pass returns log-probs or scores (see
+`policy.py`)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def trained_scorer(
     shards: Shards | None = None,
 ) -> Scorer:
     """Loads a reward model or critic to train, like `trained_policy`. Its head is always trained fully. A
-    plain language model gets a head of zeros (`Scorer.new_head`); a reward model keeps its head."""
+    plain language model gets a head of zeros (see `Scorer.new_head`); a reward model keeps its head."""
     scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, lora), True, shards)
     if lora is not None:
         add_lora(scorer.model, lora, seed)
@@ -126,8 +126,8 @@ DRAWS = "PhimoeTopKRouter"
 
 def without_dropout(module: Wrapped) -> Wrapped:
     """Sets dropout, and noise before routers, to 0. Makes PhiMoE's routers, which sample experts in training,
-    choose the best ones. Otherwise the loss would depend on the split of a step, and PPO's first ratio would
-    not be 1. The config is unchanged."""
+    choose the best experts. Otherwise the loss would depend on the split of a step, and PPO's first ratio
+    would not be 1. The config is unchanged."""
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -224,9 +224,9 @@ def _adapter_has_head(path: str) -> bool:
 def _merged(
     load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any], shards: Shards | None
 ) -> PreTrainedModel:
-    """Loads the model at `path`, or the language model of a multimodal one; an adapter is merged into its
-    base. Raises ValueError like `language_model`, and for weight files if it is unclear which of them belong
-    together."""
+    """Loads the model at `path`, or the language model of a multimodal model; an adapter is merged into its
+    base. Raises ValueError for the same reasons as `language_model`, and if it is unclear which weight files
+    belong together."""
     base = base_of(path)
     if base is None:
         if Path(path).is_dir() and (fault := layout_fault(Path(path))) is not None:

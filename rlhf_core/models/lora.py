@@ -30,7 +30,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
     """Freezes `model` and adds adapters to its linear layers, except the outputs of Mamba layers, routers and
-    grouped products. A scalar head is trained in full. A is random (`seed`), B is zero.
+    grouped products. A scalar head is trained in full. A is random, from `seed`, and B is zero.
 
     Raises ValueError if the model does not have any layer that `lora.targets` names.
     """
@@ -76,9 +76,9 @@ def _forward(layer: Any, hidden: Tensor) -> Tensor:
 
 
 def _not_plain(model: PreTrainedModel) -> list[str]:
-    """Returns the names of layers to which no product can be added: the outputs of Mamba layers (with
-    parameters A and D), whose weights a kernel reads itself, and linear layers that return experts or one
-    product per group."""
+    """Returns the names of layers to which no low-rank product can be added: the outputs of Mamba layers
+    (with parameters A and D), whose weights a kernel reads itself, and linear layers that return experts or
+    one product per group."""
     outputs = [
         f"{name}.out_proj"
         for name, part in model.named_modules()

@@ -1,9 +1,9 @@
 """Wraps models: `Policy` returns token log-probs and entropies, `Scorer` one number per position.
 
-Both accept packed rows: restarting position ids keep attention inside each document and its shared prompt (a
-block-diagonal mask, or a varlen kernel: `attention`). With `sequence`, several ranks compute a pass together
-(`kernels/sequence_ranks.py`), and each gets the whole result. The wrapped transformers model is `.model`;
-checkpoints hold that model, never the wrapper.
+Both accept packed rows: restarting position ids keep attention inside each document and its shared prompt
+(with a block-diagonal mask, or with a varlen kernel; see `kernels/attention.py`). With `sequence`, several
+ranks compute a pass together (see `kernels/sequence_ranks.py`), and each gets the whole result. The wrapped
+transformers model is `.model`; checkpoints hold that model, never the wrapper.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ from rlhf_core.objectives.picture_reader import PictureReader
 
 class TokenLogprobs(NamedTuple):
     """`logprobs[t] = log pi(tokens[t] | tokens[<t])` and the entropy of that distribution, fp32, (B, T); 0 at
-    t = 0 and off the mask.
+    t = 0 and outside the mask.
 
     `entropy` is 0 everywhere unless requested. `balance` is the experts' balance loss summed over documents,
-    if `Policy.balanced`. `teacher_kl` (B, T): the KL to a teacher (`teacher_kl.py`), nats, if one was given.
-    `top` (2 k + 1, B, T): the most probable tokens and their log-probs (`top_logprobs.py`), if requested.
+    if `Policy.balanced`. `teacher_kl` (B, T): the KL to a teacher (see `teacher_kl.py`), nats, if one was
+    given. `top` (2 k + 1, B, T): the most probable tokens and their log-probs (see `top_logprobs.py`), if
+    requested.
     """
 
     logprobs: Tensor
@@ -126,14 +127,14 @@ class Policy(nn.Module):
         teacher: TopTokens | None = None,
         top_k: int = 0,
     ) -> TokenLogprobs:
-        """Computes log-probs of all tokens, or only of those in `mask` (B, T) and 0 elsewhere, which saves
-        the head's work on prompts.
+        """Returns the log-probs of all tokens, or only of the tokens in `mask` (B, T) and 0 elsewhere, which
+        saves the head's work on prompts.
 
-        `positions` and `mask` may be in host memory (`Batch.host`), so that the host does not wait for the
-        GPU. After `replay_routing`, `experts` (B, T, layers, k) are the experts of each token. `top`
-        truncates the distributions (`token_logprobs`). `pictures`: read by `tower`. `teacher`: a row for each
-        token in `mask`, in the order of the batch. `top_k`: how many of the most probable tokens to return,
-        instead of entropies and without a gradient.
+        `positions` and `mask` may be in host memory (see `Batch.host`), so that the host does not wait for
+        the GPU. After `replay_routing`, `experts` (B, T, layers, k) are the experts of each token. `top`
+        truncates the distributions (see `token_logprobs`). `pictures`: read by `tower`. `teacher`: a row for
+        each token in `mask`, in the order of the batch. `top_k`: how many of the most probable tokens to
+        return, instead of entropies and without a gradient.
         """
         ranks = self.sequence
         # kept until the next pass: layers may be recomputed for the backward pass
@@ -199,8 +200,8 @@ def masked_logprobs(
     teacher: TopTokens | None = None,
     top_k: int = 0,
 ) -> TokenLogprobs:
-    """Runs `Policy.forward`, or an engine around it, for the tokens of the batch's loss mask. The host does
-    not wait for the GPU."""
+    """Returns the result of `Policy.forward`, or of an engine around it, for the tokens of the batch's loss
+    mask. The host does not wait for the GPU."""
     inputs: list[Any] = [
         batch.tokens,
         batch.host.positions,

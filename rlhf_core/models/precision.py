@@ -1,8 +1,8 @@
 """Reads the precision in which a checkpoint is stored, and loads quantised weights (MXFP4, FP8 in blocks) in
 the training dtype.
 
-`scale_ragged_blocks` patches a private part of transformers, for the releases in MADE_FOR. With any other
-release FP8 is refused.
+`scale_ragged_blocks` patches a private part of transformers, for the releases in MADE_FOR. FP8 is an error
+with any other release.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def unquantised(path: str, config: PretrainedConfig, asked: object = None) -> di
 
 
 def as_if_stored(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Makes a model that was loaded with `unquantised` look like one from a checkpoint in `dtype`:
+    """Makes a model that was loaded with `unquantised` look like a model from a checkpoint in `dtype`:
     transformers leaves some weights in bfloat16, and would export names of quantised weights."""
     for parameter in model.parameters():
         if parameter.dtype == torch.bfloat16:  # others are in `dtype`, or kept in fp32 by their family
@@ -70,9 +70,9 @@ def as_if_stored(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def scale_ragged_blocks(path: str) -> None:
-    """Makes transformers scale the blocks of FP8 weights correctly if the last block of a side is smaller
-    (DeepSeek-V3's 576 rows in blocks of 128); by default it assumes equally large blocks. Raises ValueError
-    for releases other than MADE_FOR."""
+    """Makes transformers scale the blocks of FP8 weights correctly if the last block in a dimension is
+    smaller (DeepSeek-V3's 576 rows in blocks of 128); by default it assumes equally large blocks. Raises
+    ValueError for releases other than MADE_FOR."""
     own = finegrained_fp8.Fp8Dequantize._dequantize_one
     if not transformers.__version__.startswith(MADE_FOR):
         raise ValueError(

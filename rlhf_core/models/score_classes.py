@@ -1,5 +1,5 @@
-"""Adds a transformers class with a scalar head for model families that have none (Granite, GLM-4 MoE,
-Nemotron-H, LFM2, ...)."""
+"""Adds a transformers class with a scalar head for model families that have no such class (such as Granite,
+GLM-4 MoE, Nemotron-H and LFM2)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 
 def add_score_class(config: PretrainedConfig) -> None:
-    """Registers a class for `AutoModelForSequenceClassification` if transformers has none for the family of
-    `config`: the family's backbone, under the name that its checkpoints use, and a linear layer `score`.
-    Skips families that transformers does not know."""
+    """Registers a class for `AutoModelForSequenceClassification` if transformers has no such class for the
+    family of `config`. The class consists of the family's backbone, under the name that its checkpoints use,
+    and a linear layer `score`. Skips families that transformers does not know."""
     kind = type(config)
     if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or kind not in MODEL_MAPPING:
         return

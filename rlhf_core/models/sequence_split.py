@@ -1,5 +1,5 @@
-"""Lets ranks compute passes of a model together (`kernels/sequence_ranks.py`), after testing that the results
-stay the same.
+"""Lets ranks compute passes of a model together (see `kernels/sequence_ranks.py`), after testing that the
+results stay the same.
 
 Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles/.
 """
@@ -31,7 +31,7 @@ def split_sequences(
 ) -> None:
     """Sets `module.sequence` to `ranks`, once. `forward` runs the module or an engine around it; `all_reduce`
     sums over all ranks, so that all take the same decision. The model's attention must already be prepared
-    (`split_attention`) and tested for leaks (`document_leak`).
+    (see `split_attention`) and tested for leaks (see `document_leak`).
 
     Raises ValueError when the model needs one document per row, or computes different states from a part of
     the tokens, as layers that look at neighbouring tokens do.

@@ -48,7 +48,8 @@ class PerToken(NamedTuple):
 
 def count(masks: Sequence[np.ndarray]) -> ResponseCounts:
     """Counts the tokens and answers that an optimiser step trains on. `masks`: (T,), one per document.
-    Answers without tokens are not counted; an empty step counts one of each, so that its loss is 0."""
+    Answers without tokens are not counted; an empty step counts as one token and one answer, so that its loss
+    is 0."""
     lengths = [np.count_nonzero(mask) for mask in masks]
     return ResponseCounts(max(float(sum(lengths)), 1.0), max(float(np.count_nonzero(lengths)), 1.0))
 
@@ -68,7 +69,7 @@ def denominator(aggregation: Aggregation, counted: ResponseCounts, constant_leng
 def actor_loss(x: PerToken, num_documents: int, counted: ResponseCounts, config: PPO, kl_coef: float) -> Loss:
     """Returns `policy_loss + kl_coef * KL - entropy_coef * entropy`, with one denominator for all terms.
 
-    Metrics: shares and ratios are means over tokens, or over answers with aggregation `sequence`;
+    Metrics: fractions and ratios are means over tokens, or over answers with aggregation `sequence`;
     policy/kl_old is computed per token even with `ratio: sequence`. Raises ValueError when the step has no
     response token or answer.
     """

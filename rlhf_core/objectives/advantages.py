@@ -3,8 +3,8 @@ gradient.
 
 Layout: the last dimension is time and each row is one document, so every function accepts one sample, (T,),
 or padded samples, (B, T), but not packed rows. `mask` is True on response tokens and may have holes (text
-from a tool or a user). Tokens off the mask are skipped, not zeroed: the last token before a hole is followed
-by the first token after it, with one discount between them.
+from a tool or a user). Tokens outside the mask are skipped, not zeroed: the last token before a hole is
+followed by the first token after it, with one discount between them.
 
 The order of steps is normalise, clip, estimate, whiten (`masked.whiten`, over the whole rollout). Only the
 task's rewards are divided by a standard deviation. The KL is subtracted from the advantages afterwards, so
@@ -29,8 +29,8 @@ RewardAt = Literal["last_token", "every_token"]
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimates KL(policy || reference) at each token from tokens sampled by the policy, in nats. The result
-    has the shape of `logprobs`.
+    """Returns an estimate of KL(policy || reference) at each token, in nats, from tokens sampled by the
+    policy. The result has the shape of `logprobs`.
 
     With d = logprobs - ref_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman 2020,
     "Approximating KL divergence").
@@ -102,7 +102,7 @@ class Credit(NamedTuple):
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: float, after: Tensor | None = None
 ) -> Credit:
-    """Computes generalised advantage estimates (Schulman et al. 2016, eq. 16). Inputs and results are (...,
+    """Returns generalised advantage estimates (Schulman et al. 2016, eq. 16). Inputs and results are (...,
     T), and `values[t] = V(tokens[<t])`.
 
     `A_t = delta_t + gamma lambd A_next` and `delta_t = r_t + gamma V_next - V_t`, where next is the next
@@ -140,7 +140,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Returns `1 - Var(returns - values) / Var(returns)` over response tokens: 1 for a perfect critic, 0 for
-    a constant one.
+    a constant critic.
 
     The result is nan or -inf when Var(returns) is 0.
     """
@@ -187,8 +187,8 @@ class InGroups(NamedTuple):
 
 
 def in_groups(estimator: Callable[[Tensor], Tensor], scores: Tensor, scored: Tensor, n: int) -> InGroups:
-    """Applies a group estimator to `scores` (N,), with `n` consecutive answers per prompt, skipping answers
-    that are not `scored`.
+    """Returns the advantages that a group estimator gives for `scores` (N,), with `n` consecutive answers per
+    prompt, skipping answers that are not `scored`.
 
     An answer with no other scored answer in its group gets 0 and is not `compared`.
     """
@@ -225,8 +225,9 @@ def gdpo(scores: Tensor, scored: Tensor, n: int, eps: float = 1e-4) -> InGroups:
 def reinforce_pp(
     rewards: Tensor, kl_costs: Tensor, mask: Tensor, gamma: float, whitened: bool = True
 ) -> Tensor:
-    """Computes REINFORCE++ (Hu 2025): discounted returns of the task's token rewards, whitened over the whole
-    rollout, minus the returns of `kl_costs`, which are coefficient x KL; all (..., T).
+    """Returns the advantages of REINFORCE++ (Hu 2025): discounted returns of the task's token rewards,
+    whitened over the whole rollout, minus the returns of `kl_costs`, which are coefficient x KL; all (...,
+    T).
 
     The paper whitens the sum, which divides the KL by its own standard deviation when all rewards are equal.
     Here the KL's returns are only centred, and without whitening they are left unchanged.

@@ -72,11 +72,12 @@ class Batch:
     @property
     def real(self) -> np.ndarray:
         """Returns a mask, (B, T) bool, that is False on padding. Selects elements with numpy, without
-        PyTorch's threads (`masked.next_token_pairs`)."""
+        PyTorch's threads (see `masked.next_token_pairs`)."""
         return np.asarray(self.host.documents.numpy() >= 0)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Copies the batch to a device; to a GPU through pinned memory, without waiting."""
+        """Returns a copy of the batch on a device. The copy to a GPU goes through pinned memory, without
+        waiting."""
         device = torch.device(device)
         kept = self._each(torch.Tensor.pin_memory) if device.type == "cuda" else self
         return replace(kept._each(lambda tensor: sent(tensor, device)), on_host=kept)
@@ -95,15 +96,16 @@ class Batch:
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies `values` to `device`; to a GPU through pinned memory, so that the host does not wait for the
-    GPU's earlier work."""
+    """Returns a copy of `values` on `device`; the copy to a GPU goes through pinned memory, so that the host
+    does not wait for the GPU's earlier work."""
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def rounded(count: int) -> int:
-    """Rounds `count` up to one of a few sizes, all multiples of 8. Above 256 this adds at most about 3 %.
+    """Returns `count` rounded up to one of a few sizes, all multiples of 8. Above 256 this adds at most about
+    3 %.
 
     cuBLAS takes milliseconds to choose kernels for each new matrix size.
     """

@@ -1,4 +1,4 @@
-"""Percentiles of the policy's entropy over the tokens of an optimiser step, computed from counts that can be
+"""Computes percentiles of the policy's entropy over the tokens of an optimiser step, from counts that can be
 summed over ranks.
 
 The counts are histogram bins whose edges grow by 3.3 %, so a percentile is off by at most 1.7 % of its value.
@@ -34,9 +34,9 @@ def entropy_counts(entropy: Tensor, mask: Tensor) -> Tensor:
 
 
 def entropy_percentiles(counts: Tensor) -> dict[str, float]:
-    """Returns percentiles of the entropy, in nats per token. Each is the lowest bin for which that share of
-    the tokens lies in it or below it. `counts` (512,): summed over all micro-batches and ranks, with at least
-    one token."""
+    """Returns percentiles of the entropy, in nats per token. Each percentile is the lowest bin for which the
+    corresponding fraction of the tokens lies in that bin or below it. `counts` (512,): summed over all
+    micro-batches and ranks, with at least one token."""
     upto = counts.double().cpu().numpy().cumsum()
     places = [int(np.searchsorted(upto, upto[-1] * at / 100)) for at in PERCENTILES]
     return {

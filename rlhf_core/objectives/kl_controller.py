@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True)
 class KLController:
     """The KL coefficient, adapted so that the KL moves towards the target (Ziegler et al. 2019, section 2.2).
-    Without `target` it does not adapt, and PPO's config says the coefficient of each iteration. `target`:
-    nats per token; `horizon`: answers."""
+    Without `target` the coefficient does not adapt, and PPO's config determines the coefficient of each
+    iteration. `target`: nats per token; `horizon`: answers."""
 
     coef: float
     target: float | None = None

@@ -49,8 +49,8 @@ def _loss(terms: dict[str, Tensor], denominator: float) -> Loss:
 
 
 def with_balance(loss: Loss, balance: Tensor | None, coef: float, documents: float) -> Loss:
-    """Adds `coef * balance / documents`, the load-balancing loss of a mixture of experts (`models.experts`).
-    Denominator: documents."""
+    """Returns `loss` plus `coef * balance / documents`, the load-balancing loss of a mixture of experts
+    (`models.experts`). Denominator: documents."""
     if balance is None:
         return loss
     mean = _total(balance, documents)
@@ -61,7 +61,7 @@ def with_balance(loss: Loss, balance: Tensor | None, coef: float, documents: flo
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor, denominator: float) -> Loss:
-    """Computes the negative log-likelihood of the tokens under `mask`, (B, T). Denominator: these tokens."""
+    """Returns the SFT loss, which is the NLL of the tokens under `mask`. Denominator: these tokens."""
     return _loss({"loss": -masked_sum(logprobs, mask)}, denominator)
 
 
@@ -72,8 +72,8 @@ def reward_loss(
     centering: float,
     denominator: float,
 ) -> Loss:
-    """Computes the Bradley-Terry loss `-log sigmoid(r_c - r_r - margin)` from scores (N,) (Ouyang et al.
-    2022, eq. 1; margin: Llama 2, eq. 2).
+    """Returns the Bradley-Terry loss `-log sigmoid(r_c - r_r - margin)` from scores (N,) (Ouyang et al. 2022,
+    eq. 1; margin: Llama 2, eq. 2).
 
     It equals the log-exp loss `log(1 + exp(margin - (r_c - r_r)))`. The term `centering * (r_c + r_r)^2`
     keeps scores near 0 (Eisenstein et al. 2023). A tie counts as wrong in `accuracy`. Denominator: pairs.
@@ -105,7 +105,7 @@ def preference_loss(
     ref_rejected: Tensor,
     denominator: float,
 ) -> Loss:
-    """Computes the loss named by `config.loss` from the log-probs of responses, (N,). Denominator: pairs."""
+    """Returns the loss named by `config.loss` from the log-probs of responses, (N,). Denominator: pairs."""
     beta = config.beta or 0.1
     smoothing = config.label_smoothing
     match config.loss:
@@ -133,8 +133,7 @@ def dpo_loss(
     loss: Literal["sigmoid", "ipo"],
     denominator: float,
 ) -> Loss:
-    """Computes direct preference optimisation from the log-probs of responses, (N,), with h = (pi_c - ref_c)
-    - (pi_r - ref_r).
+    """Returns the DPO loss from the log-probs of responses, (N,), with h = (pi_c - ref_c) - (pi_r - ref_r).
 
     sigmoid: `-log sigmoid(beta h)` with log-probs summed over tokens (Rafailov et al. 2023, eq. 7);
     `label_smoothing` is the probability that a label is flipped (cDPO, Mitchell 2023). ipo: `(h - 1 / (2
@@ -157,8 +156,8 @@ def dpo_loss(
 def simpo_loss(
     policy_chosen: Tensor, policy_rejected: Tensor, beta: float, gamma: float, denominator: float
 ) -> Loss:
-    """Computes SimPO, `-log sigmoid(beta (pi_c - pi_r) - gamma)`, from log-probs averaged over tokens, (N,)
-    (Meng et al. 2024, eq. 6).
+    """Returns SimPO's loss, `-log sigmoid(beta (pi_c - pi_r) - gamma)`, from log-probs averaged over tokens,
+    (N,) (Meng et al. 2024, eq. 6).
 
     Denominator: pairs. Usual values: beta 2, gamma 1.
     """
@@ -167,7 +166,7 @@ def simpo_loss(
 
 
 def orpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, lambd: float, denominator: float) -> Loss:
-    """Computes ORPO, `NLL_c - lambd log sigmoid(log odds_c - log odds_r)`, from log-probs averaged over
+    """Returns ORPO's loss, `NLL_c - lambd log sigmoid(log odds_c - log odds_r)`, from log-probs averaged over
     tokens, (N,) (Hong et al. 2024, eq. 6-7).
 
     odds = p / (1 - p) with p = exp(mean log-prob). NLL_c is the negative mean log-prob, so every pair has the
@@ -188,12 +187,12 @@ def kto_loss(
     w_undesirable: float,
     denominator: float,
 ) -> Loss:
-    """Computes KTO from log-probs summed over tokens, (N,), and `desirable` (N,) bool, with r = pi - ref
-    (Ethayarajh et al. 2024, eq. 8).
+    """Returns KTO's loss from log-probs summed over tokens, (N,), and `desirable` (N,) bool, with r = pi -
+    ref (Ethayarajh et al. 2024, eq. 8).
 
     The loss is `w_d (1 - sigmoid(beta (r - KL)))` if desirable, otherwise `w_u (1 - sigmoid(beta (KL - r)))`.
     `kl` is one number for the whole optimiser step (the average over the mismatched pairs of all ranks); it
-    is clamped at 0 and has no gradient. accuracy: share with r > KL if desirable, r < KL if not; margin:
+    is clamped at 0 and has no gradient. accuracy: fraction with r > KL if desirable, r < KL if not; margin:
     `beta |r - KL|`, negative when wrong. Denominator: answers.
     """
     kl = torch.as_tensor(kl, dtype=policy_logps.dtype, device=policy_logps.device).detach().clamp(min=0)
@@ -241,7 +240,7 @@ def policy_loss(
     weights: Tensor | None = None,
     cispo: bool = False,
 ) -> Loss:
-    """Computes PPO's clipped surrogate, `-w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)`; all (B, T)
+    """Returns the loss `-w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)`, PPO's clipped surrogate
     (Schulman et al. 2017, eq. 7).
 
     rho = exp(logprobs - old_logprobs), both from the trainer; w = `is_weights` (see `sampler_weights.py`;
@@ -249,8 +248,8 @@ def policy_loss(
     2020). With `cispo`, the objective is `sg(clip(rho)) A logprobs`, so that every token has a gradient
     (MiniMax-M1, 2025, eq. 4 and 5; its clip_low is 1). Denominator: response tokens. For GRPO's mean per
     answer, pass `weights` of 1/|answer| on its tokens and use the number of answers as denominator. For Dr.
-    GRPO, the denominator is answers x a constant length, which also divides the metrics. clip_share: tokens
-    without a gradient because of a clip (_low: those with rho < 1, _high: > 1); ratio_gap: |rho - 1|.
+    GRPO, the denominator is answers x a constant length, which also divides the metrics. clip_share: fraction
+    of tokens without a gradient because of a clip (_low: rho < 1, _high: rho > 1); ratio_gap: |rho - 1|.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0)
     advantages = torch.where(mask, advantages, 0)
@@ -320,8 +319,8 @@ def kl_loss(
     denominator: float,
     weights: Tensor | None = None,
 ) -> Loss:
-    """Computes the reverse KL to the reference as a loss, from (B, T) inputs. All arguments but
-    `ref_logprobs` and `estimator` are as in `policy_loss`.
+    """Returns the reverse KL to the reference as a loss, from (B, T) inputs. All arguments but `ref_logprobs`
+    and `estimator` are as in `policy_loss`.
 
     The tokens come from the sampler, so each estimate is weighted by `is_weights` times rho = exp(logprobs -
     old_logprobs). The expected gradient is then the gradient of KL(policy || reference); rho is a constant
@@ -344,15 +343,15 @@ def kl_loss(
 
 
 def teacher_loss(teacher_kl: Tensor, mask: Tensor, denominator: float, weights: Tensor | None = None) -> Loss:
-    """Averages the KL to a teacher at each token, (B, T), in nats (GKD, Agarwal et al. 2024, on the student's
-    answers). The KL is summed over the vocabulary, so it needs no importance weight. The other arguments are
-    as in `policy_loss`."""
+    """Returns the mean of the KL to a teacher at each token, (B, T), in nats (GKD, Agarwal et al. 2024, on
+    the student's answers). The KL is summed over the vocabulary, so it needs no importance weight. The other
+    arguments are as in `policy_loss`."""
     counted = mask.to(teacher_kl.dtype) if weights is None else torch.where(mask, weights, 0)
     return _loss({"policy/teacher_kl": counted * torch.where(mask, teacher_kl, 0)}, denominator)
 
 
 def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Tensor | None = None) -> Loss:
-    """Computes the negative mean of the policy's entropy, (B, T), in nats. Adding it with a positive
+    """Returns the negative mean of the policy's entropy, (B, T), in nats. Adding it with a positive
     coefficient gives an entropy bonus.
 
     `weights` and denominator: as in `policy_loss`.
@@ -363,8 +362,8 @@ def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Ten
 
 
 def value_clip_range(returns: Tensor, values: Tensor, mask: Tensor, clip: float) -> float:
-    """Returns the clip range for `value_loss`: `clip` times the scale of the returns under the mask, all (B,
-    T).
+    """Returns the clip range for `value_loss`: `clip` times the scale of the returns under the mask. Tensors:
+    (B, T).
 
     The scale is the standard deviation of the returns, or the root mean square of their distance to the
     critic's `values` if that is larger, because a critic that starts far from nearly equal returns must be
@@ -383,11 +382,11 @@ def value_clip_range(returns: Tensor, values: Tensor, mask: Tensor, clip: float)
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None, denominator: float
 ) -> Loss:
-    """Computes `0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`, all (B, T), as in OpenAI's
+    """Returns the loss `0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`, as in OpenAI's
     PPO2; without a clip, `0.5 (V - R)^2`.
 
-    Denominator: response tokens. clip_share: share of tokens whose clipped error is larger, so that they have
-    no gradient.
+    Denominator: response tokens. clip_share: fraction of tokens whose clipped error is larger, so that they
+    have no gradient.
     """
     values, old_values, returns = (torch.where(mask, x, 0) for x in (values, old_values, returns))
     error = (values - returns).square()

@@ -6,7 +6,7 @@ that count and may have holes. `documents` (B, T) int64 contains the index of ea
 batch, -1 on padding. A document lies in one row without gaps, so the same functions work for padded and
 packed batches. Values at other positions have no effect, even inf or nan, because `torch.where` replaces them
 instead of multiplying them by zero. Inputs are fp32 (fp64 in tests). Nothing here reduces over ranks: sums
-over tokens can be added over ranks, means cannot.
+over tokens can be added over ranks, but means cannot.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def next_token_pairs(positions: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def before(values: Tensor, positions: Tensor) -> Tensor:
-    """Shifts outputs (B, T) by one token within each document: result[t] is the output at the token before t,
-    which has not seen t.
+    """Returns outputs (B, T) shifted by one token within each document: result[t] is the output at the token
+    before t, which has not seen t.
 
     The result, (B, T), is 0 on padding and at the first token of each document.
     """

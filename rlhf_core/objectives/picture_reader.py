@@ -56,7 +56,7 @@ class PictureReader:
         return [found[key] for key in keys]
 
     def tensors(self, source: PictureSource) -> Tensors:
-        """Returns the inputs of the encoder for one image, as `read` does."""
+        """Like `read`, but returns the inputs of the encoder for one image."""
         return self.read([source])[0]
 
     def _submit(self, source: PictureSource) -> Future[Tensors]:
@@ -77,7 +77,7 @@ class PictureReader:
         return tensors
 
     def _forget(self) -> None:
-        """Drops the least recently read images until the others need at most `kept_bytes`."""
+        """Drops the least recently read images until the remaining images need at most `kept_bytes`."""
         held = sum(size_of(tensors) for tensors in self._read.values())
         while held > self._kept_bytes:
             _, tensors = self._read.popitem(last=False)

@@ -1,8 +1,9 @@
 """Corrects for differences between trainer and sampler: computes importance weights, selects the tokens to
 keep, and measures how far apart the two are.
 
-Trainer and sampler use different kernels and precision, and the sampler may have older weights. An importance
-weight belongs either to a token or to a whole answer, whose tokens share it (`sampler_is_level`).
+Trainer and sampler use different kernels and precision, and the sampler may have older weights. With
+`sampler_is_level`, an importance weight belongs either to a token or to a whole answer, whose tokens share
+it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def importance_weights(
     level: WeightLevel = "token",
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Returns importance weights `exp(old - sampler)` within [low, high], (B, T), 0 off the mask, without a
-    gradient.
+    """Returns importance weights `exp(old - sampler)` within [low, high], (B, T), 0 outside the mask, without
+    a gradient.
 
     Weights outside the bounds are clamped ("TIS", Yao et al. 2025, with low 0), or set to 0 with `masked`
     ("IcePop", Ling team 2025). The weight of an answer is the product of its tokens' weights (sequence) or
@@ -51,7 +52,7 @@ def importance_weights(
 
 
 def bounded(weights: Tensor, low: float, high: float, masked: bool) -> Tensor:
-    """Returns weights within [low, high]; those outside are clamped, or set to 0 with `masked`."""
+    """Returns weights within [low, high]; weights outside are clamped, or set to 0 with `masked`."""
     if masked:
         return torch.where((weights >= low) & (weights <= high), weights, 0)
     return weights.clamp(low, high)
@@ -72,7 +73,7 @@ def sampler_weights(
 
 def kept_tokens(old: np.ndarray, sampler: np.ndarray, mask: np.ndarray, config: PPO) -> np.ndarray:
     """Returns which tokens of one document the weights keep; all arrays are (T,). These are the tokens of
-    `mask`, or with `sampler_is: mask` only those whose weight is within the bounds."""
+    `mask`, or with `sampler_is: mask` only the tokens whose weight is within the bounds."""
     if config.sampler_is != "mask":
         return mask
     one_document = torch.zeros(1, len(mask), dtype=torch.int64)
@@ -92,9 +93,11 @@ def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, flo
     `gaps` (N,): the trainer's log-prob minus the sampler's, in nats, for the response tokens of one answer
     after another; `lengths`: the number of tokens of each answer. gap: mean |gap|; ratio_gap: mean |exp(gap)
     - 1|; gap_p99: 99th percentile of |gap|. The other metrics describe the loss's weights, one per token or
-    per answer (`sampler_is_level`). capped: share that the bounds clamped or set to 0; weight_mean;
+      per answer, depending on `sampler_is_level`. capped: the fraction of weights that the bounds clamped or
+      set to 0;
+    weight_mean;
     weight_max: before the bounds apply; ess: effective sample size `(sum w)^2 / (n sum w^2)` (Kish 1965), 1
-    if all are equal. With `sampler_is: mask`, also the shares of tokens and of whole answers that the loss
+    if all are equal. With `sampler_is: mask`, also the fractions of tokens and of whole answers that the loss
     leaves out.
     """
     distances = gaps.abs()
@@ -122,8 +125,8 @@ def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, flo
 
 
 def _left_out(cut: Tensor, lengths: Tensor, level: WeightLevel) -> dict[str, float]:
-    """Returns the share of tokens that are `cut`, and the share of answers that are cut completely. `cut` has
-    one value per token, or one per answer that has tokens."""
+    """Returns the fraction of tokens that are `cut`, and the fraction of answers that are cut completely.
+    `cut` has one value per token, or one per answer that has tokens."""
     lengths = lengths[lengths > 0]
     tokens = cut if level == "token" else cut.repeat_interleave(lengths)
     answers = torch.segment_reduce(tokens.double(), "min", lengths=lengths)

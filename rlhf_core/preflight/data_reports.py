@@ -22,7 +22,7 @@ from rlhf_core.recipe.plan import Node, Plan
 
 def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey], list[str]]]:
     """Yields each stage that reads data files: its name, the surveys of its data sets, and one sentence for
-    each data set that it would refuse. Yields rounds of a loop that read the same data only once.
+    each data set that the stage would reject. Yields rounds of a loop that read the same data only once.
 
     Skips evaluations and data that other stages generate (pairs, answers).
     """

@@ -1,8 +1,9 @@
 """Checks, before any stage starts, whether a recipe can run here. Checks the recipe's inputs and, with
-`machine_checks.py`, this machine. Reports one sentence per problem, which says where it is and what to do.
+`machine_checks.py`, this machine. Describes each problem in one sentence, which says where the problem is and
+what to do.
 
 Checks only stages that are not done. Reads data and tokenizers with the same code as the stages, tokenizers
-in a second process if possible (`template_length.py`). Without transformers (on a machine that only
+in a second process if possible (see `template_length.py`). Without transformers (on a machine that only
 orchestrates), leaves the check of tokenizers to the stages.
 """
 
@@ -164,8 +165,8 @@ def text_problems(
 
 
 def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
-    """Returns warnings about odd rows among those that `check_inputs` renders, and about data sets that make
-    few batches. A warning never blocks a stage."""
+    """Returns warnings about odd rows among the rows that `check_inputs` renders, and about data sets that
+    make few batches. A warning never blocks a stage."""
     if importlib.util.find_spec("transformers") is None:
         return []
     todo = [node for node in nodes if not node.done]
@@ -221,7 +222,7 @@ def tokenizer_of(plan: Plan, node: Node) -> str | None:
 
 
 def _start_of(plan: Plan, node: Node, name: str) -> str | None:
-    """Works like `tokenizer_of`, but for a model name in the stage's config."""
+    """Like `tokenizer_of`, but for a model name in the stage's config."""
     return tokenizer_of(plan, plan[node.stages[name]]) if name in node.stages else node.models[name]
 
 

@@ -114,8 +114,8 @@ def shared_questions(plan: Plan) -> list[str]:
 
 def selecting_questions(plan: Plan) -> list[str]:
     """Returns sentences about evaluations whose questions were also used to select one of their models. The
-    model's win rate would be biased upwards, because it is the largest of several noisy ones. Does not read
-    Hub data sets."""
+    model's win rate would be biased upwards, because it is the largest of several noisy win rates. Does not
+    read Hub data sets."""
     judged = {node.name: node.config.asks for node in plan.nodes if node.config.asks}
     problems = []
     for node in plan.nodes:

@@ -49,8 +49,8 @@ def code_problems(node: Node) -> list[str]:
 
 
 def trial_problems(nodes: Sequence[Node]) -> list[str]:
-    """Calls the reward functions of stages that are not done, and returns a sentence for each that fails on
-    every answer. Only a run calls this, because `validate` must not execute user code."""
+    """Calls the reward functions of stages that are not done, and returns a message for each function that
+    fails on every answer. Only a run calls this, because `validate` must not execute user code."""
     found = []
     for node in nodes:
         if not node.done and isinstance(node.config, Rewarded):

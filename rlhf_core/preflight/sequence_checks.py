@@ -1,8 +1,8 @@
-"""Finds sequence lengths that exceed the positions of a stage's models, and models that the ranks of a stage
-with `sequence_parallel_size` cannot share. Torch-free.
+"""Finds sequence lengths that exceed the positions of a stage's models. Also finds models that the ranks of a
+stage with `sequence_parallel_size` cannot share. Torch-free.
 
-The stage itself checks Hub ids and properties that are not in config.json, and refuses such models before its
-first step (`models/kernels/attention.py`).
+The stage itself checks Hub ids and properties that are not in config.json, and rejects such models before its
+first step (see `models/kernels/attention.py`).
 """
 
 from __future__ import annotations

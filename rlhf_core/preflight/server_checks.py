@@ -25,8 +25,8 @@ class SilentServers(NamedTuple):
 
 
 def missing_keys(node: Node) -> list[str]:
-    """Returns a sentence for each of a stage's chat endpoints that is known to require a key but has none
-    set."""
+    """Returns a sentence for each of a stage's chat endpoints that is known to require a key, but for which
+    no key is set."""
     return [
         f"stages.{node.name}: {server.reader} sends no key to {server.address}, which answers none without"
         f" one: {SET_KEY}"
@@ -36,8 +36,8 @@ def missing_keys(node: Node) -> list[str]:
 
 
 def key_warnings(nodes: Sequence[Node]) -> list[str]:
-    """Returns a sentence for each chat endpoint for which no key is set and that may refuse requests without
-    one."""
+    """Returns a sentence for each chat endpoint for which no key is set and that may reject requests without
+    a key."""
     found = []
     for node in nodes:
         if node.done or missing_keys(node):
@@ -52,7 +52,8 @@ def key_warnings(nodes: Sequence[Node]) -> list[str]:
 
 
 def silent_servers(plan: Plan) -> SilentServers:
-    """Tries to reach the servers of all stages that are not done, all at once, for at most 5 seconds."""
+    """Tries to reach the servers of all stages that are not done, all at once, for at most 5 seconds. Returns
+    sentences about the servers that cannot be reached."""
     todo = [node for node in plan.nodes if not node.done]
     addresses = list({server.address for node in todo for server in node.config.servers})
     with ThreadPoolExecutor(max(1, len(addresses))) as pool:

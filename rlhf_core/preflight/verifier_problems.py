@@ -63,7 +63,7 @@ def verified_rows_problems(node: Node, seed: int = 0) -> list[str]:
 
 
 def _with_places(rows: Iterable[Located]) -> Iterator[PlacedRow]:
-    """Yields each row's place and the row."""
+    """Returns an iterator over pairs of a row's place and the row."""
     return ((found.where, found.row) for found in rows)
 
 

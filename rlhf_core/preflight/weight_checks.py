@@ -41,7 +41,7 @@ def weight_problem(where: str, place: str, trust_remote_code: bool) -> dict[str,
 
 def _code(config: dict[str, Any]) -> str | None:
     """Returns the fault if transformers does not know a model's family, so that loading it needs the code in
-    its folder."""
+    its folder; None otherwise."""
     kind = config.get("model_type")
     package = importlib.util.find_spec("transformers")
     if not config.get("auto_map") or package is None or package.origin is None:
@@ -62,7 +62,7 @@ def _code(config: dict[str, Any]) -> str | None:
 
 def _stored(folder: Path, config: dict[str, Any]) -> str | None:
     """Returns the fault if weight files are missing, pickled or damaged, or if their shapes do not match
-    config.json."""
+    config.json; None otherwise."""
     try:
         files = stored_tensors(folder)
     except (OSError, ValueError) as error:
@@ -86,7 +86,7 @@ def _stored(folder: Path, config: dict[str, Any]) -> str | None:
 
 def _unlike(config: dict[str, Any], tensors: dict[str, dict[str, Any]]) -> str | None:
     """Returns how the weights contradict config.json: an expected shape that no tensor of its kind has, or
-    layers without weights."""
+    layers without weights. Returns None if they do not."""
     for end, keys in SHAPES.items():
         said = [
             next(((key, config[key]) for key in names if isinstance(config.get(key), int)), None)
@@ -108,8 +108,8 @@ def _unlike(config: dict[str, Any], tensors: dict[str, dict[str, Any]]) -> str |
 
 
 def _vocabulary(place: str, config: dict[str, Any]) -> str | None:
-    """Returns the fault if a tokenizer turns text into ids beyond the last row of the embeddings. Special
-    tokens may lie beyond it, because text is never encoded as one."""
+    """Returns the fault if a tokenizer encodes text as ids beyond the last row of the embeddings; None
+    otherwise. Special tokens may lie beyond it, because text is never encoded as a special token."""
     rows = config.get("vocab_size")
     tokens = stored_vocabulary(place)
     if not isinstance(rows, int) or not tokens or max(tokens.values()) < rows:

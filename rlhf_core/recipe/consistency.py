@@ -1,4 +1,4 @@
-"""Checks that the stages of a recipe fit together. Reports one sentence for each name, gate or branch that
+"""Checks that the stages of a recipe fit together. Returns one sentence for each name, gate or branch that
 does not fit. Torch-free, offline."""
 
 from __future__ import annotations

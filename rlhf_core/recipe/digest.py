@@ -3,8 +3,8 @@
 The digest covers the stage's configuration (without fields marked `NotInDigest`, and without fields marked
 `InDigestIfSet` that have their defaults), the digests of its parents and of its local data and model folders,
 the seed, and the version of its kind. A Hub id is included by name, so changes to the repository go
-unnoticed; `owner/name@REVISION` is included by commit (`revisions.py`). Image files that a data file names
-are included by content, regardless of their location.
+unnoticed; `owner/name@REVISION` is included by commit (see `revisions.py`). Image files that a data file
+names are included by content, regardless of their location.
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
 
 def _rounds_used(loop: str, count: int, refused: Collection[str]) -> list[tuple[int, str]]:
     """Returns the number (from 0) and name of each of a loop's first `count` rounds that is not refused. If
-    all are refused, returns the next round that is not, because the loop's dependents need a model."""
+    all of them are refused, returns the next round that is not refused, because the loop's dependents need a
+    model."""
     used = [(k, title) for k in range(count) if (title := f"{loop}.round{k + 1}") not in refused]
     return used or [
         next((k, title) for k in itertools.count(count) if (title := f"{loop}.round{k + 1}") not in refused)

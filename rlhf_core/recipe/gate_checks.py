@@ -1,5 +1,5 @@
-"""Checks the gates of a finished stage and explains the usual meaning of a failed gate, using only the
-stage's result. Torch-free.
+"""Checks the gates of a finished stage, using only the stage's result, and explains what a failed gate
+usually means. Torch-free.
 
 `OpenStages` in flows/alignment.py stops the run, or the dependent stages, when a gate fails. Verdicts are not
 stored, because the same recipe and results give the same verdicts in every process; a changed bound therefore

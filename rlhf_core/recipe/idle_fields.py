@@ -1,7 +1,7 @@
-"""Reports fields that have no effect given a recipe's other fields. Torch-free, offline.
+"""Finds fields that have no effect given a recipe's other fields. Torch-free, offline.
 
-Some combinations are refused when the config is read. The combinations reported here are allowed, because
-overrides may give the field an effect. A value equal to the field's default is not reported.
+Some combinations are already rejected when the config is read. The combinations reported here are allowed,
+because overrides may give the field an effect. A value equal to the field's default is not reported.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _note(text: str) -> None:
 def given_recipe(given: object, overrides: object = (), stored: bool = False) -> Recipe:
     """Returns the recipe given in a flow's parameters as a Recipe, a mapping, a path or a URI. `stored`:
     whether the mapping may be a Recipe as Prefect stores it, with paths relative to the working directory.
-    Raises ValueError as `load_recipe` does."""
+    Raises ValueError for the same reasons as `load_recipe`."""
     texts = given_overrides(overrides)
     if isinstance(given, Recipe):
         return _overridden(given.model_dump(), texts) if texts else with_home(given)[0]
@@ -193,8 +193,8 @@ def _shown(path: str | Path) -> str:
 
 
 def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = ()) -> Recipe:
-    """Validates the parsed YAML of a recipe. Paths are relative to `folder`, the folder of the recipe file,
-    except in the fields `given`.
+    """Returns the recipe in parsed YAML, validated. Paths are relative to `folder`, the folder of the recipe
+    file, except in the fields `given`.
 
     Raises WrongRecipe with a one-line sentence for each mistake.
     """
@@ -238,8 +238,8 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[list[str], Any]]]:
-    """Splits overrides into the recipe's own fields, as (key, value), and fields below `stages`, as (keys,
-    value). Raises ValueError for malformed overrides."""
+    """Returns the overrides of the recipe's own fields, as (key, value), and the overrides of fields below
+    `stages`, as (keys, value). Raises ValueError for malformed overrides."""
     top: list[tuple[str, Any]] = []
     nested: list[tuple[list[str], Any]] = []
     wrong: list[str] = []

@@ -242,7 +242,7 @@ def _interpreter(python: str | None, where: str) -> Iterator[tuple[str, str]]:
 
 
 def renamed(value: Any, names: Mapping[str, str]) -> Any:
-    """Returns plain values with the keys of `names` replaced, also in the keys of mappings."""
+    """Returns plain values with the keys of `names` replaced, including names that are keys of mappings."""
     if isinstance(value, dict):
         return {names.get(key, key): renamed(item, names) for key, item in value.items()}
     if isinstance(value, list | tuple):

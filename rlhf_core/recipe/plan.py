@@ -1,7 +1,7 @@
 """Plans a recipe as a DAG before anything runs: expands stages, resolves names, and computes the order and
 digests. Torch-free.
 
-Works offline, except for Hub branches and tags that are not yet in the recipe's pins (hub/revisions.py).
+Works offline, except for Hub branches and tags that are not yet in the recipe's pins (see hub/revisions.py).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
 
 class WrongRecipe(ValueError):
     """Raised for a wrong recipe, with one sentence per line. `rest`: the recipe without the mistakes, for
-    further checks, or None. Sentences of those checks that contain a word in `wrong` may be consequences of
+    further checks, or None. Sentences of these checks that contain a word in `wrong` may be consequences of
     the mistakes."""
 
     def __init__(self, told: Iterable[str], rest: Recipe | None, wrong: Iterable[str] = ()):
@@ -179,8 +179,9 @@ def _by_stage(error: ValidationError, raw: object) -> dict[str, list[str]]:
 
 
 def _reduce(stages: dict[str, Any], name: str, told: Sequence[str], times: int) -> set[str]:
-    """Removes contradictory fields of a stage: the first time those that the sentences name, the second time
-    all but inputs and required fields, and then the stage itself. Returns the names that it removed."""
+    """Removes contradictory fields of a stage: the first time the fields that the sentences name, the second
+    time all fields but inputs and required fields, and then the stage itself. Returns the names that it
+    removed."""
     stage = stages.get(name)
     if times > 1 or not isinstance(stage, dict):
         stages.pop(name, None)
@@ -206,7 +207,7 @@ def _is_input(annotation: Any) -> bool:
 
 def _start_field(names: list[int | str], raw: Any) -> str | None:
     """Returns the correction if a key is the start model's field in another kind of stage, such as `model` in
-    a dpo stage."""
+    a dpo stage; None otherwise."""
     if (
         len(names) != 3
         or names[0] != "stages"
@@ -243,7 +244,7 @@ def unknown(name: str, valid: Iterable[str], what: str = "key") -> str:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Returns the pydantic models in an annotation, including those inside unions, tuples and Annotated."""
+    """Returns the pydantic models in an annotation, including models inside unions, tuples and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in models_in(part)]

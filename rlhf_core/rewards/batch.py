@@ -48,12 +48,12 @@ def reward_batch(
     The answers are given both as documents (for models) and as samples (for functions, servers and judges).
     `micro_batch_size`, `micro_tokens`: as in `score_documents`. `dtype`: dtype of the reward models; auto:
     the dtype of each checkpoint. `scores`: scores documents with a model outside this process. `own_tokens`:
-    by title, for reward models whose tokenizer differs from the documents'. `cache`: folder for judges'
-    verdicts. `samples_per_prompt`: number of consecutive answers per prompt, which judges may compare.
-    `open_judge`: for judges on engines of the stage. The normalisation `running` uses the mean and standard
-    deviation of this batch, `group` those of the answers to each prompt. Raises RewardsFailed when a source
-    leaves more than the share `max_failed` of the answers without a reward, and ValueError when no answer has
-    a reward from every source.
+    an `OwnTokens` by title, for reward models whose tokenizer differs from the documents' tokenizer. `cache`:
+    folder for judges' verdicts. `samples_per_prompt`: number of consecutive answers per prompt, which judges
+    may compare. `open_judge`: for judges on engines of the stage. The normalisation `running` uses the mean
+    and standard deviation of this batch; `group` uses the mean and standard deviation of the answers to each
+    prompt. Raises RewardsFailed when a source leaves more than the fraction `max_failed` of the answers
+    without a reward, and ValueError when no answer has a reward from every source.
     """
     allowed = int(max_failed * len(documents))
     models = [source for source in sources if isinstance(source, ModelReward)]

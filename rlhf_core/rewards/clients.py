@@ -1,7 +1,7 @@
 """Requests rewards from functions, servers and judges while reward models score. `Client._batch` splits a
 batch to find an answer that hangs.
 
-Requests run in threads and are retried after growing pauses. If all attempts fail, the reward is nan and
+Requests run in threads and are retried after increasing pauses. If all attempts fail, the reward is nan and
 counts as failed. Once a source has left more than `allowed` answers without a reward, no more requests are
 sent and the run stops with an error that names the source and quotes its last error.
 """
@@ -68,7 +68,7 @@ class RewardBackend(Protocol):
 
 @dataclass(frozen=True)
 class Rewards:
-    """The sources' rewards for N answers: (N,) per source, nan for failed ones; the last error of each
+    """The sources' rewards for N answers: (N,) per source, nan where a reward failed; the last error of each
     failing source; and the steps of answers by source and index."""
 
     by_source: dict[str, np.ndarray]
@@ -95,7 +95,7 @@ class Rewards:
 
 
 def join(parts: Sequence[Rewards]) -> Rewards:
-    """Concatenates rewards, in order."""
+    """Returns the concatenation of rewards, in order."""
     names = parts[0].by_source
     errors = {name: error for part in parts for name, error in part.errors.items()}
     steps: dict[str, dict[int, Steps]] = {}
@@ -114,8 +114,9 @@ def collect(
     allowed: int,
     failures: Mapping[str, str] = MappingProxyType({}),
 ) -> Rewards:
-    """Collects the scores of reward models, given as (title, (N,)), and the results of pending requests to
-    other sources. A score that is not finite counts as failed; `failures` maps titles to the reason.
+    """Returns the rewards of all sources: the scores of reward models, given as (title, (N,)), and the
+    results of pending requests to other sources. A score that is not finite counts as failed; `failures` maps
+    titles to the reason for the failure.
 
     Raises RewardsFailed when a source leaves more than `allowed` answers without a reward.
     """
@@ -207,8 +208,8 @@ class Client:
         If a whole request fails, each quarter of its answers is requested separately, so that an answer that
         breaks the source is isolated and only its reward is lost. A request that is repeated unsplit gets at
         most `max_attempts` attempts per answer. Isolating one answer by halving takes log2(batch) + 1
-        requests; if `max_attempts` more than that fail in a row, the source is considered dead and the rest
-        of the batch is given up.
+        requests; if `max_attempts` more than that fail in a row, the source is considered dead and the
+        remaining answers of the batch are given up.
         """
         rewards = np.full(len(samples), np.nan)
         attempts = np.zeros(len(samples), int)
@@ -258,14 +259,14 @@ class Client:
         return {}
 
     def close(self) -> None:
-        """Ends all requests, including open ones, whose answers then get no reward."""
+        """Ends all requests. The answers of open requests then get no reward."""
         self._given_up.set()
         self._source.close()
 
 
 class SourceClient(Protocol):
-    """Gets the rewards of one source (`Client`, `JudgeClient`). `spent` returns metrics of the resources that
-    requests have used since it was last called."""
+    """The interface of `Client` and `JudgeClient`, which get the rewards of one source. `spent` returns
+    metrics of the resources that requests have used since it was last called."""
 
     title: str
 

@@ -108,13 +108,13 @@ def combine(
     statistics: Mapping[str, Running],
     samples: int = 1,
 ) -> Combined:
-    """Computes the sum of `weight * (reward - mean) / std` over the sources.
+    """Returns the sum of `weight * (reward - mean) / std` over the sources.
 
     `by_source`: (N,) each, nan for failed rewards. `statistics`: from `with_answers`, including these
     answers. `samples`: number of consecutive answers per prompt. Sources with `normalize: group` are
     standardised among these, as in `objectives.advantages.grpo`, over the answers that every source scored.
-    An answer that is the only one of these for its prompt gets 0. Raises ValueError when no answer has a
-    reward from every source. `reward/mean` and `reward/std` describe the weighted sum before any
+    An answer gets 0 if it is its prompt's only answer that every source scored. Raises ValueError when no
+    answer has a reward from every source. `reward/mean` and `reward/std` describe the weighted sum before any
     standardisation, so that their scale stays the same throughout the run.
     """
     raw = {term.title: _narrowed(by_source[term.title]) for term in terms}

@@ -21,7 +21,7 @@ def task_metrics(
     rows: Sequence[Mapping[str, Any]],
     lengths: Sequence[int],
 ) -> dict[str, float]:
-    """Returns the mean score, the share of right answers and the mean length (tokens) for each task of
+    """Returns the mean score, the fraction of right answers and the mean length (tokens) for each task of
     generated questions; empty unless `reward: reasoning_gym` scores them.
 
     All arguments are per answer: `by_source` (N,) each, with nan for failed rewards, which do not count;
@@ -40,7 +40,7 @@ def environment_metrics(
     environments: Sequence[str],
     lengths: Sequence[int],
 ) -> dict[str, float]:
-    """Returns the mean reward, the share of rewards of at least 1 and the mean length (tokens) of each
+    """Returns the mean reward, the fraction of rewards of at least 1 and the mean length (tokens) of each
     environment's episodes; only the length if the environments give no reward. Arguments are as in
     `task_metrics`; `environments` (N,): names."""
     title = next((source.title for source in sources if isinstance(source, EnvironmentReward)), None)

@@ -89,7 +89,7 @@ class HttpRewardClient:
             del self._open[task]
 
     def close(self) -> None:
-        """Cancels open requests and prevents new ones."""
+        """Cancels open requests and prevents new requests."""
         self._closed = True
         for task, loop in list(self._open.items()):
             with suppress(RuntimeError):  # the loop has ended meanwhile

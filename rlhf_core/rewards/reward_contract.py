@@ -8,9 +8,9 @@ answer as `[[end, reward], ...]`: the number of characters of the response up to
 step's reward. The answer's reward is their sum, or 0 without steps.
 
 An entry that is null, nan, infinite or of another type is a failed reward. If a reply cannot be read or has
-the wrong length, all its rewards have failed. A failed reward is never 0. Finite rewards, including those of
-steps and environments, are clipped to +-1e30 (`LARGEST`), so that their sums stay finite in float32, which
-training uses.
+the wrong length, all its rewards have failed. A failed reward is never 0. Finite rewards, including the
+rewards of steps and environments, are clipped to +-1e30 (`LARGEST`), so that their sums stay finite in
+float32, which training uses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Steps = Sequence[tuple[int, float]]  # (characters of the response up to the ste
 
 
 class Reply(NamedTuple):
-    """Rewards (N,), nan for failed ones, and the rewarded steps of answers that have them, by answer
+    """Rewards (N,), nan where a reward failed, and the rewarded steps of answers that have them, by answer
     index."""
 
     rewards: np.ndarray
@@ -47,16 +47,16 @@ class Reply(NamedTuple):
 
 
 class RewardError(Exception):
-    """Reports that one request failed; the next may succeed."""
+    """Raised when one request fails; the next may succeed."""
 
 
 class WrongReply(RewardError):
-    """Reports a reply that does not fit its request. The same request is repeated unsplit, since the reply
+    """Raised when a reply does not fit its request. The same request is repeated unsplit, since the reply
     might fit a smaller request by chance."""
 
 
 class CodeError(RewardError):
-    """Reports a bug in the user's code, such as a NameError. `place`: type, file and line, identical for
+    """Raised when the user's code has a bug, such as a NameError. `place`: type, file and line, identical for
     every answer. `certain`: as in `UsersError`."""
 
     def __init__(self, message: str, place: str, certain: bool = False):
@@ -69,13 +69,13 @@ class CodeError(RewardError):
 
 
 class RewardsFailed(RuntimeError):
-    """Reports that a source left more answers without a reward than the recipe allows. The message names the
+    """Raised when a source leaves more answers without a reward than the recipe allows. The message names the
     source."""
 
 
 class SourceRewards(NamedTuple):
-    """One source's rewards for N answers: (N,), nan for failed ones; the last error; and the steps of answers
-    by index."""
+    """One source's rewards for N answers, (N,), nan where a reward failed; the last error; and the steps of
+    answers by index."""
 
     rewards: np.ndarray
     error: str

@@ -1,7 +1,7 @@
 """Serves a reward model over HTTP according to `rewards/reward_contract.py`: `alignflow serve-reward
 CHECKPOINT --port PORT`.
 
-POST (any path) accepts `prompts`, `responses` and, optionally, `finished`; other lists are ignored. GET
+POST to any path accepts `prompts`, `responses` and, optionally, `finished`; other lists are ignored. GET
 describes the model being served. One request is scored at a time. Invalid input gets 400 with an error
 message; a failure of the model gets 500, which clients retry. If a key is set, requests without it as a
 bearer token get 401. There is no TLS: put a proxy in front.

@@ -2,9 +2,9 @@
 that a bug in it is reported before any work (rlhf_core/preflight/reward_functions.py) and before any engine
 starts.
 
-The stage ends only on an error that would occur in every call (`UsersError.certain`). Other errors may be due
-to the made-up answers and cause a warning. Verifiers are called in the same way. Servers and judges are not
-asked for rewards, which may cost money (`runs/awaited_servers.py` checks that they can be reached); for a
+The stage ends only on an error that would occur in every call (see `UsersError.certain`). Other errors may be
+due to the made-up answers and cause a warning. Verifiers are called in the same way. Servers and judges are
+not asked for rewards, which may cost money (`runs/awaited_servers.py` checks that they can be reached); for a
 judge, only the presence of its reference answer in the prompts' rows is checked.
 """
 

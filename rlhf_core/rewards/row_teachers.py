@@ -1,4 +1,4 @@
-"""Determines which of the stage's teachers the row of each prompt names. Torch-free."""
+"""Determines which of the stage's teachers each prompt's row names. Torch-free."""
 
 from __future__ import annotations
 

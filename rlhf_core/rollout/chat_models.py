@@ -61,7 +61,7 @@ def judge_renderer(where: str, path: str, trust_remote_code: bool) -> Renderer:
 
 
 class JudgeSetup(NamedTuple):
-    """A judge on engines: the renderer of its requests, and the options of its engines (`SamplerRole`)."""
+    """A judge on engines: the renderer of its requests, and the options of its engines; see `SamplerRole`."""
 
     judge: EngineJudge
     renderer: Renderer
@@ -69,8 +69,8 @@ class JudgeSetup(NamedTuple):
 
 
 def judge_setup(where: str, path: str, judge: EngineJudge, seed: int, trust_remote_code: bool) -> JudgeSetup:
-    """Returns the setup for a judge whose model is at `path`. Raises ValueError like `longest_of`,
-    `require_room` and `judge_renderer`."""
+    """Returns the setup for a judge whose model is at `path`. Raises ValueError for the same reasons as
+    `longest_of`, `require_room` and `judge_renderer`."""
     config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
     longest = longest_of(where, config, judge.max_model_len)
     require_room(where, judge.max_tokens, longest)

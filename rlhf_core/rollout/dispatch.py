@@ -36,11 +36,11 @@ class Background:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, R]) -> Future[R]:
-        """Starts work in the loop without waiting for it."""
+        """Starts work in the loop and returns its future, without waiting for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """Runs work in the loop and waits for its result."""
+        """Runs work in the loop, waits for its result and returns it."""
         return self.start(work).result()
 
     def end_work(self) -> None:
@@ -112,9 +112,9 @@ class Engines:
         sampling: Sampling,
         pictures: Pictures = (),
     ) -> SampledAnswer:
-        """Asks an engine for one answer. If it dies, asks another, or the same one after its restart
-        (`revived`). Raises RoleFailed when an engine fails in another way, makes no progress, or dies for
-        good. Cancelling this call makes the engine abort the request."""
+        """Returns one answer from an engine. If the engine dies, asks another engine, or the same engine
+        after its restart (see `revived`). Raises RoleFailed when an engine fails in another way, makes no
+        progress, or dies for good. Cancelling this call makes the engine abort the request."""
         while True:
             try:
                 return await self._ask(engine, tokens, seed, sampling, pictures)
@@ -144,7 +144,8 @@ class Engines:
             raise
 
     def _give_up(self, engine: int, key: int) -> None:
-        """Withdraws a request: drops it if unsent, else has the engine's next call abort it."""
+        """Withdraws a request: drops it if it has not been sent, otherwise makes the engine's next call abort
+        it."""
         if self._asked[engine].pop(key, None) is None:
             return  # it was answered, or the engine died
         waiting = [request for request in self._new[engine] if request.key != key]
@@ -205,7 +206,8 @@ class Engines:
 
 
 async def in_daemon(work: Callable[[], R], name: str) -> R:
-    """Waits for work in a separate daemon thread, which does not delay the end of this process."""
+    """Returns the result of work that runs in a separate daemon thread, which does not delay the end of this
+    process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[R] = loop.create_future()
 

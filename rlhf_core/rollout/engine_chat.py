@@ -1,4 +1,4 @@
-"""Sends chat requests to engines of this run, for judges (`Chat`).
+"""Sends chat requests to engines of this run, for judges; implements `Chat`.
 
 Requests and replies travel as tokens in calls of Ray actors: no port is opened. Control tokens typed in a
 judged text stay text. All requests are sent to the engines at the same time, and the engines batch them. An
@@ -27,7 +27,8 @@ class EngineChat:
     """Asks the model of a group of engines, with greedy sampling.
 
     `start` returns the group once its engines have loaded; it is called before the first request. `timeout`:
-    seconds that an engine may make no progress. Engines that share GPUs (`sleep`) sleep outside of `each`.
+    how long an engine may make no progress, in seconds. With `sleep`, the engines share GPUs and sleep
+    outside of `each`.
     """
 
     def __init__(self, setup: JudgeSetup, start: Callable[[], WorkerGroup], timeout: float):
@@ -61,7 +62,8 @@ class EngineChat:
         done: Callable[[str, Found], None],
     ) -> None:
         """Calls `work` for every item, and `done` with each key and result as it completes. An exception in
-        either cancels all. Raises CancelledError after `stop`, and RoleFailed when an engine fails."""
+        either function cancels all work. Raises CancelledError after `stop`, and RoleFailed when an engine
+        fails."""
         if not items:
             return
         if self._stopped:
@@ -111,7 +113,7 @@ class EngineChat:
         return f"(no reply: {error})"
 
     def stop(self) -> None:
-        """Cancels open requests and refuses new ones. May be called from any thread."""
+        """Cancels open requests and rejects new requests. May be called from any thread."""
         self._stopped = True
         self._background.close()
 

@@ -20,12 +20,12 @@ Pictures = tuple[EncodedPicture, ...]  # of one prompt
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """Holds a sampled answer (`answer_of`). `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the
-    distribution it sampled from. `versions`: for answers to a `Request`, pairs (first token, version of the
-    weights from there on).
+    """Holds a sampled answer (see `answer_of`). `logprobs[i]` is the sampler's log-prob of `tokens[i]` under
+    the distribution it sampled from. `versions`: for answers to a `Request`, pairs (first token, version of
+    the weights from there on).
 
-    `finished` is False when the length limit cut the answer; otherwise its last token is a stop token or
-    completes a stop text. `experts` (T - 1, layers, k): the experts of each token of prompt and answer,
+    `finished` is False when the length limit truncated the answer; otherwise its last token is a stop token
+    or completes a stop text. `experts` (T - 1, layers, k): the experts of each token of prompt and answer,
     except the last token, which is not routed. Only engines with `routing_replay` return them.
     """
 
@@ -62,7 +62,8 @@ class Sampling(NamedTuple):
     an answer and stays in it.
 
     With `seed_whole` all answers share one stream of random numbers, seeded from all seeds. vLLM then draws
-    for the whole batch at once instead of per answer, and an answer depends on the rest of its batch.
+    for the whole batch at once instead of per answer, and an answer depends on the other answers of its
+    batch.
     """
 
     n: int
@@ -129,7 +130,7 @@ class RolloutEngine(Protocol):
     def advance(
         self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
     ) -> list[tuple[int, SampledAnswer]]:
-        """Adds requests, aborts those with the keys `gone`, and works on all open requests for about
+        """Adds requests, aborts the requests with the keys `gone`, and works on all open requests for about
         `seconds`, or until none is left. Returns the finished answers with the keys of their requests; the
         other requests continue in the next call."""
 
@@ -143,10 +144,10 @@ class RolloutEngine(Protocol):
         """Loads another checkpoint of the same architecture from its safetensors files."""
 
     def gpu_uuids(self) -> list[str | None]:
-        """Returns the GPU of each process of this engine; None for one without a GPU."""
+        """Returns the UUID of the GPU of each process of this engine; None for a process without a GPU."""
 
     def open_channel(self, route: Route, rendezvous: Rendezvous) -> None:
-        """Connects to the trainer, which must open its side at the same time."""
+        """Connects to the trainer, which must open its end of the channel at the same time."""
 
     def receive_weights(self, version: int = 0) -> None:
         """Loads all weights, or only the adapters if the engine has them, from the trainer, which must send

@@ -9,7 +9,7 @@ from rlhf_core.rollout.engine_contract import RolloutEngine
 
 
 def import_engine(config: EngineConfig) -> None:
-    """Imports the libraries of a kind of engine."""
+    """Imports the libraries that the configured engine needs."""
     if config.kind == "vllm":
         from rlhf_core.rollout.vllm.engine_arguments import library
 
@@ -31,7 +31,7 @@ def open_engine(
 ) -> RolloutEngine:
     """Starts an engine and loads a model from a folder or a Hub id. `max_model_len`: tokens of the longest
     prompt and answer together. `fp32_head`: whether logits are computed in fp32. `of_vllm`: options that only
-    vLLM's engine has (`VllmEngine`). Raises ValueError for a model that this kind of engine cannot run."""
+    vLLM's engine has; see `VllmEngine`. Raises ValueError for a model that this kind of engine cannot run."""
     if config.kind == "transformers":
         from rlhf_core.rollout.transformers_engine import TransformersEngine
 

@@ -22,7 +22,7 @@ def prepare(config: EngineConfig) -> None:
 
 
 class SamplerRole:
-    """Runs one engine of a group (`RolloutEngine`). Engine r of R answers prompts r, r + R, ... Each prompt
+    """Runs one engine (a `RolloutEngine`) of a group. Engine r of R answers prompts r, r + R, ... Each prompt
     has its own seed, so the split does not change the answers."""
 
     def __init__(self, model: str, *, config: EngineConfig, seed: int, **options: Any):

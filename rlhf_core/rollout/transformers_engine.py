@@ -1,5 +1,5 @@
-"""Runs a transformers engine in this process (`RolloutEngine`). It samples with transformers' `generate`, and
-loads the model as the trainer does.
+"""Runs a transformers engine, a `RolloutEngine`, in this process. It samples with transformers' `generate`,
+and loads the model as the trainer does.
 
 The engine serves models that vLLM cannot sample, and is slow but exact: it samples answers to prompts of
 equal length together, without padding, and starts the next prompts when the longest answer ends.
@@ -95,7 +95,7 @@ class TransformersEngine:
         self.version += 1
 
     def _use(self, policy: Policy) -> None:
-        """Uses a policy. Attention over packed rows has no cache of keys and values, so it is replaced."""
+        """Uses this policy. Replaces attention over packed rows, which has no cache of keys and values."""
         model = policy.model
         if model.config._attn_implementation in (VARLEN, PLAIN):
             mask_attention(model)
@@ -113,7 +113,7 @@ class TransformersEngine:
         return self._policy
 
     def _free(self) -> None:
-        """Drops the current weights before new ones are loaded, so that the GPU never holds both."""
+        """Drops the current weights before new weights are loaded, so that the GPU never holds both."""
         self._policy = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -34,7 +34,7 @@ Named = Iterator[tuple[str, Tensor]]
 
 
 class ChecksumMismatch(RuntimeError):
-    """Reports that the received weights differ from the sent ones."""
+    """Raised when the received weights differ from the weights that were sent."""
 
 
 class Route(NamedTuple):
@@ -66,7 +66,7 @@ class BucketEntry(NamedTuple):
 
 
 def gpu_uuid() -> str | None:
-    """Returns the id of this process's GPU, which is the same in all processes on that GPU; None on CPU."""
+    """Returns the UUID of this process's GPU, which is the same in all processes on that GPU; None on CPU."""
     return (
         str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         if torch.cuda.is_available()
@@ -88,8 +88,8 @@ def choose_route(trainer: Sequence[str | None], engines: Sequence[str | None]) -
 
 
 class Broadcast:
-    """Sends weights over `nccl` or `gloo`: rank 0 of this channel sends, the others receive. A header
-    precedes each bucket, and an empty header ends the sync."""
+    """Sends weights over `nccl` or `gloo`: rank 0 of this channel sends, and the other ranks receive. A
+    header precedes each bucket, and an empty header ends the sync."""
 
     def __init__(self, backend: Literal["nccl", "gloo"], rank: int, size: int, rendezvous: Rendezvous):
         patience = timedelta(seconds=rendezvous.timeout)
@@ -185,8 +185,8 @@ Channel = Broadcast | SameGpu  # one side of an open route
 
 
 class Sums:
-    """Computes the checksum of a sync's buckets: the sum modulo 2^64 of their bytes read as 64-bit numbers,
-    with trailing bytes added one by one."""
+    """Accumulates the checksum of a sync's buckets. This is the sum modulo 2^64 of their bytes read as 64-bit
+    numbers, with trailing bytes added one by one."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []

@@ -1,7 +1,7 @@
 """Holds the environment variables and the stop signal of a stage that runs alongside others.
 
-Such a stage runs in a thread. Signals do not reach threads, so code that waits in one calls `check_stop` at
-least every second.
+Such a stage runs in a thread. Signals do not reach threads, so code that waits in such a thread calls
+`check_stop` at least every second.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ CORES_ENV = "ALIGNFLOW_CORES"  # number of CPU cores for a stage that shares the
 
 
 class Stopped(BaseException):
-    """Raised in a stage's thread when its run ends. Like KeyboardInterrupt, this is not a failure of the
-    stage."""
+    """Raised in a stage's thread when the stage's run ends. Like KeyboardInterrupt, this is not a failure of
+    the stage."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def ask(run_dir: Path, stage: str, recipe: Path, within: timedelta, run: str | N
 
 
 def mark_notified(run_dir: Path) -> Approval:
-    """Records that the message about a question was sent."""
+    """Records that the message about a question was sent. Returns the question."""
     with locked(run_dir / LOCK, 60.0):
         found = Approval.read(run_dir / FILE)
         assert found is not None
@@ -72,8 +72,8 @@ def mark_notified(run_dir: Path) -> Approval:
 
 
 def decide(run_dir: Path, approved: bool, by: str, reason: str = "", late: bool = False) -> Approval:
-    """Stores a decision. Raises ValueError when no question was asked, when a different decision exists, or
-    when the deadline has passed and `late` is false."""
+    """Stores a decision and returns the question with it. Raises ValueError when no question was asked, when
+    a different decision exists, or when the deadline has passed and `late` is false."""
     with locked(run_dir / LOCK, 60.0):
         found = Approval.read(run_dir / FILE)
         if found is None:

@@ -21,8 +21,8 @@ PAUSE_SECONDS = 2.0
 
 def require_servers(servers: Sequence[AskedServer], with_replies: Collection[str] = ()) -> None:
     """Waits at most WAIT_SECONDS until all servers can be reached, and prints the servers for which it waits.
-    Raises Unreachable with one sentence, and immediately if an address is invalid. Readers in `with_replies`
-    have stored replies, which may be all they need, so for their servers it only warns."""
+    Raises Unreachable with one sentence, and immediately if an address is invalid. For the servers of readers
+    in `with_replies` it only prints a warning, because their stored replies may be all they need."""
     until = time.monotonic() + WAIT_SECONDS
     for server in servers:
         why = why_unreachable(server.address)

@@ -1,5 +1,5 @@
-"""Runs a stage as a process on this machine. Its output goes to `log.txt` and to a callback, and all its
-descendants end with it.
+"""Runs a stage as a process on this machine. The process's output goes to `log.txt` and to a callback, and
+all its descendants end with it.
 
 A stage is done if `result.json` exists and each file that it lists has the recorded size; the exit code is
 ignored. No process is started on other machines; a stage that needs a Ray cluster connects to it.
@@ -88,8 +88,8 @@ class StageFailed(RuntimeError):
 
 
 class SeveralFailed(RuntimeError):
-    """Raised when several stages that ran side by side failed or did not pass their gates. `errors`: their
-    errors, in order of time."""
+    """Raised when several stages that ran at the same time failed or did not pass their gates. `errors`:
+    their errors, in order of time."""
 
     def __init__(self, errors: Sequence[Exception]):
         self.errors = tuple(errors)
@@ -111,8 +111,9 @@ def launch(
 
     Writes the start time to `log.txt`, and also the end time unless an exception in this call ended the
     process. Masks the values of keys that the stage needs and of variables that are named like keys. Raises
-    StageFailed when the process ends without a result, Stopped when the run of a side-by-side stage ends
-    (allotment.py). Any exception or signal that ends this call also ends the process and its descendants.
+    StageFailed when the process ends without a result, and Stopped when the stage runs alongside others and
+    their run ends (allotment.py). Any exception or signal that ends this call also ends the process and its
+    descendants.
     """
     run = RunDir(run_dir)
     config = run.request().config
@@ -157,7 +158,7 @@ def launch(
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
     """Yields output lines until the process closes stdout or exits. For a line overwritten with \\r (progress
-    bars), yields only the final text. Raises Stopped as `check_stop` does."""
+    bars), yields only the final text. Raises Stopped for the same reasons as `check_stop`."""
     assert process.stdout is not None
     rest = b""
     with selectors.DefaultSelector() as selector:

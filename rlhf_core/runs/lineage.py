@@ -191,7 +191,7 @@ def _ancestor(place: str, known: dict[str, Ancestor], digests: Digests) -> Ances
 
 
 def here(place: str, run_dir: Path) -> str:
-    """Returns `place`, or its new path if its run directory was moved together with this one."""
+    """Returns `place`, or its new path if its run directory was moved together with `run_dir`."""
     parts = Path(place).parts
     if not Path(place).is_absolute() or Path(place).exists():
         return place

@@ -16,7 +16,7 @@ from rlhf_core.system.files import write_text
 class Tracker:
     """Appends lines to `metrics.jsonl` and scalars to `tensorboard/`, and prints a short progress line.
 
-    A stage that resumes at `first_step` drops the lines from there on, so that each step has one line.
+    A stage that resumes at `first_step` drops the lines from this step on, so that each step has one line.
     """
 
     def __init__(self, run: RunDir, total_steps: int, first_step: int = 0):
@@ -32,7 +32,7 @@ class Tracker:
             self._copy(line)
 
     def log(self, step: int, metrics: Mapping[str, float], show: tuple[str, ...] = ()) -> None:
-        """Writes the metrics of one step, and prints those named in `show`."""
+        """Writes the metrics of one step, and prints the metrics named in `show`."""
         self._file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
         self._file.flush()
         for name, value in metrics.items():

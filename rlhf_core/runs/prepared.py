@@ -4,8 +4,8 @@ the libraries that its kind needs and waits for a run directory.
 The process is the stage's usual one, with the same environment and its own reaper: `python -m PACKAGE --wait
 KIND DESCRIPTOR`. It is used only if it equals the process that would be started now. It changes nothing
 before it reads a run directory, so killing it is harmless, and it ends with the process that started it. No
-process is prepared for stages that run side by side, because their environments differ, or on machines with
-GPUs, because a waiting process might hold GPU memory.
+process is prepared for stages that run at the same time, because their environments differ. No process is
+prepared on machines with GPUs either, because a waiting process might hold GPU memory.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class Prepared:
 def reaped(
     module: str, arguments: list[str], kind: str, grace_seconds: float, pass_fds: tuple[int, ...] = ()
 ) -> StageProcess:
-    """Starts `python -m MODULE ARGUMENTS` under a reaper (rlhf_core/system/reaper.py), in its own session."""
+    """Starts `python -m MODULE ARGUMENTS` under a reaper (rlhf_core/system/reaper.py), in its own session.
+    Returns the process."""
     command = [sys.executable, "-P", "-m", module, *arguments]
     environment = environment_of_stage()
     reaper = subprocess.Popen(

@@ -23,8 +23,8 @@ AVERAGE_BYTES = 4  # per trained parameter with `ema`: its moving average, in fp
 
 
 class Resume(NamedTuple):
-    """A stored state after `step` optimiser steps (or PPO iterations); `loop` is the training loop's own
-    state."""
+    """A stored state after `step` optimiser steps (or PPO iterations). `loop`: the state of the training
+    loop."""
 
     step: int
     folder: Path
@@ -135,8 +135,9 @@ def save(
     write: Callable[[Path], None],
     files: Sequence[str] = (),
 ) -> StateCommit:
-    """Stores a state. `write(folder)` fills a temporary folder, which is renamed once it also holds `files`,
-    which other processes or threads write. The newest `keep` states are kept."""
+    """Writes a state with `write(folder)` into a temporary folder, and returns the `StateCommit` that renames
+    the folder once it also holds `files`, which other processes or threads write. The newest `keep` states
+    are kept."""
     write(open_state(run, step, clear=True))
     return StateCommit(run, step, keep, loop, files)
 

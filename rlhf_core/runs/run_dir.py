@@ -153,8 +153,8 @@ class RunDir:
     def wait(self, name: str, log: Callable[[str], None]) -> None:
         """Waits while another process works on the stage, until the stage is done or the process has ended.
 
-        Every SAY_SECONDS, logs which process that is and the last line of its log. Raises MachineLacks if the
-        log does not change for a day, and Stopped as `check_stop` does.
+        Every SAY_SECONDS, logs which process it waits for and the last line of the stage's log. Raises
+        MachineLacks if the log does not change for a day, and Stopped for the same reasons as `check_stop`.
         """
         line = ""
         changed = time.monotonic()
@@ -183,8 +183,8 @@ class RunDir:
                 )
 
     def finish(self, request: StageRequest, outcome: Outcome, seconds: float) -> StageResult:
-        """Writes the manifest of all outputs into `result.json`. Infinite and NaN metrics are left out and
-        named in the log."""
+        """Writes the manifest of all outputs into `result.json`, and returns the result. Infinite and NaN
+        metrics are left out and named in the log."""
         files: dict[str, FileInfo] = {}
         for output in outcome.outputs.values():
             target = self / output

@@ -148,7 +148,7 @@ def find_run(artifacts: Path, which: str) -> RunRecord:
 
 
 def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:
-    """Pins or unpins a run. Raises ValueError as `find_run` does."""
+    """Pins or unpins a run, and returns its record. Raises ValueError for the same reasons as `find_run`."""
     found = find_run(artifacts, which)
     file = found.file.with_suffix(PIN)
     if pinned:
@@ -159,7 +159,7 @@ def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:
 
 
 def _nearest(runs: Sequence[RunRecord], which: str) -> list[RunRecord]:
-    """Returns at most MAX_NEAREST runs whose id or name resembles `which`; the newest runs if none does."""
+    """Returns at most MAX_NEAREST runs whose id or name resembles `which`; the newest runs if no run does."""
     by_text = {text: run for run in reversed(runs) for text in (run.id, run.name) if text}
     close = difflib.get_close_matches(which, by_text, MAX_NEAREST)
     unique = {by_text[text].id: by_text[text] for text in close}

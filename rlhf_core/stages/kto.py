@@ -3,8 +3,8 @@
 The loss compares each answer's implicit reward with a KL that is one number for the whole optimiser step.
 This KL is the mean of log pi - log ref over mismatched pairs. Each pair combines a prompt of the step with
 the previous item's answer. A pass without gradient computes it over the whole step and all ranks, before the
-first micro-batch. It therefore does not depend on the split into micro-batches and ranks. Reference
-log-probs, including those of all mismatched pairs of all epochs, are computed once.
+first micro-batch. It therefore does not depend on the split into micro-batches and ranks. All reference
+log-probs, including the log-probs of the mismatched pairs of all epochs, are computed once.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def load_answers(
 
 
 class KtoAnswers:
-    """Holds the answers to train on, followed by the held-out ones, and the mismatched pairs of both."""
+    """Holds the answers to train on, followed by the held-out answers, and the mismatched pairs of both."""
 
     def __init__(self, config: KTO, training: Sequence[Labelled], held_out: Sequence[Labelled], seed: int):
         self._all = joined(training, held_out) if held_out else training
@@ -197,7 +197,7 @@ class KtoAnswers:
 
 
 class KtoLosses:
-    """Computes losses of micro-batches, and first the values that a whole step needs. `refs` holds the
+    """Computes the values that a whole step needs, then the losses of its micro-batches. `refs` holds the
     reference's log-probs in the order of `answers.micro_batches`."""
 
     def __init__(
@@ -309,8 +309,8 @@ def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int
 
 
 def mismatch(prompt_of: Document, answer_of: Document, max_len: int) -> Document:
-    """Joins the prompt of one document, including its images, and the answer of another, up to `max_len`
-    tokens."""
+    """Returns the prompt of one document, including its images, joined with the answer of another document,
+    up to `max_len` tokens."""
     prompt = list(prompt_of.tokens[: prompt_of.answer_start])
     answer = list(answer_of.tokens[answer_of.answer_start :])
     return answered(prompt, answer, prompt_of.pictures).cut(max_len)

@@ -128,7 +128,7 @@ def answer_logprobs_and_balance(
     device: torch.device,
     passes: Passes,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns `answer_logprobs`, and the experts' balance if the policy computes it."""
+    """Returns `answer_logprobs`, and the experts' balance if the policy computes it (otherwise None)."""
     batch = collate(passes.rows_of(documents), pad_token_id, reader=module_of(policy).reader).to(device)
     out = masked_logprobs(policy, batch)  # log-probs (B, T)
     reduce = document_mean if mean else document_sum

@@ -38,8 +38,8 @@ class Digests:
         self._before = dict(self._known)
 
     def of(self, path: Path) -> str:
-        """Returns the digest of a file, or of the names and contents of the files in a folder, excluding
-        hidden ones; `absent` if there is neither."""
+        """Returns the digest of a file, or of the names and contents of a folder's files except hidden files;
+        `absent` if the path does not exist."""
         if os.path.isfile(path):  # also False for a name that no file system accepts
             return self._file(path.resolve())
         if not os.path.isdir(path):
@@ -165,8 +165,8 @@ def tail(path: Path, count: int = 1) -> str:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file atomically, like `write_text`. Its OSErrors always name the file; Python's do not for a
-    full disk."""
+    """Writes a file atomically, like `write_text`. Its OSErrors always name the file; Python's own errors do
+    not if the disk is full."""
     # machines that share the folder may have equal process ids
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

@@ -103,7 +103,7 @@ def _others(settings: str) -> str:
 
 
 def _apply(settings: str) -> None:
-    """Replaces all settings of the allocator; those not in `settings` return to their defaults.
+    """Replaces all settings of the allocator; options that are not in `settings` return to their defaults.
 
     Uses a private function of PyTorch 2.11 to 2.13. If it is missing, leaves the allocator unchanged and logs
     a line.

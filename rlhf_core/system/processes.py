@@ -86,8 +86,8 @@ def kill_group(leader: int) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process as Python does (waits for threads, calls functions registered with `atexit`, flushes
-    buffered output), but without tearing down modules, which takes seconds with large libraries."""
+    """Ends this process like Python's own exit: waits for threads, calls functions registered with `atexit`,
+    and flushes buffered output. Skips the teardown of modules, which takes seconds with large libraries."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -172,8 +172,8 @@ def _users_line(error: BaseException, file: Path) -> str:
 
 
 def users_module(file: Path, what: str) -> ModuleType:
-    """Imports a user's Python file, which may import modules from its folder. `what` describes it in
-    messages. Raises ValueError if there is no such file or its import fails."""
+    """Returns the module of a user's Python file, which may import modules from its folder. `what` describes
+    it in messages. Raises ValueError if there is no such file or its import fails."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.is_file():
         raise ValueError(f"there is no Python file {file}; correct the path of the {what}")

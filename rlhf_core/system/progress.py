@@ -16,8 +16,8 @@ _folders: list[Path] = []
 
 
 def made() -> None:
-    """Records that a part of the work is done, such as a pass over a micro-batch, an engine step or a group
-    of weights."""
+    """Records that a unit of work is done, such as a pass over a micro-batch, an engine step or a group of
+    weights."""
     global _steps
     place = os.environ.get(CHILDREN)
     if place:
@@ -59,8 +59,8 @@ def seen() -> str:
 
 
 def between(pairs: Iterable[tuple[str, str]]) -> str:
-    """Describes the work done between the two `seen` strings of each process: parts of work (`made`) and
-    bytes written. An empty string in a pair means that there was no report."""
+    """Describes the work done between the two `seen` strings of each process: units of work (counted by
+    `made`) and bytes written. An empty string in a pair means that there was no report."""
     counted = [
         tuple([int(count) for count in (text or "0/0").split("/")[:2]] for text in pair) for pair in pairs
     ]

@@ -73,7 +73,7 @@ def _runs(process: psutil.Process) -> bool:
 
 def _end_all(child: int, grace_seconds: float) -> int | None:
     """Sends TERM to all descendants, then KILL after the grace period, until none is left. Returns the
-    child's exit code if it was running."""
+    child's exit code, or None if it had already ended."""
     code: int | None = None
     deadline = time.monotonic() + grace_seconds
     signalled: set[int] = set()

@@ -1,8 +1,8 @@
 """Defines where plain torch and DeepSpeed ZeRO differ: the sharding of weights as a model is loaded, the
 engine that trains it, and the wrapper for sharded models that are not trained.
 
-Everything else uses `backend_of(config)`. `config/training/sharding.py` says what a backend shards and how
-much memory that takes. A new backend (FSDP2) needs one more class here and a record there.
+Everything else uses `backend_of(config)`. `config/training/sharding.py` describes what a backend shards and
+how much memory it takes. A new backend, such as FSDP2, needs one more class here and one more record there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TrainingBackend(Protocol):
         `role`: as in `Optimised.offloaded`."""
 
     def frozen_shards(self, dtype: str) -> Shards | None:
-        """Works like `shards`, but for a model that is not trained."""
+        """Like `shards`, but for a model that is not trained."""
 
     def frozen(self, module: nn.Module, dtype: str) -> FrozenModel:
         """Wraps a model that was loaded with `frozen_shards`."""
@@ -85,8 +85,8 @@ def import_zero() -> None:
 
 
 def unknown_zero_options(options: Mapping[str, Any]) -> list[str]:
-    """Returns messages about options in a recipe's `deepspeed` that the installed DeepSpeed does not know;
-    empty if DeepSpeed is not installed."""
+    """Returns messages about options in the recipe's `deepspeed` field that the installed DeepSpeed does not
+    know; empty if DeepSpeed is not installed."""
     from rlhf_core.training.zero.zero_engine import unknown
 
     return unknown(options)

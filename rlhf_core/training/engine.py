@@ -2,7 +2,7 @@
 
 `ZeroEngine` in `zero_engine.py` is the DeepSpeed implementation. Both engines expect losses already divided
 by a denominator counted over the whole optimiser step and all ranks, so gradients are summed over
-micro-batches and ranks and never averaged.
+micro-batches and ranks, never averaged.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Engine(Protocol):
         """Frees the allocator's cached memory."""
 
     def save_state(self, folder: Path) -> None:
-        """Copies this rank's training state and writes it in the background (`state_writer`). `step` and
+        """Copies this rank's training state and writes it in the background (see `state_writer`). `step` and
         `finish_saving` raise the errors of that write."""
 
     def finish_saving(self) -> None:
@@ -281,8 +281,8 @@ def first_state(optimizer: torch.optim.Optimizer, weight: Tensor, steps: float) 
 
 def adamw_optimizer(module: nn.Module, trained: Mapping[str, Tensor], adamw: AdamW) -> torch.optim.AdamW:
     """Returns fused AdamW. `trained`: the weights to optimise, or their fp32 copies, by their names in
-    `module`. `adamw.decay` determines which of them decay, `adamw.encoder_rate` how fast an image encoder
-    learns."""
+    `module`. `adamw.decay` determines which of these weights decay, and `adamw.encoder_rate` how fast an
+    image encoder learns."""
     outer = embeddings_and_heads(module) if adamw.decay == "hidden" else set()
     encoder = trained_encoder_of(module) if adamw.encoder_rate != 1 else None
     of_encoder = set() if encoder is None else set(encoder.parameters())
@@ -311,7 +311,8 @@ def adamw_optimizer(module: nn.Module, trained: Mapping[str, Tensor], adamw: Ada
 
 
 def set_rates(groups: Iterable[dict[str, Any]], learning_rate: float) -> None:
-    """Sets the learning rate of each parameter group to its share of a step's rate (`adamw_optimizer`)."""
+    """Sets the learning rate of each parameter group to its share of a step's rate (see
+    `adamw_optimizer`)."""
     for group in groups:
         group["lr"] = learning_rate * group.get("rate", 1.0)
 
@@ -335,7 +336,7 @@ def at(step: str) -> Iterator[None]:
 
 
 def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Sums metrics over all ranks, in one collective and one transfer."""
+    """Returns metrics summed over all ranks, in one collective operation and one transfer."""
     values = engine.all_reduce(
         torch.stack([value.detach().double().to(engine.device) for value in sums.values()])
     )
@@ -343,8 +344,8 @@ def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def on_cpu(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies `weights` (`checkpoint_weights`) to rank 0's host memory. This is a collective operation. Raises
-    FloatingPointError when any of them is not finite."""
+    """Copies `weights`, as returned by `checkpoint_weights`, to rank 0's host memory. This is a collective
+    operation. Raises FloatingPointError when any of them is not finite."""
     return {
         name: weight.to("cpu", copy=True).contiguous() for name, weight in finite(weights) if engine.rank == 0
     }

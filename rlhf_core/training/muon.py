@@ -15,7 +15,7 @@ MOMENTUM = 0.95  # with a Nesterov update, as in both papers
 
 def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
     """Returns the trained matrices in the layers of a `Policy` or `Scorer`, including routers. Experts stored
-    in one 3-D tensor are excluded, because PyTorch's Muon refuses such tensors.
+    in one 3-D tensor are excluded, because PyTorch's Muon rejects such tensors.
 
     Raises ValueError when there are none.
     """

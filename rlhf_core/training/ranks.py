@@ -103,11 +103,12 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
 def with_zero_stage(
     request: StageRequest, run: RunDir, config: Trainable, gpu_bytes: int, host_bytes: int
 ) -> StageRequest:
-    """Resolves `zero_stage: auto`.
+    """Returns the request with `zero_stage: auto` resolved.
 
     Takes the ZeRO stage of a resume state written by the same number of ranks, otherwise chooses one by
-    `gpu_bytes`, the memory of a GPU (0: no GPU). Warns if that or `host_bytes`, the free memory of a node,
-    may not suffice. Raises MachineLacks when the GPU cannot hold the models that are loaded onto it.
+    `gpu_bytes`, the memory of a GPU (0: no GPU). Prints a warning if `gpu_bytes` or `host_bytes`, the free
+    memory of a node, may not suffice. Raises MachineLacks when the GPU cannot hold the models that are loaded
+    onto it.
     """
     if config.sharding is None:
         kept = resume_state.kept_zero_stage(run, config)
@@ -183,8 +184,8 @@ def open_frozen(
 def make_engine(
     module: Policy | Scorer, config: Optimised, packed: bool = False, role: str = "model"
 ) -> Engine:
-    """Returns the engine of one rank (`backend_of`). If rows are `packed`, first tests that documents in a
-    row do not leak into each other.
+    """Returns the engine of one rank (see `backend_of`). If rows are `packed`, first tests that documents in
+    a row do not leak into each other.
 
     `role`: as in `Optimised.offloaded`. Raises ValueError for a model whose sequences cannot be split as
     configured, or that lacks the weights named in `freeze`.
@@ -304,8 +305,8 @@ def export(
     """Writes the model to `folder` on rank 0. This is a collective operation.
 
     Adapters are merged, and also written separately to the subfolder `adapter`; if `lora.export` says so,
-    only the adapter is written. `source`: the initial model of the training. Returns the share of the update
-    that survives rounding in the merged weights.
+    only the adapter is written. `source`: the initial model of the training. Returns the fraction of the
+    update that survives rounding in the merged weights, or None if nothing is merged.
     """
     with progress.files(folder):
         if _exports_adapter(lora):

@@ -2,8 +2,9 @@
 the optimiser's moments, by name and in fp32.
 
 A state can be read by any number of ranks under any ZeRO stage: each rank reads the elements it holds from
-the files of the ranks that wrote them. The tensors in a rank's file (`rank_file`) are named KIND/FIRST/NAME
-and contain the elements of the flattened weight NAME, or of its optimiser state, starting at element FIRST.
+the files of the ranks that wrote them. The tensors in a rank's file (see `rank_file`) are named
+KIND/FIRST/NAME and contain the elements of the flattened weight NAME, or of its optimiser state, starting at
+element FIRST.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def take_step(
 
 
 def _stepped(engine: Engine, rate: float, metrics: Mapping[str, float]) -> float | None:
-    """Takes the engine's step and returns its result. If both the loss and the norm are not finite, the error
-    names the loss."""
+    """Takes the engine's step and returns the gradient norm, as `Engine.step` does. If neither the loss nor
+    the norm is finite, the error names the loss."""
     try:
         norm = engine.step(rate)
     except FloatingPointError:
@@ -204,8 +204,8 @@ def items_of_step(items: Sequence[Any], step: int, steps_per_epoch: int, batch: 
 
 
 def places_of_step(count: int, step: int, steps_per_epoch: int, batch: int, seed: int) -> Sequence[int]:
-    """Returns the indices of an optimiser step's items, out of `count`. Each epoch is one seeded shuffle cut
-    into batches, the last of which may be smaller."""
+    """Returns the indices of an optimiser step's items, out of `count`. Each epoch is one seeded shuffle,
+    split into batches, the last of which may be smaller."""
     epoch, position = divmod(step, steps_per_epoch)
     return order_of_epoch(count, epoch, seed)[position * batch : (position + 1) * batch]
 
@@ -228,7 +228,7 @@ def accumulate(
 ) -> dict[str, float]:
     """Runs forward and backward over the micro-batches of one optimiser step and returns its metrics, summed
     over all ranks. Raises FloatingPointError on every rank when a loss in them is not finite; with `tainted`,
-    the gradient becomes NaN on all ranks instead, so that the engine's step refuses and drops it.
+    the gradient becomes NaN on all ranks instead, so that the engine's step rejects and drops it.
 
     Micro-batches are dealt to the ranks round-robin. If the last round is incomplete, the remaining ranks
     repeat the last micro-batch with weight 0, so that every rank runs the same ZeRO-3 collectives. Ranks that
@@ -324,8 +324,8 @@ def due(engine: Engine, cadence: resume_state.Cadence, done: int) -> bool:
 def held_out_metrics(
     engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss]
 ) -> dict[str, float]:
-    """Sums the metrics of all micro-batches, computed without gradients, and prefixes them with `eval/`. Each
-    rank computes its share; every rank gets the totals."""
+    """Returns the summed metrics of all micro-batches, computed without gradients and prefixed with `eval/`.
+    Each rank computes its share; every rank gets the totals."""
     engine.module.eval()
     sums: dict[str, torch.Tensor] = {}
     with torch.no_grad():

@@ -26,8 +26,8 @@ def promote_published(planned: Plan, node: Node) -> None:
     """Makes the model of a finished publication the champion, if the recipe says so and the model has never
     been champion.
 
-    Raises ValueError when the Hub refuses and MachineLacks when it cannot be reached; the next run completes
-    the move.
+    Raises ValueError when the Hub rejects the move, and MachineLacks when the Hub cannot be reached; the next
+    run completes the move.
     """
     config = node.config
     if (
@@ -55,7 +55,7 @@ def promote_published(planned: Plan, node: Node) -> None:
 
 def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
     """Rolls back to the previous champion when a failed gate is about the current champion's model. Only logs
-    a warning if there is no previous one. A champion promoted in the meantime is kept."""
+    a warning if there is no previous champion. A champion promoted in the meantime is kept."""
     now = champions_of(planned.folder).now
     ours = [node for node in planned.nodes if now is not None and node.run_dir.name == now.run]
     if now is None or not ours:
@@ -81,8 +81,8 @@ def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
 
 
 def subjects(planned: Plan, verdict: Verdict) -> set[str]:
-    """Returns the stages whose models a gate is about: the model that its metric names, else the last model
-    of an evaluation, else all models that its stage uses."""
+    """Returns the stages whose models a gate is about: the stage that its metric names, otherwise the stage
+    of an evaluation's last model, otherwise the gate's own stage and its parents."""
     node = planned[verdict.stage]
     named = verdict.gate.metric.partition("/")[2]
     if named in planned.aliases or named in {other.name for other in planned.nodes}:

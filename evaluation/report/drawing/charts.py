@@ -185,7 +185,7 @@ def _points(curve: Curve) -> Curve:
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
-    """Returns the centred running mean over `window` values on either side."""
+    """Returns the centred running mean over `window` values before and after each value."""
     return [
         sum(part) / len(part)
         for i in range(len(values))

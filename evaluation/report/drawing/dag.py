@@ -60,15 +60,15 @@ class Drawing(NamedTuple):
 
 
 class LayerSlot(NamedTuple):
-    """A node in its own layer, or its waypoint in a later one."""
+    """A node in its own layer, or its waypoint in a later layer."""
 
     node: str
     layer: int
 
 
 def draw(parents: Mapping[str, Sequence[str]]) -> Drawing:
-    """Lays out a graph. `parents` maps each node to its parents, in topological order. Ignores parents that
-    are not nodes."""
+    """Returns the layout of a graph. `parents` maps each node to its parents, in topological order. Ignores
+    parents that are not nodes."""
     layer: dict[str, int] = {}
     for name, above in parents.items():
         layer[name] = max((layer[parent] + 1 for parent in above if parent in layer), default=0)
@@ -162,8 +162,8 @@ def _wrap(name: str) -> tuple[str, ...]:
 
 
 def family_svg(ancestor: Ancestor, data: list[Dataset]) -> str:
-    """Draws a lineage as an SVG document, with the origins on the left and the checkpoint on the right.
-    `data` is the result of `lineage.data_of`."""
+    """Returns a drawing of a lineage as an SVG document, with the origins on the left and the checkpoint on
+    the right. `data` is the result of `lineage.data_of`."""
     keys: dict[int, str] = {}
     notes: dict[str, tuple[str, str]] = {}  # by key: kind, digest
     parents: dict[str, list[str]] = {}

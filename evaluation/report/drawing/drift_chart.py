@@ -17,8 +17,8 @@ RATIOS = ("prompts/length", "answers/length")  # 1 means no drift for these, 0 f
 
 @matplotlib.rc_context(STYLE)
 def drift_chart(report: DriftReport, results: Sequence[Earlier]) -> str:
-    """Draws a panel for each signal of `report`, with its value in each of `results`, oldest first, and the
-    interval of the newest value."""
+    """Returns, as SVG, a panel for each signal of `report`, with its value in each of `results`, oldest
+    first, and the interval of the newest value."""
     rows = math.ceil(len(report.signals) / COLUMNS)
     figure = Figure(figsize=(WIDTH, 1.7 * rows), layout="constrained")
     for number, signal in enumerate(report.signals):

@@ -32,10 +32,10 @@ class WinRateMark(NamedTuple):
 
 @matplotlib.rc_context(STYLE)
 def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, WinRate] | None = None) -> str:
-    """Draws every model's win rates with their 95 % intervals as SVG; the dashed line is 50 %.
+    """Returns a chart of every model's win rates with their 95 % intervals, as SVG. The dashed line is 50 %.
 
     Rates are against the baseline and, for models in `parents`, also against the model's parent. Filled marks
-    are raw rates; hollow ones are length-controlled.
+    are raw rates; hollow marks are length-controlled rates.
     """
     rows = {rate.model: _marks(rate, (parents or {}).get(rate.model)) for rate in rates}
     marks = [mark for row in rows.values() for mark in row]
@@ -103,8 +103,8 @@ def _marks(rate: WinRate, parent: WinRate | None) -> list[WinRateMark]:
 
 @matplotlib.rc_context(STYLE)
 def calibration_chart(reports: RewardReports) -> str:
-    """Draws reward models' calibration as SVG. The dashed line marks perfect calibration; larger points stand
-    for more pairs."""
+    """Returns a chart of reward models' calibration, as SVG. The dashed line marks perfect calibration;
+    larger points stand for more pairs."""
     figure = Figure(figsize=(5.5, 3.2), layout="constrained")
     ax = figure.add_subplot()
     ax.plot([50, 100], [50, 100], **DASHED)
@@ -128,8 +128,8 @@ def calibration_chart(reports: RewardReports) -> str:
 
 @matplotlib.rc_context(STYLE)
 def tax_chart(report: TaxReport) -> str:
-    """Draws losses against the baseline by task as SVG, with a colour for each model. A model is worse than
-    the baseline to the right of the dashed line."""
+    """Returns a chart of losses relative to the baseline by task, as SVG, with a colour for each model. A
+    model is worse than the baseline to the right of the dashed line."""
     tasks = list(dict.fromkeys(row.task for row in report.main))
     models = list(dict.fromkeys(row.model for row in report.main))
     shares = all(0 <= value <= 1 for row in report.main for value in (row.value, row.baseline_value))
@@ -165,9 +165,9 @@ def tax_chart(report: TaxReport) -> str:
 
 @matplotlib.rc_context(STYLE)
 def over_optimisation_chart(found: OverOptimisation) -> str:
-    """Draws proxy reward and win rate over the square root of the KL from the baseline as SVG, as Gao et al.
-    (2022) do. A ring marks points whose `suspicion` is `possible` (see `over_optimisation.Point`), and a
-    thick ring those where it is `sure`."""
+    """Returns a chart of proxy reward and win rate over the square root of the KL from the baseline, as SVG,
+    following Gao et al. (2022). A ring marks points whose `suspicion` is `possible`, and a thick ring marks
+    points whose `suspicion` is `sure`; see `over_optimisation.Point`."""
     start, *points = found.points
     chains = {
         name: [start, *(p for p in points if p.chain == name)]
@@ -212,8 +212,8 @@ def over_optimisation_chart(found: OverOptimisation) -> str:
 
 @matplotlib.rc_context(STYLE)
 def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]], training: str) -> str:
-    """Draws the win rate of each round of iterative `training` as SVG. Each chain is a list of (label, win
-    rate, ci_low, ci_high)."""
+    """Returns a chart of the win rate of each round of iterative `training`, as SVG. Each chain is a list of
+    (label, win rate, ci_low, ci_high)."""
     figure = Figure(figsize=(5.5, 2.4), layout="constrained")
     ax = figure.add_subplot()
     ax.axhline(50, **DASHED)

@@ -90,7 +90,7 @@ def read_answers(iteration: int, file: Path, keys: Container[str] = ()) -> Itera
 
 
 def keys_of(file: Path) -> list[str]:
-    """Returns the key of each answer of an iteration, in order; "" for a damaged one."""
+    """Returns the key of each answer of an iteration, in order; "" for a damaged answer."""
     return [key_of(line) for line in lines_of(file)]
 
 

@@ -31,7 +31,8 @@ MAX_COLUMNS = 8  # iterations to choose from for a prompt
 
 
 class PromptColumns(NamedTuple):
-    """A prompt, and its answers as HTML by iteration. `shown`: whether a column is visible at first."""
+    """A prompt and its answers. `columns`: for each iteration its number, its answers as HTML, and whether
+    the column is visible at first. `answers`: the number of answers."""
 
     prompt: str
     columns: list[tuple[int, Markup, bool]]

@@ -1,8 +1,8 @@
 """Splits the tokens of a recorded answer into turns, and describes each token: its text, the CSS classes of
 its colours, and its numbers as text.
 
-Colours have four levels on each side of 0. Levels of advantages are quarters of the range; levels of gaps
-have fixed thresholds, so that they mean the same on all pages.
+Colours have four levels for positive values and four for negative values. Levels of advantages are quarters
+of the range; levels of gaps have fixed thresholds, so that they mean the same on all pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TokenView(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Tokens of one author. `kind`: prompt, sampled, or given (by a tool or an environment)."""
+    """Consecutive tokens of one author. `kind`: prompt, sampled, or given (by a tool or an environment)."""
 
     kind: str
     label: str
@@ -118,7 +118,7 @@ def given_label(answer: RecordedAnswer, start: int, number: int) -> tuple[str, s
 def sampled_token(
     tokens: AnswerTokens, gaps: Sequence[float | None], at: int, place: int, most: float
 ) -> TokenView:
-    """Returns the view of the token at index `at`, the `place`-th sampled one."""
+    """Returns the view of the token at index `at`, which is the `place`-th sampled token."""
     advantage = tokens.advantages[place] if tokens.advantages else None
     gap = gaps[place] if gaps else None
     text, style = text_of(tokens, at)

@@ -40,7 +40,7 @@ def import_(
     Args:
         files: JSONL files, or URLs that fsspec reads (s3://, https://); .gz is decompressed.
         inbox: folder whose name ends with .inbox; default: the recipe's.
-        recipe: refuse rows that match questions of this recipe's evaluations.
+        recipe: reject rows that match questions of this recipe's evaluations.
         source: origin of the rows that do not name one; default: the file's name.
         annotator: author of the rows that do not name one.
     """
@@ -177,7 +177,7 @@ def serve(
     """Accept feedback over HTTP (POST /feedback/NAME with a bearer token) until Ctrl-C.
 
     Args:
-        recipes: recipes whose inboxes accept rows; rows that match their evaluation questions are refused.
+        recipes: recipes whose inboxes accept rows; rows that match their evaluation questions are rejected.
         inbox: more inboxes.
         home: folder of the token, `feedback-token`, which only you can read.
         host: 0.0.0.0 also accepts connections from other machines; the token crosses the network unencrypted,

@@ -49,9 +49,10 @@ def label(
         agreement: a file of labels, as a calibration reads it; only show how far its annotators agree,
             without serving a page.
         sample: number of pairs to label, drawn with the seed.
-        seed: seed for the choice of pairs, the side of each answer, and the pairs that are shown twice.
+        seed: seed for the choice of pairs, the position of each answer (left or right), and the pairs that
+        are shown twice.
         per_item: number of annotators for each pair.
-        repeat: share of an annotator's pairs that are shown a second time, with the sides swapped.
+        repeat: fraction of an annotator's pairs that are shown a second time, with the answers swapped.
         models: two models of the evaluation, separated by a comma; default: all pairs that its judges
             compared.
         artifacts: folder where names of evaluations and recipes are looked up.
@@ -60,7 +61,7 @@ def label(
         port: 0 picks a free one and prints it.
         allow_host: more host names that annotators may use for this machine, separated by commas.
         home: folder of the files label-token, which holds the token that the page requires, and label-secret,
-            the secret that hides which side is whose.
+            the secret that hides which model gave which answer.
     """
     if agreement is not None:
         from evaluation.labelling.agreement import agreement as measured

@@ -31,7 +31,7 @@ def add(
     Args:
         source: the directory ARTIFACTS/stages/NAME-DIGEST of a finished evaluation, or a file of questions
             with prompt and reason (.jsonl).
-        model: for an evaluation: the model whose questions are added, those that it lost in both games.
+        model: for an evaluation: the model; the questions that it lost in both games are added.
         lost_to: the model that it lost to; default: the evaluation's baseline.
         judge: the judge that decides; default: the evaluation's first.
         reason: reason for the questions of a file that give none.

@@ -280,7 +280,7 @@ def leaderboard(
     max_failed: float = 0.02,
     json: Path | None = None,
 ) -> int:
-    """Score a folder of judgments, our own or published ones of Arena-Hard. Needs no model.
+    """Score a folder of judgments: our own, or published judgments of Arena-Hard. Needs no model.
 
     Args:
         folder: a benchmark with model_judgment/ and model_answer/, an evaluation's run directory or report,
@@ -292,7 +292,7 @@ def leaderboard(
             model's folder or Hub id.
         rounds: number of bootstrap resamples of the questions, for the intervals of style control.
         seed: seed of the bootstraps.
-        max_failed: share of games without a verdict above which no score is given.
+        max_failed: fraction of games without a verdict above which no score is given.
         json: file to write the boards to.
     """
     from evaluation.scores.arena_files import folders, read_judgments, read_styles, token_counter

@@ -17,7 +17,7 @@ def place_of(artifacts: Path, given: str) -> Path:
     name, else the record of the run with this id or name.
 
     An argument that contains a slash is always a path, and so is any argument if there is no artifacts
-    folder. Raises ValueError as `find_run` does.
+    folder. Raises ValueError for the same reasons as `find_run`.
     """
     if Path(given).exists() or not artifacts.is_dir():
         return Path(given)
@@ -39,7 +39,7 @@ def checkpoint_of(artifacts: Path, given: str) -> str:
     """Returns the directory of the last checkpoint of the run that an argument names, or the argument
     itself if it is a path or may be a Hub id.
 
-    Raises ValueError as `find_run` and `made_by` do.
+    Raises ValueError for the same reasons as `find_run` and `made_by`.
     """
     named = any(given in (run.id, run.name) for run in records(artifacts))
     if Path(given).exists() or (not named and not RUN_ID_BEGINS.match(given)):

@@ -89,7 +89,7 @@ def stages_table(nodes: Sequence[Node], statuses: Mapping[str, str]) -> Table:
 
 def main_metrics(node: Node, found: Mapping[str, float]) -> list[str]:
     """Returns the names of the stage's metrics to show: each model's win rate for an evaluation, and for
-    other kinds the main metrics and those with gates."""
+    other kinds at most SHOWN of the main metrics and the metrics with gates."""
     if isinstance(node.config, Evaluation):
         return [name for name in (f"win_rate/{model}" for model in node.config.models) if name in found]
     main = KINDS[node.kind].main_metrics(node.config.model_dump(mode="json"))

@@ -60,8 +60,8 @@ def frame(moment: RunMoment, width: int, height: int, ascii_only: bool = False) 
 
 
 def chosen(lines: Sequence[StageLine], most: int) -> tuple[list[StageLine], list[StageLine]]:
-    """Returns the stages to draw, in their order, and the rest. If not all fit, draws the running and failed
-    ones, and as many of the next waiting ones as fit."""
+    """Returns the stages to draw, in their order, and the remaining stages. If not all stages fit, draws the
+    running and failed stages, and as many of the next waiting stages as fit."""
     if len(lines) <= most:
         return list(lines), []
     # a stable sort keeps the order among equals

@@ -1,8 +1,8 @@
 """Shows a run on the terminal while it is in progress, and redirects its output to a log.
 
 Meanwhile the file descriptors are redirected, so anything that this process, its threads, libraries and
-children would write to the terminal goes to the log. However the block ends, the live lines are removed, the
-cursor is shown and the descriptors are restored.
+children would write to the terminal goes to the log. No matter how the block ends, the live lines are
+removed, the cursor is shown and the descriptors are restored.
 """
 
 from __future__ import annotations

@@ -227,8 +227,8 @@ class Evaluation(Gated, SamplingFields):
 
 class Regression(Evaluation):
     """Judges a suite of questions that models lost or people reported, as in an evaluation. Reports which
-    questions pass, newly fail or recover, and whether the final model's share of passed questions is within
-    the band of earlier trusted results."""
+    questions pass, newly fail or recover, and whether the final model's fraction of passed questions is
+    within the band of earlier trusted results."""
 
     stage: Literal["regression"] = "regression"  # type: ignore[assignment]
     questions: Source = Field(

@@ -13,8 +13,8 @@ from rlhf_core.records import Config, NotInDigest, Positive, Share
 
 
 class RuleJudge(Config):
-    """A judge that compares answers with a known answer per question: a right answer wins against a wrong
-    one."""
+    """A judge that compares answers with the question's known answer: a right answer wins against a wrong
+    answer."""
 
     kind: Literal["rule"] = "rule"
     answer_key: str = Field("answer", description="column of the question rows with the known answer")

@@ -138,7 +138,7 @@ def _functions(value: Any) -> Iterator[str]:
 
 
 def _modules(content: dict[str, Any], files: tuple[Path, ...]) -> Iterator[Path]:
-    """Yields the Python files next to the YAMLs that `!function` names."""
+    """Returns the Python files that `!function` names, in the folders of the YAML files."""
     names = dict.fromkeys(name.rpartition(".")[0].replace(".", "/") + ".py" for name in _functions(content))
     folders = dict.fromkeys(file.parent for file in files)
     return (folder / name for folder in folders for name in names if (folder / name).is_file())

@@ -84,7 +84,7 @@ class Publication(Gated):
     @field_validator("branch", "round_branch")
     @classmethod
     def _is_a_branch(cls, value: str | None) -> str | None:
-        """Raises ValueError for a name that needs escaping in a URL or looks like a commit."""
+        """Returns the name. Raises ValueError if it needs escaping in a URL or looks like a commit."""
         if value is not None and not re.fullmatch(
             r"(?![0-9a-f]{40}$)[A-Za-z0-9](\.?[\w-])*", value.replace("{}", "1")
         ):

@@ -24,11 +24,11 @@ class Condition(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """One or several metrics of a stage's result that share a meaning.
+    """A metric of a stage's result, or several metrics that share a meaning.
 
     `names` are separated by spaces. Capitals in a name (`tax/TASK/MODEL`) stand for names of the recipe,
     which `of` returns as tuples for a configuration; `*` stands for a name that is known only after the run.
-    `failed`: what a failed gate on them usually means.
+    `failed`: what a failed gate on these metrics usually means.
     """
 
     names: str
@@ -57,8 +57,8 @@ def _filled(name: str, places: tuple[str, ...]) -> str:
 
 
 class Panel(NamedTuple):
-    """One small chart. `lines`: label by metric; `band`: the metric drawn as +- around the first line;
-    `level`: the height of a dashed line."""
+    """A small chart. `lines`: label by metric; `band`: the metric drawn as +- around the first line; `level`:
+    the height of a dashed line."""
 
     title: str
     lines: dict[str, str]
@@ -67,7 +67,8 @@ class Panel(NamedTuple):
 
 
 def after_run(config: Any) -> list[tuple[str, ...]]:
-    """Returns a wildcard for metrics whose last name part is known only after the run (a judge, a reason)."""
+    """Returns a wildcard for metrics whose last name part is known only after the run (such as a judge or a
+    reason)."""
     return [("*",)]
 
 

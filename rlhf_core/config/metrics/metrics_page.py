@@ -32,9 +32,8 @@ SHARED = {
 
 
 def metrics_page(kinds: Mapping[str, Sequence[Metric]]) -> str:
-    """Returns the metrics of kinds of stages as Markdown: names, unit, meaning, what bad values
-    usually mean. Those that several kinds
-    share are listed once."""
+    """Returns the metrics of kinds of stages as Markdown: names, unit, meaning, and what bad values usually
+    mean. Metrics that several kinds share are listed once."""
     parts = [HEAD]
     listed: set[Metric] = set()
     for title, shared in SHARED.items():

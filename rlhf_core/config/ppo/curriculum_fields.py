@@ -8,7 +8,7 @@ from rlhf_core.records import Config, Share
 
 
 class Curriculum(Config):
-    """Draws prompts by their pass rate, the share of right answers as measured in the run. Each prompt is
+    """Draws prompts by their pass rate, the fraction of right answers as measured in the run. Each prompt is
     weighted by its expected learnability p (1 - p) (Foster et al. 2025)."""
 
     right: float | None = Field(

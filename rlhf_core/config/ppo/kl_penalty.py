@@ -99,8 +99,8 @@ class KLPenalty(Config):
         return self.reference is not None or self.init_kl_coef > 0 or self.kl_target is not None
 
     def kl_coef_of(self, iteration: int, iterations: int) -> float:
-        """Returns the coefficient of an iteration (the first is 0) without `kl_target`: `init_kl_coef`, or
-        linearly interpolated from there to `final_kl_coef` in the last of `iterations`."""
+        """Returns an iteration's KL coefficient if there is no `kl_target`. It is `init_kl_coef`, or a linear
+        interpolation from `init_kl_coef` in iteration 0 to `final_kl_coef` in the last of `iterations`."""
         if self.final_kl_coef is None or iterations < 2:
             return self.init_kl_coef
         done = iteration / (iterations - 1)

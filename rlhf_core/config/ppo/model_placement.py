@@ -18,7 +18,7 @@ from rlhf_core.records import NotInDigest, Positive, Ranks, check
 
 def gives_logprobs(role: str) -> bool:
     """Returns whether a group's model gives log-probs over the vocabulary, as actor, reference and teachers
-    do. The others give one value per token or answer."""
+    do. The other models give one value per token or answer."""
     return role in ("actor", "reference") or role.startswith("teacher:")
 
 

@@ -68,8 +68,8 @@ class PPO(
         )
 
     def dtype_in(self, role: str) -> str:
-        """float16 is for models whose log-probs are compared; the others use bfloat16, which needs no loss
-        scale"""
+        """Returns the dtype of a role's model. float16 is used only for models whose log-probs are compared;
+        the other models use bfloat16, which needs no loss scale."""
         return self.dtype if gives_logprobs(role) or self.dtype != "float16" else "bfloat16"
 
     @property

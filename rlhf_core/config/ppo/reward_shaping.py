@@ -1,4 +1,5 @@
-"""Configures the environment, how rewards are processed before training, and the treatment of cut answers."""
+"""Configures the environment, how rewards are processed before training, and the treatment of truncated
+answers."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from rlhf_core.records import InDigestIfSet, Rate, check
 
 
 class RewardShaping(PolicyObjective, Rewarded):
-    """Fields for the environment, bounds and penalties of rewards, and the treatment of cut answers."""
+    """Fields for the environment, bounds and penalties of rewards, and the treatment of truncated answers."""
 
     environment: ShortEnvironment | None = Field(
         None,

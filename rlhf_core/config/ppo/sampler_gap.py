@@ -1,5 +1,5 @@
-"""Configures the gap between the weights that sample and those that train: staleness, importance weights, and
-expert routing."""
+"""Configures the gap between the weights that sample and the weights that train: staleness, importance
+weights, and expert routing."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class SamplerGap(SamplingFields):
 
     @property
     def replays_routing(self) -> bool:
-        """Whether vLLM reports which experts it sent tokens to. With pipeline stages it cannot, because each
-        stage knows only its own layers."""
+        """Whether vLLM reports the experts to which it sent tokens. With pipeline stages it cannot, because
+        each stage knows only its own layers."""
         return (
             self.routing_replay and self.engine.abilities.routing and self.engine.pipeline_parallel_size == 1
         )

@@ -19,7 +19,7 @@ FEW_PAIRS = 4
 
 
 class Criterion(Config):
-    """One of several criteria by which a judge rates an answer."""
+    """A criterion by which a judge rates an answer."""
 
     name: str = Field(
         description="name of the criterion, one or a few words, which the judge repeats",
@@ -58,7 +58,7 @@ class LabelledPairs(Config):
 
 class JudgeReward(StandardisedReward):
     """A chat model that judges each answer. The lowest rating of `scale` gives reward 0, the highest gives 1.
-    With `compare`, the reward is the share of pairs that the answer wins."""
+    With `compare`, the reward is the fraction of pairs that the answer wins."""
 
     kind: Literal["judge"] = "judge"
     judge: JudgingModel = Field(

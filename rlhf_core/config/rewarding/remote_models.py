@@ -78,7 +78,8 @@ class Remote(RequestLimits):
 
     @property
     def needs_key(self) -> bool:
-        """Whether the endpoint is known to refuse requests without a key: HOSTS_WITH_KEYS, over https."""
+        """Whether the endpoint is known to reject requests without a key: an https address on one of
+        HOSTS_WITH_KEYS."""
         return any(self._is_at(host) for host in HOSTS_WITH_KEYS)
 
     @property

@@ -17,9 +17,9 @@ SPARE_SECONDS = 60.0  # of a request, in addition to the time of its answers
 
 
 class VerifierReward(StandardisedReward):
-    """Fields that all verifiers share. The reward is between 0 and 1; an answer that was cut by a limit gets
-    0. Each verifier has `column`, the column that it reads; `options`, the arguments of its function; and
-    `request_seconds`, the time limit of a request."""
+    """Fields that all verifiers share. The reward is between 0 and 1; an answer that was truncated at a limit
+    gets 0. Each verifier has `column`, the column that it reads; `options`, the arguments of its function;
+    and `request_seconds`, the time limit of a request."""
 
     version: ClassVar[int]  # in the digest: raise it when a change to the verifier changes rewards
     shipped: ClassVar[str]  # the verifier: SHIPPED_VERIFIERS/NAME_verifier.py

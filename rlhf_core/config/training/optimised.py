@@ -142,12 +142,12 @@ class Optimised(Gated, OptimiserFields, ScheduleFields, ZeroFields):
 
     @property
     def peak_rate(self) -> float:
-        """The peak learning rate of the model, in ppo of the actor."""
+        """The peak learning rate of the model (in ppo, of the actor)."""
         raise NotImplementedError
 
     @property
     def encoder_rate(self) -> float:
-        """The learning rate of a trained image encoder as a share of the model's."""
+        """The learning rate of a trained image encoder as a fraction of the model's."""
         own = self.image_encoder_learning_rate
         return 1.0 if own is None else own / self.peak_rate
 

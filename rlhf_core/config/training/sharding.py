@@ -23,7 +23,7 @@ class OptimiserBytes(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """What a backend shards at one value of the recipe's `zero_stage` (`stage`).
+    """What a backend shards. `stage`: the value of the recipe's `zero_stage`.
 
     `weights`, `gradients`, `state` (the optimiser's): whether each is sharded. If none is, training uses one
     rank. `launch`: seconds per layer that the host needs to launch a forward and backward pass, observed on
@@ -44,7 +44,7 @@ class Sharding(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Settings that determine the memory of a trained model: ranks, share of layers recomputed, tokens per
+    """Settings that determine the memory of a trained model: ranks, fraction of layers recomputed, tokens per
     pass, Adam on the host, whether only adapters are trained (their few bytes are ignored), bytes of a GPU,
     and bytes per weight (QLoRA: NF4)."""
 
@@ -73,7 +73,8 @@ class Training(NamedTuple):
 
 
 def _in_torch(how: Training, count: float, largest: float) -> OptimiserBytes:
-    """Returns the bytes that plain torch takes; its fp32 gradients replace the bf16 ones after the pass."""
+    """Returns the bytes that plain torch takes; its fp32 gradients replace the bf16 gradients after the
+    pass."""
     return OptimiserBytes(12 * count, (4 if how.sums_in_fp32 else 2) * count, step=4 * count)
 
 

@@ -1,4 +1,4 @@
-"""Describes what DeepSpeed ZeRO shards at each stage, and the memory that its optimiser takes. Torch-free.
+"""Describes what DeepSpeed ZeRO shards at each stage, and how much memory its optimiser takes. Torch-free.
 
 Stage 1 shards the optimiser's state, stage 2 also gradients, stage 3 also weights (Rajbhandari et al. 2020,
 section 3.1).

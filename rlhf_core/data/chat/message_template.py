@@ -25,8 +25,8 @@ class MessageTemplate:
     """Renders with the chat template of a tokenizer ("chat"), or with a plain template that contains one {}.
 
     `end_of_turn_id` is the token that the template writes after an answer, and `end_of_turn` is the text of
-    that token; both are None if the template writes none. `arguments` are passed to the chat template by
-    name. Raises ValueError if the template cannot be used, or never reads an argument.
+    that token; both are None if the template writes no such token. `arguments` are passed to the chat
+    template by name. Raises ValueError if the template cannot be used, or never reads an argument.
     """
 
     def __init__(
@@ -134,7 +134,8 @@ class MessageTemplate:
         return (self.end_of_turn or "") + text[len(through) :] if text.startswith(through) else None
 
     def _require_calls(self, messages: Sequence[Message]) -> None:
-        """Raises ValueError if messages call tools, and the template omits the calls or is a plain one."""
+        """Raises ValueError if messages call tools but the template omits the calls or is a plain
+        template."""
         if not any(message.get("tool_calls") for message in messages):
             return
         if self._writes_calls is None:
@@ -166,8 +167,9 @@ class MessageTemplate:
 
     def _answer_start(self, text: str, hidden: list[Message], index: int, tools: Tools) -> int | None:
         """Returns where the answer `hidden[index]` begins in `text`, after its prompt. A template may omit
-        the end of the generation prompt (an empty thought) before an answer that other messages follow. The
-        answer then begins where the template puts its content."""
+        the end of the generation prompt (an empty reasoning block) before an answer that other messages
+        follow. The answer then begins where the template puts its content. Returns None if the start cannot
+        be found."""
         prompt, _ = self._render(hidden[:index], True, tools)
         if text.startswith(prompt):
             return len(prompt)

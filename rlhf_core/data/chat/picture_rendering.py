@@ -145,7 +145,7 @@ class _OfImages:
         return dict(defaults.get("images_kwargs", {}))
 
     def picture_tensors(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Returns, by name, those outputs of the image processor that are inputs of the encoder."""
+        """Returns, by name, the outputs of the image processor that are inputs of the encoder."""
         names = set(self.image_processor.model_input_names) - set(self.unused_input_names)
         return {name: np.asarray(features[name]) for name in sorted(names)}
 

@@ -39,9 +39,9 @@ class Renderer:
     (`rlhf_core.data.documents`), but not to conversations.
 
     `verbatim` means that the data's answers were sampled. They then already contain the template's prefix of
-    an answer (a space, an empty thought), and `response_tokens` does not add it. `template_args` are further
-    arguments of the chat template, by name. The constructor raises ValueError if the template cannot be used
-    with this tokenizer.
+    an answer (a space, an empty reasoning block), and `response_tokens` does not add it. `template_args` are
+    further arguments of the chat template, by name. The constructor raises ValueError if the template cannot
+    be used with this tokenizer.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Renderer:
         return list(self.prompt_document(messages, tools).tokens)
 
     def prompt_document(self, messages: Sequence[Message], tools: Tools = ()) -> Document:
-        """Returns `prompt` as a document with its images. Raises PictureFault for an image that cannot be
-        used."""
+        """Like `prompt`, but returns a document with its images. Raises PictureFault for an image that cannot
+        be used."""
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError(
                 "a prompt needs at least one message, and its last one must not be the assistant's"
@@ -98,16 +98,16 @@ class Renderer:
     def follow(
         self, messages: Sequence[Message], new: Sequence[Message], ended: bool, tools: Tools = ()
     ) -> list[int]:
-        """Returns the tokens of `follow_document`."""
+        """Like `follow_document`, but returns only the tokens."""
         return list(self.follow_document(messages, new, ended, tools).tokens)
 
     def follow_document(
         self, messages: Sequence[Message], new: Sequence[Message], ended: bool, tools: Tools = ()
     ) -> Document:
         """Returns the document between the last answer in `messages` and the answer to the `new` messages,
-        including the images of `new`. Its mask is False. `ended` means that the tokens of the last answer
-        already include its end-of-turn token. The answers themselves are not rendered: sampled tokens stay
-        unchanged. Images in `messages` need only a name.
+        including the images of `new`. Its mask is False. `ended` means that the last answer's tokens already
+        include its end-of-turn token. The answers themselves are not rendered: sampled tokens stay unchanged.
+        Images in `messages` need only a name.
 
         Raises ValueError if the template rejects the messages or does not show where the answer ends, and
         PictureFault for an image that cannot be used.
@@ -153,19 +153,19 @@ class Renderer:
     def prompt_within(
         self, messages: Sequence[Message], limit: int, tools: Tools = ()
     ) -> tuple[list[int], bool]:
-        """Returns the tokens of `document_within`, and whether the prompt was cut."""
+        """Returns the tokens of `document_within`, and whether the prompt was truncated."""
         document, is_cut = self.document_within(messages, limit, tools)
         return list(document.tokens), is_cut
 
     def document_within(
         self, messages: Sequence[Message], limit: int, tools: Tools = ()
     ) -> tuple[Document, bool]:
-        """Returns at most `limit` tokens of a prompt with its images, and whether the prompt was cut.
+        """Returns at most `limit` tokens of a prompt with its images, and whether the prompt was truncated.
 
         Keeps the template's own tokens and the end of the prompt. Drops the oldest turns first, then the
         beginning of the last message's text. Drops system messages only if they and the template fill the
-        limit. Keeps the images of the last message. Raises ValueError like `check_limit`. Raises PictureFault
-        if these images and the template exceed the limit.
+        limit. Keeps the images of the last message. Raises ValueError for the same reasons as `check_limit`.
+        Raises PictureFault if these images and the template exceed the limit.
         """
         frame_len = self.frame_of(tools)
         check_limit(limit, frame_len)
@@ -221,9 +221,10 @@ class Renderer:
         """Returns the messages as a document. The mask covers all answers and their end-of-turn tokens,
         except answers of weight 0.
 
-        Leaves out tokens after the last trained answer. Without such an answer the mask is all False. The
-        model's processor determines the number of tokens of an image. Raises PictureFault for an image that
-        cannot be used.
+        Leaves out tokens after the last trained answer; if that is the last message and ends without a stop
+        token, adds the end-of-turn token. Without a trained answer the mask is all False. The model's
+        processor determines the number of tokens of an image. Raises PictureFault for an image that cannot be
+        used.
         """
         document = self._encoded(messages, False, tools)
         if not any(document.mask):
@@ -264,7 +265,7 @@ class Renderer:
         return self.answer_tokens(self.prompt(prompt_messages), response)
 
     def answer_tokens(self, prompt_tokens: list[int], response: str) -> Document:
-        """Works like `answer`, but for given prompt tokens, which may already be cut."""
+        """Works like `answer`, but for given prompt tokens, which may already be truncated."""
         return answered(prompt_tokens, self._sampled(response))
 
     def response_tokens(

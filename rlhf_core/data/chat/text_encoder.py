@@ -41,7 +41,7 @@ class TextEncoder:
         self._anchored = self.ids(self._eos) == [tokenizer.eos_token_id]
 
     def hide(self, content: str) -> str:
-        """Replaces control tokens with placeholders."""
+        """Returns the text with control tokens replaced by placeholders."""
         return self._hidden_pattern.sub(
             lambda match: f"{OPEN}{self._hidden.index(match.group())}{CLOSE}", content
         )

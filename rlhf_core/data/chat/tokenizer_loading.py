@@ -18,9 +18,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     """Loads the tokenizer of a model folder or Hub id, optionally at a commit (`owner/name@COMMIT`). For an
     adapter without a tokenizer, loads the tokenizer of its base.
 
-    A tokenizer without its own pad token gets one of its special tokens (`with_pad_token`). Raises ValueError
-    if the tokenizer cannot be loaded, encodes text to nothing, or lacks an end-of-sequence token or a
-    possible pad token.
+    A tokenizer without its own pad token gets one of its special tokens (see `with_pad_token`). Raises
+    ValueError if the tokenizer cannot be loaded, encodes text to nothing, or lacks an end-of-sequence token
+    or a possible pad token.
     """
     folder = tokenizer_place(path)
     if not is_remote(folder) and not Path(folder).is_dir():

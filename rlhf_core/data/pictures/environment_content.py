@@ -2,7 +2,7 @@
 only the standard library.
 
 Images leave the process as base64, so that a file may change afterwards. Their content is checked where they
-are decoded (`picture_decoding.py`).
+are decoded (see `picture_decoding.py`).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def sent_content(content: Any, images: bool, folder: str | None) -> Content:
 
 
 def with_own_images(content: Any, own: Mapping[str, str]) -> Any:
-    """Returns content in any form, in which the encoded bytes replace those paths of images that `own` has.
-    `own`: the files of the row's images, by their paths as the row and the prompt name them. No other file is
-    read. Raises ValueError for a file that can no longer be read."""
+    """Returns content, in any form, in which each image path found in `own` is replaced by the encoded bytes
+    of its file. `own`: the files of the row's images, by their paths as the row and the prompt name them. No
+    other file is read. Raises ValueError for a file that can no longer be read."""
     if not own or not isinstance(content, list):
         return content
     return [_with_own_image(part, own) for part in content]
@@ -85,8 +85,9 @@ def check_size(messages: Sequence[Mapping[str, Any]]) -> None:
 
 def images_that_fit(contents: Sequence[Content], before: int = 0) -> list[Content]:
     """Returns the contents of new messages, whose images are in base64 (`{"type": "image", "base64": ...}`).
-    A sentence to the model replaces each image that exceeds the limit of `check_size` together with those
-    before it, or the number of images of an episode, of which `before` were sent."""
+    Each image beyond a limit is replaced by a sentence to the model. The limits are the total bytes of
+    `check_size` and the number of images in an episode. `before`: the number of images sent earlier in the
+    episode."""
     left = MAX_BYTES * 4 / 3  # characters
     images = before
     fitting: list[Content] = []

@@ -1,9 +1,9 @@
 """Reads the parts of a message's content and the image columns. Opens no files. Torch-free.
 
 Content that is a list has parts: `{"type": "text", "text": ...}` and `{"type": "image", ...}` or `{"type":
-"image_url", ...}`. A part without an image takes the next image of the row's column `images` or `image`, and
-so does `<image>` in a text. If a row has such a column but marks no place, its images go before the text of
-the first user message.
+"image_url", ...}`. A part without an image takes the next image of the row's column `images` or `image`; so
+does each `<image>` in a text. If a row has such a column but its messages mark no places, the images go
+before the text of the first user message.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ def texts_of(content: Content) -> list[str]:
 def with_sources(
     messages: Sequence[Mapping[str, Any]], sources: Iterable[PictureSource]
 ) -> list[dict[str, Any]]:
-    """Returns messages in which `sources`, in order, replace the names of images (`named_pictures`). Raises
-    ValueError if there are more or fewer sources than images."""
+    """Returns messages in which `sources`, in order, replace the names of images (see `named_pictures`).
+    Raises ValueError if there are more or fewer sources than images."""
     left = iter(sources)
     found = []
     for message in messages:
@@ -286,7 +286,7 @@ def _with_name(part: dict[str, Any]) -> dict[str, Any]:
 
 def content_text(content: Content) -> str:
     """Returns content as text. Each image is replaced by its identity, or by its name if nothing else is
-    known (`named_pictures`)."""
+    known (see `named_pictures`)."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else _marker(part) for part in content)

@@ -52,7 +52,7 @@ KNOWN_SUFFIXES = frozenset(suffix for suffixes in SUFFIXES.values() for suffix i
 
 
 class PictureFault(ValueError):
-    """Reports why an image cannot be used. `fact` is the name of the reason in the data report."""
+    """Raised when an image cannot be used. `fact`: the name of the reason in the data report."""
 
     def __init__(self, fact: str, sentence: str):
         super().__init__(sentence)
@@ -62,7 +62,8 @@ class PictureFault(ValueError):
 class PictureSource(NamedTuple):
     """Locates an image of the data: encoded bytes (`data`), or the file `name` in the data file's `folder`.
 
-    `name` is written as in the data, and may also be set for bytes. `folder` is None for data without one.
+    `name` is written as in the data, and may also be set for bytes. `folder` is None for data without a
+    folder.
     """
 
     name: str = ""
@@ -95,8 +96,8 @@ class PictureSource(NamedTuple):
 
     @property
     def content_digest(self) -> str:
-        """Returns a digest of the encoded image, wherever it is stored. Raises PictureFault as `encoded`
-        does."""
+        """Returns a digest of the encoded image, wherever it is stored. Raises PictureFault for the same
+        reasons as `encoded`."""
         return hashlib.blake2b(self.encoded(), digest_size=16).hexdigest()
 
     @property

@@ -29,7 +29,7 @@ OTHER_NAMES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model
 class Located(NamedTuple):
     """Holds a row with standard column names. `where` is its file and number, for error messages.
     `no_preference` is the reason why the row prefers no answer, or ''. `folder` is the folder of its file, or
-    None for a data set without one."""
+    None for a data set without a folder."""
 
     where: str
     row: Row
@@ -50,7 +50,7 @@ class Preference(NamedTuple):
 
 def conversation_of(located: Located) -> list[Message]:
     """Returns the messages of an SFT row. `weight: 0` marks an answer that is not trained on. The content of
-    a message with images is a list of parts (`message_parts`)."""
+    a message with images is a list of parts (see `message_parts`)."""
     return with_pictures(_conversation_of(located), located.row, located.where, located.folder)
 
 
@@ -81,7 +81,7 @@ def prompt_of(located: Located) -> list[Message]:
 
 def pictured_prompt_of(located: Located) -> list[Message]:
     """Works like `prompt_of`, but for a row that may have images. The content of a message with images is a
-    list of parts (`message_parts`)."""
+    list of parts (see `message_parts`)."""
     return with_pictures(_prompt_of(located), located.row, located.where, located.folder)
 
 
@@ -108,7 +108,7 @@ def preference_of(located: Located) -> Preference:
     """Returns the prompt and the two answers of a preference row.
 
     An answer is a string, a list with one assistant message, or a whole conversation that begins with the
-    prompt. Images belong to the prompt, whose content is then a list of parts (`message_parts`).
+    prompt. Images belong to the prompt, whose content is then a list of parts (see `message_parts`).
     """
     where = located.where
     row = located.row

@@ -29,8 +29,8 @@ def data_suffix(path: str | Path) -> str:
 
 
 def open_binary(path: str) -> IO[bytes] | gzip.GzipFile:
-    """Opens a file for reading and decompresses it. Raises OSError like `open`, and MachineLacks for .zst
-    without pyarrow."""
+    """Opens a file for reading. A compressed file is decompressed while it is read. Raises OSError for the
+    same reasons as `open`, and MachineLacks for a .zst file if pyarrow is not installed."""
     suffix = Path(path).suffix
     if suffix == ".gz":
         return gzip.open(path, "rb")
@@ -49,7 +49,8 @@ def open_binary(path: str) -> IO[bytes] | gzip.GzipFile:
 @contextmanager
 def opened_rows(path: str, newline: str | None = None) -> Iterator[RowLines]:
     """Yields a text file's lines, without a byte order mark. Raises ValueError for a file that cannot be
-    decompressed, OSError like `open`, and UnicodeDecodeError for a file that is not UTF-8."""
+    decompressed, OSError for the same reasons as `open`, and UnicodeDecodeError for a file that is not
+    UTF-8."""
     packed = Path(path).suffix in COMPRESSED
     with open_binary(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as text:
         try:

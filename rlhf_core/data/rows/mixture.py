@@ -50,17 +50,17 @@ def load_rows(data: Data, seed: int, kind: Kind | None = None) -> list[Row]:
     chosen, rejected, margin).
 
     A single source keeps its order. Several sources are each shuffled with the seed. The source furthest
-    behind its share then provides the next row, until that source has none left (no row is used twice). Every
-    prefix of the list therefore has the recipe's shares, even after `max_samples`, which is applied last.
-    With a kind, rows that it cannot use (no preference) are left out. Raises ValueError for a missing,
-    unreadable or empty file.
+    behind its share then provides the next row. The mixture ends when that source has no rows left, because
+    no row is used twice. Every prefix of the list therefore has the recipe's shares, even after
+    `max_samples`, which is applied last. With a kind, rows that this kind of stage cannot use (rows without a
+    preference) are left out. Raises ValueError for a missing, unreadable or empty file.
     """
     rows = sorted(placed_rows(data, seed, kind), key=lambda row: row.place)
     return [row.located.row for row in rows if not unusable(row.located, kind)]
 
 
 def check_columns(data: Data, kind: Kind) -> None:
-    """Reads the first rows of each source (`checked_rows`). Raises ValueError, as a stage would, for a
+    """Reads the first rows of each source (see `checked_rows`). Raises ValueError, as a stage would, for a
     missing file, no rows, a missing column or an invalid row."""
     for located in checked_rows(data, kind):
         if not unusable(located, kind):
@@ -92,7 +92,7 @@ def unusable(located: Located, kind: Kind | None) -> str:
 
 def used_rows(data: Data, seed: int, kind: Kind) -> Iterator[Located]:
     """Yields all rows that a stage uses if all sources are files, otherwise the rows of `checked_rows`. Takes
-    a second for about 65,000 rows of a kilobyte."""
+    a second for about 65,000 one-kilobyte rows."""
     if all(map(is_file, data.sources)):
         yield from (placed.located for placed in placed_rows(data, seed, kind))
     else:
@@ -162,8 +162,8 @@ def names(data: Data) -> str:
 
 
 def _read(source: Source, kind: Kind | None, first: int | None, most: int | None = None) -> Iterator[Located]:
-    """Yields the (first) rows of one source, at most `most`. Checks the columns in the first FIRST_ROWS rows
-    and recognises the format."""
+    """Yields the first `first` rows (None: all) of one source, at most `most`. Checks the columns in the
+    first FIRST_ROWS rows and recognises the format."""
     rows = raw_rows(source, first)
     head = list(islice(rows, FIRST_ROWS))
     if not head:

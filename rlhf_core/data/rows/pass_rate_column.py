@@ -25,8 +25,8 @@ def pass_rate_problem(key: str | None, rows: Iterable[tuple[str, Mapping[str, An
 
 
 def pass_rates(key: str | None, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> np.ndarray:
-    """Returns the pass rate of each row, (N,), nan where it is not known. Raises ValueError with the sentence
-    of `pass_rate_problem`."""
+    """Returns the pass rate of each row, (N,), nan where it is not known. Raises ValueError, with the message
+    of `pass_rate_problem`, if there is a problem."""
     known = list(rows)
     problem = pass_rate_problem(key, known)
     if problem:

@@ -30,10 +30,10 @@ def installed_release() -> str:
 
 
 def reasoning_gym_rows(source: ReasoningGymPrompts, first: int | None) -> Iterator[Row]:
-    """Yields the (first) rows: `prompt` (messages), `answer` (a correct answer, as text), `task` (its name),
-    and `reasoning_gym` (the data for scoring an answer). The same fields give the same rows on every machine
-    with the same release of the package. Raises ValueError for a task or an option that the package does not
-    have, and if the package is not installed."""
+    """Yields the first `first` rows (None: all): `prompt` (messages), `answer` (a correct answer, as text),
+    `task` (its name), and `reasoning_gym` (the data for scoring an answer). The same fields give the same
+    rows on every machine with the same release of the package. Raises ValueError if the package is not
+    installed, or lacks a task or an option."""
     if not installed_release():
         raise ValueError(f"{GENERATED}: {MISSING}")
     asked = {

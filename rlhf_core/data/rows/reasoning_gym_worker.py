@@ -24,8 +24,9 @@ COMPOSITE = "composite"  # a mixture of tasks; `tasks` already is one
 
 
 def rows(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields `count` rows. Every prefix has the tasks' shares. Raises ValueError with a sentence for a task
-    or an option that does not exist, and for a question that cannot be generated."""
+    """Yields as many rows as `asked["count"]` says. Interleaves the tasks so that every prefix matches their
+    shares as closely as possible. Raises ValueError if a task or an option does not exist, or if a question
+    cannot be generated."""
     data = {name: data_set(name, options, asked) for name, options in asked["options"].items()}
     used = dict.fromkeys(data, 0)
     for place in range(asked["count"]):
@@ -59,7 +60,8 @@ def row(name: str, entry: dict[str, Any], config: Any, asked: Mapping[str, Any])
 
 
 def data_set(name: str, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
-    """Returns the data set of a task. Raises ValueError with a sentence if it cannot be created.
+    """Returns the data set of a task. Raises ValueError if the task or an option does not exist, or if the
+    options are invalid.
 
     Derives the task's seed at random from the given seed. Most tasks use seed + i for question i, so
     neighbouring seeds would give the same questions, for example to prompts and eval_prompts.

@@ -3,7 +3,7 @@
 The standard library parses JSON and CSV files, because it keeps text unchanged. The readers of `datasets`
 guess types, and convert answers that look like dates, numbers or "None". `datasets` reads parquet, which has
 types, and Hub data sets (downloaded and read from disk). Only a .json file with one list is read whole. JSON
-and CSV files may be compressed (`compressed.py`).
+and CSV files may be compressed (see `compressed.py`).
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def is_arrow(source: Source) -> bool:
 
 
 def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
-    """Yields the (first) rows of a source unchanged, except that stored rows lose the column GENERATED, which
-    a verifier unpickles. Raises ValueError for a file or Hub data set that cannot be read."""
+    """Yields the first `first` rows (None: all) of a source unchanged, except that stored rows lose the
+    column GENERATED, which a verifier unpickles. Raises ValueError for a file or Hub data set that cannot be
+    read."""
     if source.reasoning_gym is not None:
         yield from reasoning_gym_rows(source.reasoning_gym, first)
         return
@@ -208,7 +209,7 @@ def _hub_rows(source: Source, streaming: bool) -> Any:
 
 def _encoded(rows: Any) -> Any:
     """Returns a data set whose images, sounds and videos stay encoded as {bytes, path}. Images are decoded
-    later, within limits (`picture_decoding`). Other columns stay unchanged."""
+    later, within limits (see `picture_decoding`). Other columns stay unchanged."""
     if rows.features is None:
         return rows
     encoded = {name: _without_decoding(feature) for name, feature in rows.features.items()}

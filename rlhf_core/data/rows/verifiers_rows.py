@@ -32,7 +32,7 @@ TOLD = 400  # most characters of its error output in a message
 
 
 class NoSuchInstallation(ValueError):
-    """Reports that an interpreter, the package verifiers or the environment is missing."""
+    """Raised when the interpreter, the package verifiers or the environment is missing."""
 
 
 def driver_command(python: str | None, *arguments: str) -> list[str]:
@@ -52,14 +52,14 @@ def driver_environment() -> dict[str, str]:
 
 def verifiers_release(name: str, python: str | None) -> Mapping[str, str]:
     """Returns the version of verifiers in an interpreter, and a digest of the environment's Python files.
-    Raises NoSuchInstallation with a sentence for a missing interpreter, package or environment, and
-    ValueError if the version or digest cannot be determined."""
+    Raises NoSuchInstallation if the interpreter, the package or the environment is missing, and ValueError if
+    the version or digest cannot be determined."""
     (found,) = _answered(json.dumps({"name": name}), "release", python, RELEASE_SECONDS)
     return found
 
 
 def verifiers_problem(name: str, python: str | None) -> str:
-    """Returns the sentence that `verifiers_release` raises, or "" if it raises none."""
+    """Returns the message of the error that `verifiers_release` raises, or "" if it raises none."""
     try:
         verifiers_release(name, python)
     except ValueError as error:
@@ -68,9 +68,9 @@ def verifiers_problem(name: str, python: str | None) -> str:
 
 
 def verifiers_rows(source: VerifiersPrompts, first: int | None) -> Iterator[Row]:
-    """Yields the (first) tasks as rows: `prompt` (messages), `answer` if the task has a text answer, and
-    `verifiers` (the task as JSON, which the environment accepts). Raises ValueError if the environment cannot
-    be used."""
+    """Yields the first `first` tasks (None: all) as rows: `prompt` (messages), `answer` if the task has a
+    text answer, and `verifiers` (the task as JSON, which the environment accepts). Raises ValueError if the
+    environment cannot be used."""
     counts = [count for count in (source.size, first) if count is not None]
     asked = {
         "name": source.environment,
@@ -90,9 +90,9 @@ def _rows(asked: str, python: str | None) -> tuple[dict[str, Any], ...]:
 
 
 def _answered(asked: str, mode: str, python: str | None, seconds: float) -> list[dict[str, Any]]:
-    """Returns the objects that the driver wrote. Raises ValueError with a sentence if the driver reported a
-    problem, did not end in time, or failed. Raises NoSuchInstallation if the interpreter is missing, or if
-    the driver reported a problem in mode `release`."""
+    """Returns the objects that the driver wrote. Raises ValueError if the driver reported a problem, did not
+    end in time, or failed. Raises NoSuchInstallation if the interpreter is missing, or if the driver reported
+    a problem in mode `release`."""
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
             done = subprocess.run(

@@ -16,11 +16,11 @@ FOREIGN = (*(f"{os.sep}{name}{os.sep}" for name in OTHERS), "<")
 
 
 class Problem(Exception):
-    """Reports in one sentence why an environment cannot be used."""
+    """Raised when an environment cannot be used. The message is one sentence."""
 
 
 class Failure(Exception):
-    """Reports why an episode has no reward. `raised` is the type of the root error, or "" if unknown."""
+    """Raised when an episode has no reward. `raised`: the type of the root error, or "" if unknown."""
 
     def __init__(self, text: str, raised: str = ""):
         super().__init__(text)

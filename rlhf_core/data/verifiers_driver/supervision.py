@@ -56,8 +56,8 @@ def _supervise(child: int, alive: int) -> None:
 
 
 def _reaped(child: int) -> int | None:
-    """Reaps the children that have ended, including adopted ones. Returns the status of `child`, or None if
-    it was not among them."""
+    """Reaps the children that have ended, including adopted children. Returns the status of `child`, or None
+    if it was not among them."""
     status = None
     with suppress(ChildProcessError):
         while True:
@@ -70,7 +70,7 @@ def _reaped(child: int) -> int | None:
 
 
 def _descendants() -> list[int]:
-    """Returns the processes that this one and its descendants have started."""
+    """Returns the descendants of this process."""
     parents = dict[int, int]()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():

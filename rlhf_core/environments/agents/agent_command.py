@@ -1,7 +1,8 @@
 """Runs an agent that is a command, as one process per episode.
 
-The process reads the task as JSON from its standard input. OPENAI_BASE_URL and OPENAI_API_KEY, which OpenAI's
-clients read, give it the endpoint, and TMPDIR a folder for temporary files that is removed after the episode.
+The process reads the task as JSON from its standard input. The variables OPENAI_BASE_URL and OPENAI_API_KEY,
+which OpenAI's clients read, name the endpoint and its key. TMPDIR names a folder for temporary files, which
+is removed after the episode.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TOLD = 400  # bytes of the command's error output shown in a message
 
 
 class AgentFailed(Exception):
-    """Reports that the command ended with an error."""
+    """Raised when the command ends with an error."""
 
 
 async def run_command(command: str, task: Mapping[str, Any], base_url: str, key: str) -> str:
@@ -80,8 +81,8 @@ def adopt_orphans() -> None:
 
 
 def kill_all_of(key: str, process: asyncio.subprocess.Process) -> None:
-    """Kills the command if it is still running, and all processes that its episode has started. They belong
-    to this process's group, so they end with it at the latest."""
+    """Kills the command if it is still running, and all processes that its episode has started. These
+    processes belong to this process's group, so they end at the latest when this process ends."""
     if process.returncode is None:
         with suppress(psutil.NoSuchProcess):
             kill_tree(psutil.Process(process.pid))
@@ -89,8 +90,8 @@ def kill_all_of(key: str, process: asyncio.subprocess.Process) -> None:
 
 
 def kill_marked(variable: str, value: str) -> None:
-    """Kills the children of this process that have this variable in their environment, including adopted
-    orphans, together with their descendants. Reaps orphans that have ended."""
+    """Kills the children of this process, including adopted orphans, that have `variable` set to `value` in
+    their environment, together with their descendants. Reaps orphans that have ended."""
     for child in psutil.Process().children():
         if child.pid in RUNNING:
             continue

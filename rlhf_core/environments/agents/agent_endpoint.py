@@ -2,8 +2,8 @@
 environment process.
 
 Each episode has its own key, which the agent sends as a bearer token and which identifies the episode's
-conversations. Answers come from the stage's engines, and their tokens are kept as sampled
-(`joined_trajectories`).
+conversations. Answers come from the stage's engines, and their tokens are kept as sampled; see
+`joined_trajectories`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ KEEP_ALIVE_SECONDS = 3600  # how long an agent's tools may work between two requ
 
 class AgentSession:
     """An episode as its agent sees it. `name`: the model name that identifies the episode in requests sent
-    with the key shared by all episodes. `limited`: why a limit refused the last request. `images`: whether
-    messages may have images. `responses`: the messages up to each response, keyed by response ID."""
+    with the key shared by all episodes. `limited`: which limit prevented an answer to the last request, and
+    why. `images`: whether messages may have images. `responses`: the messages up to each response, keyed by
+    response ID."""
 
     def __init__(self, model: Conversation, name: str):
         self.name = name
@@ -87,7 +88,7 @@ class AgentSession:
             self._working.discard(working)
 
     def close(self) -> None:
-        """Cancels requests that are waiting for an answer, and refuses later ones."""
+        """Cancels requests that are waiting for an answer, and rejects later requests."""
         self._closed = True
         for task in self._working:
             task.cancel()
@@ -95,8 +96,8 @@ class AgentSession:
 
 class AgentEndpoint:
     """The endpoint of one environment process. `url`: its address, to pass to clients as `base_url`.
-    `shared_key`: the key for a program that runs all episodes and identifies each by the model name in its
-    requests. Must be created while an event loop is running."""
+    `shared_key`: the key for a program that runs all episodes and identifies each episode by the model name
+    in its requests. Must be created while an event loop is running."""
 
     def __init__(self) -> None:
         self.shared_key = f"episodes-{secrets.token_urlsafe(24)}"
@@ -168,8 +169,8 @@ class AgentEndpoint:
         read: Callable[[dict[str, Any], AgentSession], AgentRequest],
         written: Callable[[AgentRequest, Answer, AgentSession], Response],
     ) -> Response:
-        """Answers a request with the policy, or returns an error that explains why not. Stops waiting for the
-        answer if the client disconnects."""
+        """Answers a request with the policy, or returns an error that explains why there is no answer. Stops
+        waiting for the answer if the client disconnects."""
         key = _key(request)
         session = self._sessions.get(key)
         if session is None and key != self.shared_key:
@@ -198,7 +199,7 @@ class AgentEndpoint:
 
 
 class TooLarge(ValueError):
-    """Reports a request that is too large."""
+    """Raised when a request is too large."""
 
 
 async def body_of(request: Request, most: int) -> bytes:

@@ -2,8 +2,8 @@
 
 Source: https://platform.openai.com/docs/api-reference/chat. The stage decides how to sample, so
 `temperature`, `top_p`, `seed` and the penalties in a request are ignored. Options that would change which
-tokens are sampled, and that are not supported here, are refused: `stop`, `n` above 1, a response format, a
-forced call.
+tokens are sampled are rejected, because they are not supported here: `stop`, `n` above 1, a response format,
+and a forced call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class AgentRequest(NamedTuple):
 
 
 def read_chat_request(body: Mapping[str, Any]) -> AgentRequest:
-    """Reads the body of `POST /v1/chat/completions`. Raises ValueError if the request is refused."""
+    """Reads the body of `POST /v1/chat/completions`. Raises ValueError if the request is invalid or sets an
+    unsupported option."""
     refuse_fields(body)
     messages = body.get("messages")
     if not isinstance(messages, list):
@@ -59,7 +60,8 @@ def refuse_fields(body: Mapping[str, Any]) -> None:
 
 
 def count_of(value: Any) -> int | None:
-    """Returns a token limit. Raises ValueError if the value is not one."""
+    """Returns a token limit; None stands for no limit. Raises ValueError for any other value that is not a
+    positive integer."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ValueError(f"the limit of tokens must be a whole number above 0, not {value!r:.40}")
     return value
@@ -75,8 +77,8 @@ def chat_completion(answer: Answer) -> dict[str, Any]:
 
 
 def chat_chunks(answer: Answer, usage: bool) -> Iterator[str]:
-    """Yields the server-sent events for an answer that is already complete. `usage`: whether the client asked
-    for an event with the token counts."""
+    """Yields the server-sent events for an answer that is already complete. `usage`: whether the client
+    requested an event with the token counts."""
     head = _head("chat.completion.chunk")
     delta: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.calls:

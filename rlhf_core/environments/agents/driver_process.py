@@ -28,13 +28,13 @@ TOLD = 400  # characters of its error output shown in a message
 
 
 class DriverEnded(RuntimeError):
-    """Reports that the process ended while an episode was running."""
+    """Raised when the process ends while an episode is running."""
 
 
 class DriverProcess:
-    """Represents the driver process. `asked`: the first line sent to it. The constructor waits until the
-    environment is loaded; `attach` then hands the process to an event loop. Raises ValueError with a
-    user-facing message when the environment cannot be used."""
+    """The driver process. `asked`: the first line sent to it. The constructor waits until the environment is
+    loaded; `attach` then hands the process to an event loop. Raises ValueError with a user-facing message
+    when the environment cannot be used."""
 
     def __init__(self, python: str | None, asked: Mapping[str, Any]):
         self.ended = False
@@ -52,7 +52,8 @@ class DriverProcess:
             raise ValueError(f"verifiers: {first.get('problem') or ending}")
 
     def _first_answer(self, asked: bytes) -> dict[str, Any]:
-        """Returns the process's first reply; empty if it ends without one."""
+        """Returns the process's first reply; a `problem` if no reply arrives within START_SECONDS, and an
+        empty reply if the process ends first."""
         assert self._process.stdin is not None and self._process.stdout is not None
         end = time.monotonic() + START_SECONDS
         line = bytearray()
@@ -70,7 +71,7 @@ class DriverProcess:
         return {}
 
     def _keep_said(self) -> None:
-        """Forwards the error output to stderr, and keeps the end of it for messages."""
+        """Forwards the process's error output to stderr, and keeps the end of it for messages."""
         assert self._process.stderr is not None
         while part := self._process.stderr.read(65536):
             text = part.decode(errors="replace")

@@ -1,5 +1,5 @@
-"""A session with an MCP server: lists its tools, calls them, and distinguishes a failing tool from a failing
-server."""
+"""Opens sessions with MCP servers, lists and calls their tools, and distinguishes a failing tool from a
+failing server."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ENDS_WITH_PARENT = (
 
 
 class ServerGone(RuntimeError):
-    """Reports that a server has ended, or that its answer says nothing about the tool call."""
+    """Raised when a server has ended, or when its answer says nothing about the tool call."""
 
 
 class Servers:
-    """Opens sessions with servers, each given as an address or a command. `token`: the bearer token for
-    servers with an address."""
+    """Opens sessions with servers. Each server is given as an address or a command. `token`: the bearer token
+    for servers with an address."""
 
     def __init__(self, servers: Sequence[str], token: str | None):
         self._servers = list(servers)
@@ -111,8 +111,8 @@ class McpSession:
     async def call(
         self, name: str, arguments: dict[str, Any], seconds: float, images: bool = False
     ) -> str | list[dict[str, Any]]:
-        """Calls a tool and returns its result as text, or as texts and images if it has some and `images` are
-        read; or an error message if it fails. Raises ServerGone."""
+        """Calls a tool. Returns its result as text, or as texts and images if the result has images and
+        `images` is set. Returns an error message if the tool fails. Raises ServerGone if the server fails."""
         try:
             check_depth(arguments)
             json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
@@ -147,8 +147,8 @@ def text_of(part: Any) -> str:
 
 
 def part_of(part: Any) -> dict[str, Any]:
-    """Returns part of a result as part of a message. An image that cannot be decoded is a text that says why:
-    the model chose the call, and may go on."""
+    """Returns part of a result as part of a message. An image that cannot be decoded becomes a text that says
+    why, because the model chose the call and may continue."""
     if part.type != "image":
         return {"type": "text", "text": text_of(part)}
     try:

@@ -25,7 +25,7 @@ def text_field(schema: Mapping[str, Any]) -> str | None:
 
 
 def action_problem(schema: Mapping[str, Any], field: str | None, constant: Mapping[str, Any]) -> str:
-    """Returns why the server would refuse every action of this form; "" if it would not."""
+    """Returns why the server would reject every action of this form; "" if it would not."""
     properties = schema.get("properties") or {}
     given = {*constant, *([field] if field is not None else [])}
     known = ", ".join(name for name in properties if name != "metadata")
@@ -55,7 +55,8 @@ def action_of(
 
 
 def first_object(text: str) -> dict[str, Any]:
-    """Returns the first JSON object in a string. Raises ValueError if there is none."""
+    """Returns the first JSON object in a string. Raises ValueError if no object begins at one of the first
+    100 opening braces."""
     decoder = json.JSONDecoder(parse_constant=_refuse)
     start = text.find("{")
     looks = 0
@@ -76,7 +77,7 @@ def _refuse(constant: str) -> Any:
 
 def text_of(observation: Mapping[str, Any], fields: Collection[str], longest: int) -> str:
     """Returns the text of an observation that the model sees, at most `longest` characters: the named fields,
-    or all non-empty ones if `fields` is empty. Strings are shown unchanged, anything else as JSON."""
+    or all non-empty fields if `fields` is empty. Strings are shown unchanged, anything else as JSON."""
     shown = {
         name: value
         for name, value in observation.items()
@@ -90,8 +91,9 @@ def text_of(observation: Mapping[str, Any], fields: Collection[str], longest: in
 def shown_to(
     images: bool, observation: Mapping[str, Any], fields: Collection[str], longest: int
 ) -> str | dict[str, Any]:
-    """Returns what the model sees of an observation: its text (`text_of`) or, if the model reads `images` and
-    fields hold some (`data:image/...`), a message with these images before the text of the other fields."""
+    """Returns the part of an observation that the model sees. This is its text (see `text_of`). If the model
+    reads `images` and some fields hold images (`data:image/...`), it is a message with these images before
+    the text of the other fields."""
     seen = {name: value for name, value in observation.items() if name in fields or not fields}
     urls = [name for name, value in seen.items() if _is_image(value)]
     if not images or not urls:

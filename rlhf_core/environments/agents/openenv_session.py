@@ -1,7 +1,8 @@
-"""A session with an OpenEnv server: reset and step over a WebSocket, and the schema of its actions.
+"""Opens sessions with an OpenEnv server, with reset and step over a WebSocket, and reads the schema of its
+actions.
 
-Source: https://github.com/meta-pytorch/OpenEnv, package openenv-core 0.3.0 (`env_server/types.py`). On the
-server, each session has its own environment, which ends with the session.
+Source: https://github.com/meta-pytorch/OpenEnv, package openenv-core 0.3.0, file `env_server/types.py`. On
+the server, each session has its own environment, which ends with the session.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ TOLD = 200  # characters of a server's text shown in a message
 
 
 class ServerFault(RuntimeError):
-    """Reports that a server cannot be reached, or that its answer says nothing about the action."""
+    """Raised when a server cannot be reached, or when its answer says nothing about the action."""
 
 
 class ActionRefused(ValueError):
-    """Reports an action that does not match the server's schema."""
+    """Raised when an action does not match the server's schema."""
 
 
 class OpenEnvStep(NamedTuple):
@@ -95,7 +96,7 @@ class OpenEnvServer:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[OpenEnvSession]:
-        """Opens a session. Raises ServerFault if the server opens none."""
+        """Opens a session. Raises ServerFault if the server does not open one."""
         try:
             connection = await connect(
                 self._address("ws", "ws"),
@@ -116,7 +117,8 @@ class OpenEnvServer:
 
 
 def openenv_problem(url: str, token_env: str | None) -> str:
-    """Returns why a server cannot be used; "" if it publishes its schema, or answers that it has none."""
+    """Returns why a server cannot be used; "" if the server publishes its schema, or replies that it has
+    none."""
     token = None if token_env is None else os.environ.get(token_env)
     if token_env is not None and not token:
         return f"the variable {token_env} is empty: set it to the token of the OpenEnv server"
@@ -136,14 +138,15 @@ class OpenEnvSession:
         self._seconds = seconds
 
     async def reset(self, arguments: Mapping[str, Any]) -> OpenEnvStep:
-        """Starts an episode. Raises ServerFault."""
+        """Starts an episode and returns the first observation. Raises ServerFault if the server fails."""
         try:
             return await self._asked("reset", arguments)
         except ActionRefused as error:
             raise ServerFault(f"the OpenEnv server {self._name} refuses the reset: {error}") from error
 
     async def step(self, action: Mapping[str, Any]) -> OpenEnvStep:
-        """Takes an action. Raises ActionRefused if the action does not match the schema, and ServerFault."""
+        """Takes an action and returns the environment's reply. Raises ActionRefused if the action does not
+        match the schema, and ServerFault if the server fails."""
         return await self._asked("step", action)
 
     async def _asked(self, kind: str, data: Mapping[str, Any]) -> OpenEnvStep:

@@ -11,8 +11,8 @@ R = TypeVar("R")
 
 
 def in_a_loop_of_its_own(work: Callable[[], Awaitable[R]]) -> R:
-    """Runs `work` in a new event loop on another thread, so that it works even while a loop is running in
-    this one. Blocks until it is done."""
+    """Runs `work` in a new event loop on another thread, so that it can run even while a loop is running in
+    this thread. Blocks until it is done, and returns its result."""
     results = list[R]()
     errors = list[BaseException]()
 

@@ -21,7 +21,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 def read_responses_request(body: Mapping[str, Any], earlier: Sequence[dict[str, Any]]) -> AgentRequest:
     """Reads the body of `POST /v1/responses`. `earlier`: the messages up to `previous_response_id`. Raises
-    ValueError if the request is refused."""
+    ValueError if the request is invalid or sets an unsupported option."""
     refuse_fields(body)
     if ((body.get("text") or {}).get("format") or {}).get("type") not in (None, "text"):
         raise ValueError("text.format is not supported: the policy writes text")
@@ -39,7 +39,8 @@ def read_responses_request(body: Mapping[str, Any], earlier: Sequence[dict[str, 
 
 
 def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Converts the items of an input to chat completions messages. Raises ValueError."""
+    """Converts the items of an input to chat completions messages. Raises ValueError for an item that is not
+    supported."""
     messages = list[dict[str, Any]]()
     for item in items:
         kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__

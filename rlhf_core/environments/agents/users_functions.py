@@ -14,8 +14,8 @@ from rlhf_core.system.processes import users_module
 
 
 async def called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Calls a function written by the user. A function that is not async runs in its own thread, which this
-    process does not wait for, so one that hangs does not block the others."""
+    """Returns the result of a function written by the user. A function that is not async runs in its own
+    thread, which this process does not wait for, so a function that hangs does not block other calls."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **named)
     loop = asyncio.get_running_loop()
@@ -40,8 +40,8 @@ async def called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 
 def function_of(place: str, what: str, modules: dict[str, ModuleType]) -> Callable[..., Any]:
-    """Imports `path.py:function`, loading each file only once. Raises ValueError if there is no such
-    function."""
+    """Returns the function `path.py:function`, loading each file only once. Raises ValueError if there is no
+    such function."""
     path, _, name = place.rpartition(":")
     if path not in modules:
         modules[path] = users_module(Path(path), what)

@@ -1,9 +1,9 @@
-"""`environment: {agent: ...}`: trains an agent, which somebody else may have written, by serving it the
-policy as its model.
+"""`environment: {agent: ...}`: trains an agent, possibly written by somebody else, by serving the policy as
+the agent's model.
 
-The agent is a function `path.py:run`, called as `run(task, base_url, api_key)`, or a command. It calls the
-policy through an OpenAI-compatible endpoint (`agent_endpoint`), as often and in as many conversations as it
-likes. Its result is the function's return value or the command's output. `checker`, a function
+The agent is a function `path.py:run`, called as `run(task, base_url, api_key)`, or a command. The agent calls
+the policy through an OpenAI-compatible endpoint (see `agent_endpoint`), as often and in as many conversations
+as it likes. Its result is the function's return value or the command's output. `checker`, a function
 `path.py:check` called as `check(task, result)`, returns the reward; without it the result is the reward.
 """
 

@@ -2,7 +2,7 @@
 
 A server is an address (streamable HTTP) or a command (stdio). Each episode has its own session with each
 server, so that state kept by a tool does not leak from one answer into another. The model's template
-describes the tools; the model's calls are sent to their servers until it answers without a call.
+describes the tools. The model's calls are sent to the tools' servers until the model answers without a call.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class McpTools:
 
     async def _result(self, call: Call, sessions: Sequence[McpSession], images: bool) -> Content:
         """Returns a call's result as the model sees it: at most `longest` characters of each text and, with
-        `images`, images. Raises ServerGone."""
+        `images`, images. Raises ServerGone if the server fails."""
         if call.wrong or call.name not in self._server_of:
             return f"error: {call.wrong or f'there is no tool {call.name!r}'}"
         session = sessions[self._server_of[call.name]]

@@ -109,7 +109,8 @@ class OpenEnvEpisodes:
     async def _act(
         self, session: OpenEnvSession, step: OpenEnvStep, model: Conversation, rewards: RewardsOfSteps
     ) -> None:
-        """Steps with the text of each answer until the episode is done. Raises LimitReached."""
+        """Steps with the text of each answer until the episode is done. Raises LimitReached if a limit is
+        reached first."""
         said = self._seen(step, model)
         answer = await model.answer(*[said] if said else [])
         while answer.finished:
@@ -135,7 +136,7 @@ class OpenEnvEpisodes:
         self, session: OpenEnvSession, step: OpenEnvStep, model: Conversation, rewards: RewardsOfSteps
     ) -> None:
         """Steps with each call until the episode is done, or until an answer has no calls, which gets the
-        reward 0. Raises LimitReached."""
+        reward 0. Raises LimitReached if a limit is reached first."""
         said = self._seen(step, model)
         answer = await model.answer(*[said] if said else [])
         while answer.calls and answer.finished:
@@ -164,7 +165,7 @@ class OpenEnvEpisodes:
 
 
 class RewardsOfSteps:
-    """Adds the rewards of steps to a conversation: either each reward immediately, or only the last one at
+    """Adds the rewards of steps to a conversation: either each reward immediately, or only the last reward at
     the end."""
 
     def __init__(self, model: Conversation, last_counts: bool):

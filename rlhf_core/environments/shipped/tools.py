@@ -100,7 +100,7 @@ class Tools:
     `tools`: calculator, python, or both. `answer`: the column with the right answer; if None, the
     environment's reward is 0, for recipes with other rewards in `reward`. `seconds` and `memory_mib` limit
     one Python program, `all_seconds` all programs of an episode, and `calls` the calls in one answer. Calls
-    beyond a limit return an error.
+    beyond a limit return an error message.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """`environment: {verifiers: NAME}`: plays the tasks of an environment of the package `verifiers`, unmodified.
 
-The environment runs in its own interpreter (`data/verifiers_driver`), since the package's dependencies may
-conflict with alignflow's. Its client calls this process's endpoint (`agent_endpoint`), and its rubric
+The environment runs in its own interpreter (see `data/verifiers_driver`), since the package's dependencies
+may conflict with alignflow's. Its client calls this process's endpoint (see `agent_endpoint`), and its rubric
 computes the reward.
 """
 
@@ -21,12 +21,12 @@ from rlhf_core.system.processes import LASTING
 
 
 class RaisedByEnvironment(ValueError):
-    """Reports that an episode failed with an error in the environment's code that would recur in every
+    """Raised when an episode fails with an error in the environment's code that would recur in every
     attempt."""
 
 
 class FailedEnvironment(RuntimeError):
-    """Reports that an episode has no reward, for a reason that might not recur in another attempt."""
+    """Raised when an episode has no reward, for a reason that might not recur in another attempt."""
 
 
 class VerifiersEpisodes:

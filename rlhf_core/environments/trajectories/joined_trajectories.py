@@ -1,9 +1,9 @@
 """Joins the conversations of one episode.
 
 An environment that uses `model.answer` has one conversation. An agent that sends complete lists of messages
-(`joined_calls`) may have several: sub-agents, a summary that replaces the history, or several attempts from
-the same point. All of them are trained with the episode's reward, as one document of several sequences
-(`Document.starts`), in the order of their last answers.
+(see `joined_calls`) may have several: sub-agents, a summary that replaces the history, or several attempts
+from the same point. All of them are trained with the episode's reward, as one document of several sequences
+(see `Document.starts`), in the order of their last answers.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class JoinedTrajectories:
         self._answers = list[TakenAnswer]()
 
     def ask(self, call: int, asked: Mapping[str, Any]) -> tuple[list[int], int]:
-        """Adds the messages of a request (`Conversation`). Returns all tokens of its conversation and the
-        token limit of the answer. Raises Full, or ValueError as `Trajectory.ask` does."""
+        """Adds the messages of a request from a `Conversation`. Returns all tokens of its conversation and
+        the token limit of the answer. Raises Full if a limit is reached, and ValueError for the same reasons
+        as `Trajectory.ask`."""
         path, tokens, room = self._ask(asked)
         room = min(room, asked.get("most") or room)
         self._paths[asked["conversation"]] = path
@@ -138,8 +139,8 @@ class JoinedTrajectories:
         return [rewards[taken.call] for taken in received]
 
     def cut(self, limit: Limit) -> None:
-        """Records that a limit refused a request. The episode then counts as not `finished`, unless another
-        answer follows."""
+        """Records that a request got no answer because of a limit. The episode then counts as not `finished`,
+        unless another answer follows."""
         self._cut_at = len(self._answers)
         self._refused_by = limit
 
@@ -185,7 +186,7 @@ class JoinedTrajectories:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """Returns the sampler's log-probs (T,), 0 off the mask."""
+        """Returns the sampler's log-probs (T,), which are 0 outside the mask."""
         return np.concatenate([path.logprobs for path in self._kept])
 
     @property
@@ -215,8 +216,8 @@ class JoinedTrajectories:
 
     @property
     def ended_by(self) -> Limit | None:
-        """Returns the limit that ended the episode, or None. A limit that refused a request takes precedence
-        over the token limit that truncated the last answer."""
+        """Returns the limit that ended the episode, or None. A limit that prevented an answer takes
+        precedence over the token limit that truncated the last answer."""
         if self._cut_at is not None and len(self._answers) <= self._cut_at:
             return self._refused_by
         return None if self._kept[-1].ended else "tokens"

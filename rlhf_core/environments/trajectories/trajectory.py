@@ -33,7 +33,7 @@ Limit = Literal["turns", "tokens", "time"]
 
 
 class Full(Exception):
-    """Reports that a conversation has no turns or tokens left. `limit`: which of the two."""
+    """Raised when a conversation has no turns or tokens left. `limit`: which of the two has run out."""
 
     def __init__(self, message: str, limit: Limit):
         super().__init__(message)
@@ -62,8 +62,9 @@ class AnswerPlace(NamedTuple):
 
 class Trajectory:
     """Holds the tokens of one conversation. `prompt`: all messages before the first answer, once that answer
-    is requested. `messages`: all messages; an image is only named. `pictures`: the images, with their tokens.
-    `whole`: whether a prompt over its limit is refused instead of truncated, as one with images always is."""
+    is requested. `messages`: all messages, with only the names of images. `pictures`: the images, with their
+    tokens. `whole`: whether a prompt over its limit is an error instead of being truncated; a prompt with
+    images is never truncated."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Trajectory:
         self._cut = True
 
     def _open(self, new: Sequence[Message], left: int) -> tuple[list[int], int]:
-        """Renders the prompt and returns the same as `ask`."""
+        """Renders the prompt and returns the same as `ask`. Raises Full if no tokens are left."""
         prompt = self.prompt
         if new or self._tools or not prompt.tokens:
             known = with_sources(prompt.messages, [picture.source for picture in prompt.pictures])
@@ -225,7 +226,7 @@ class Trajectory:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """Returns the sampler's log-probs (T,), 0 off the mask."""
+        """Returns the sampler's log-probs (T,), which are 0 outside the mask."""
         return np.array(
             (self._logprobs or [0.0] * len(self.prompt.tokens))[: len(self.document)], dtype=np.float32
         )
@@ -249,7 +250,7 @@ class Trajectory:
     @property
     def finished(self) -> bool:
         """Returns False if a limit ended the conversation: a limit on tokens or turns, during the last answer
-        or before the environment was done, or a limit on time (`cut`)."""
+        or before the environment was done, or a limit on time (see `cut`)."""
         return self.ended and not self._cut
 
     @property
@@ -274,7 +275,8 @@ def until(pictures: Pictures, end: int) -> Pictures:
 
 
 def _with_sources(message: Message) -> Message:
-    """Returns an environment's message with the images that its content names in base64 (`sent_content`)."""
+    """Returns an environment's message with the images that its content names in base64; see
+    `sent_content`."""
     if not isinstance(message.get("content"), list):
         return message
     return {**message, "content": parts_of(message["content"], "the environment's message", None)}

@@ -2,11 +2,11 @@
 code, the other the tests. They are started as `python -c SOURCE answer|tests`, and use only the standard
 library, since nothing else is available there.
 
-The tests side requests calls of the answer's functions and gets their results as plain data. The answer
-therefore sees no test and no expected value, cannot change how results are compared, and cannot report a test
-as passed. Both sides exchange lines of JSON on the descriptors that they inherit; stdin and stdout of the
-tested code are redirected to /dev/null. Changes that a call makes to lists, dicts and sets are repeated on
-the tests side; functions and iterators are passed by reference in both directions.
+The program with the tests requests calls of the answer's functions and gets their results as plain data. The
+answer therefore sees no test and no expected value, cannot change how results are compared, and cannot report
+a test as passed. The programs exchange lines of JSON on the descriptors that they inherit; stdin and stdout
+of the tested code are redirected to /dev/null. Changes that a call makes to lists, dicts and sets are
+repeated in the program with the tests. Functions and iterators are passed by reference in both directions.
 """
 
 import builtins
@@ -35,7 +35,7 @@ class AnswerError(Exception):
 
 
 class AnswerObject:
-    """An object on the other side. It is equal only to itself."""
+    """An object in the other program. It is equal only to itself."""
 
     def __init__(self, link: "Link", place: Any):
         self._link = link
@@ -66,7 +66,7 @@ class AnswerObject:
 
 
 class Link:
-    """One side's connection to the program that started both. `held`: the objects to which the other side
+    """A connection to the program that started both programs. `held`: the objects to which the other program
     refers by number. `check`: the number of the current check."""
 
     def __init__(self) -> None:
@@ -89,7 +89,8 @@ class Link:
         return json.loads(line)
 
     def ask(self, what: str, target: AnswerObject, given: Any) -> Any:
-        """Asks the other side for a result. Raises any error that the answer's code raises."""
+        """Requests a result from the other program and returns it. Raises any error that the answer's code
+        raises."""
         self.send({"ask": [what, target._place, self.encoded(given), self.check]})
         reply = self.receive()
         while "ask" in reply:
@@ -153,7 +154,7 @@ class Link:
         return SEQUENCES[name](self.decoded(part) for part in rest[0])
 
     def serve(self, asked: list[Any]) -> None:
-        """Sends the result that the other side requested, or the error raised while computing it."""
+        """Sends the result that the other program requested, or the error raised while computing it."""
         what, place, given, self.check = asked
         try:
             reply = self.reply(what, place, given)
@@ -163,8 +164,8 @@ class Link:
         self.send(reply)
 
     def reply(self, what: str, place: Any, given: Any) -> dict[str, Any]:
-        """Calls a function that was passed as an argument, or advances an iterator. Allows no other access,
-        because attributes would give the answer access to the tests."""
+        """Returns the reply to a request to call a function that was passed as an argument, or to advance an
+        iterator. Allows no other access, because attributes would give the answer access to the tests."""
         if what not in ("call", "iterate", "next"):
             raise AttributeError(f"no {what} of an argument")
         return {"result": self.encoded(self.result(what, self.named(place), self.decoded(given)))}
@@ -176,7 +177,7 @@ class Link:
         return iter(target) if what == "iterate" else next(target)
 
     def named(self, place: Any) -> Any:
-        """Returns the object to which the other side refers by number."""
+        """Returns the object to which the other program refers by number."""
         return self.held[place]
 
 
@@ -202,7 +203,8 @@ def _change(value: Any, new: Any) -> None:
 
 
 class AnswerLink(Link):
-    """The answer's side: objects are identified by number, and definitions in its code by name."""
+    """The connection of the program with the answer. Objects are identified by number, and definitions in the
+    answer's code by name."""
 
     names: dict[str, Any]
     standard: dict[str, Any]  # the names defined before the answer's code ran

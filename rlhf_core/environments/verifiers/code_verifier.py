@@ -1,8 +1,8 @@
 """`reward: code`: runs the last Python code block of a response against the row's tests, in a sandbox.
 
-The reward is 1 if all tests pass, otherwise 0; with `partial`, the share that passes. A test that exceeds a
-limit on CPU time or memory has failed; if it exceeds the time limit, the remaining tests count as failed too.
-An answer has no reward if the sandbox itself fails.
+The reward is 1 if all tests pass, otherwise 0; with `partial`, the reward is the fraction of tests that pass.
+A test that exceeds a limit on CPU time or memory has failed; if it exceeds the time limit, the remaining
+tests count as failed too. An answer has no reward if the sandbox itself fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ exec(compile(sys.argv.pop(), "answer.py", "exec"), {"__name__": "__main__"})
 
 
 class SandboxFailed(Exception):
-    """Reports that no program could be started in the sandbox, regardless of its code."""
+    """Raised when no program can be started in the sandbox, regardless of its code."""
 
 
 def verify_answers(
@@ -166,7 +166,7 @@ def _children_seconds() -> float:
 
 
 async def _checks(answer: Process, checker: Process, count: int, seconds: float, all_or_nothing: bool) -> int:
-    """Passes calls and results between the two sides and counts the checks that pass."""
+    """Passes calls and results between the two programs and counts the checks that pass."""
     passed = 0
     deadline = time.monotonic() + WAITING * ALL_TESTS * seconds
     end = time.monotonic() + WAITING * seconds
@@ -190,8 +190,9 @@ async def _checks(answer: Process, checker: Process, count: int, seconds: float,
 
 
 async def _answer_call(answer: Process, checker: Process, line: bytes, end: float) -> None:
-    """Forwards a call, or the result of one, to the answer's side, and the reply to the tests. Raises
-    TimeoutError when no reply arrives in time, or the answer's process has ended or written too much."""
+    """Forwards a call, or the result of one, to the program with the answer, and the reply to the program
+    with the tests. Raises TimeoutError when no reply arrives in time, or the answer's process has ended or
+    written too much."""
     await _send_line(answer, line, end - time.monotonic())
     reply = await _line(answer, end - time.monotonic())
     if not reply:
@@ -200,7 +201,7 @@ async def _answer_call(answer: Process, checker: Process, line: bytes, end: floa
 
 
 async def _start(process: Process, memory_mib: int) -> None:
-    """Waits until a side is running. Raises SandboxFailed if it does not start."""
+    """Waits until a program is running. Raises SandboxFailed if it does not start."""
     try:
         line = await _line(process, START_SECONDS)
     except TimeoutError:
@@ -210,8 +211,8 @@ async def _start(process: Process, memory_mib: int) -> None:
 
 
 async def _line(process: Process, seconds: float) -> bytes:
-    """Returns the next line from a side, without inner line breaks; b"" if the side ended or wrote too much.
-    Raises TimeoutError after `seconds`."""
+    """Returns the next line from a program, without inner line breaks; b"" if the program ended or wrote too
+    much. Raises TimeoutError after `seconds`."""
     assert process.stdout is not None
     try:
         return await asyncio.wait_for(process.stdout.readline(), max(seconds, 0.001))
@@ -224,7 +225,7 @@ async def _send(process: Process, message: Any, seconds: float) -> None:
 
 
 async def _send_line(process: Process, line: bytes, seconds: float) -> None:
-    """Sends a line. Raises TimeoutError when the side does not read it."""
+    """Sends a line. Raises TimeoutError when the program does not read it."""
     assert process.stdin is not None
     with suppress(ConnectionError):
         process.stdin.write(line)

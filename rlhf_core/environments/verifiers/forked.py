@@ -1,5 +1,5 @@
-"""Runs checks in a forked process with limits on time and memory. A check that exceeds them, or crashes, is
-false, and the next check runs in a fresh process. Standard library only."""
+"""Runs checks in a forked process with limits on time and memory. A check that exceeds a limit, or crashes,
+is false, and the next check runs in a fresh process. Standard library only."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _until_one_fails(check: Callable[[int], bool], first: int, count: int, secon
 
 
 def _next(reader: int, seconds: float) -> bytes:
-    """Returns the next byte; b"" if the process has ended or sent none in time."""
+    """Returns the next byte; b"" if the process has ended or sent no byte in time."""
     ready, _, _ = select.select([reader], [], [], seconds)
     return os.read(reader, 1) if ready else b""
 

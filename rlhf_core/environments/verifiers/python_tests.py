@@ -75,7 +75,7 @@ def _refuse_imports(body: list[ast.stmt]) -> None:
 
 
 def _calls(body: list[ast.stmt], entry: Any) -> list[str]:
-    """Returns calls to those test functions, `check` and `test...`, that nothing else calls."""
+    """Returns calls to the test functions, `check` and `test...`, that nothing else calls."""
     defined = _definitions(body)
     reached = _reached(body, defined)
     calls = []
@@ -120,7 +120,7 @@ def _refuse_unused(body: list[ast.stmt], defined: Definitions) -> None:
 
 
 def _outside(part: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a statement, except those inside functions and classes."""
+    """Yields the nodes of a statement, except nodes inside functions and classes."""
     yield part
     if not isinstance(part, INNER):
         for child in ast.iter_child_nodes(part):
@@ -150,7 +150,7 @@ def _loads(nodes: Iterable[ast.AST]) -> list[str]:
 
 
 def _asserting(defined: Definitions) -> set[str]:
-    """Returns the functions and classes that contain an assert or use one that does."""
+    """Returns the functions and classes that contain an assert or use a function or class that does."""
     found: set[str] = set()
     more = {name for name, node in defined.items() if any(map(_is_assert, ast.walk(node)))}
     while more - found:
@@ -183,9 +183,10 @@ def _pieces(body: list[ast.stmt], asserting: set[str]) -> list[str]:
 
 
 def _names(body: list[ast.stmt], of_answer: set[str]) -> tuple[str, ...]:
-    """Returns the names that the answer must define: those in `of_answer`, and those that the code uses but
-    neither binds nor gets from Python. The answer does not affect this, since it must not replace the objects
-    with which its results are compared. Raises ValueError for a name that could belong to either."""
+    """Returns the names that the answer must define. These are the names that the code uses but does not
+    bind, if they are in `of_answer` or do not come from Python. The answer itself does not affect the result,
+    since it must not replace the objects with which its results are compared. Raises ValueError for a name
+    that could belong to the answer or to Python."""
     nodes = list(ast.walk(ast.Module(body, [])))
     bound = {name for node in nodes for name in _bound(node)}
     used = dict.fromkeys(name for name in _loads(nodes) if name not in bound | GIVEN)

@@ -54,8 +54,8 @@ def main(folders: list[str]) -> None:
 
 
 def enclosed(response: str, tag: str) -> str | None:
-    """Returns the text between the last opening tag that is closed and the closing tag that follows it. Tags
-    that are only mentioned earlier do not count."""
+    """Returns the text between the last opening tag that is closed and the closing tag that follows it; None
+    if there is no such pair. Tags that are only mentioned earlier do not count."""
     opening = f"<{tag}>"
     closing = f"</{tag}>"
     start = response.rfind(opening, 0, max(0, response.rfind(closing)))

@@ -29,7 +29,7 @@ LINE_BYTES = 1024  # of one reply; the program writes less
 
 
 class ScoringFailed(Exception):
-    """Reports that no answer could be scored, regardless of its text."""
+    """Raised when no answer can be scored, regardless of its text."""
 
 
 def verify_answers(

@@ -1,4 +1,4 @@
-"""Reads the cells of rows with which verifiers compare answers. Standard library only."""
+"""Reads the cells of a row that verifiers compare with answers. Standard library only."""
 
 from __future__ import annotations
 

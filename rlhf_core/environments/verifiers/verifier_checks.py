@@ -1,5 +1,5 @@
-"""Checks, before any work starts, that a machine can run a stage's verifiers and that rows have the columns
-they read."""
+"""Checks, before any work starts, that this machine can run a stage's verifiers and that rows have the
+columns that the verifiers read."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def _read_schedule(draft: Draft) -> None:
 
 
 def _read_warmup(draft: Draft, warmup: Flag | None) -> None:
-    """Reads warmup_steps, which is a number of steps or, below 1, a share of them. If it is above 0,
+    """Reads warmup_steps, which is a number of steps or, below 1, a fraction of all steps. If it is above 0,
     warmup_ratio has no effect."""
     value = draft.read(warmup, number)
     if value is None:

@@ -2,8 +2,8 @@
 their own names.
 
 During training, LoRA weights are separate from frozen layers, the experts of a layer are one tensor, and
-ZeRO-3 shards weights. They are gathered in groups of complete layers, so that only one group is in memory at
-a time.
+ZeRO-3 shards weights. Sharded weights are gathered in groups of complete layers, so that only one group is in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def checkpoint_weights(
 
 
 def planned_weights(model: PreTrainedModel, encoder: TrainedEncoder | None = None) -> dict[str, Tensor]:
-    """Returns the weights that `checkpoint_weights` will yield, as tensors without memory (`meta`). This is
-    not a collective operation."""
+    """Returns the weights that `checkpoint_weights` will yield, as tensors without memory (see `meta`). This
+    is not a collective operation."""
     state = {}
     for unit in _units(model):
         if unit.parameters:

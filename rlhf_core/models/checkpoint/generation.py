@@ -11,8 +11,8 @@ from rlhf_core.data.chat import Renderer
 
 
 def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Adds the chat template's end-of-turn token to the stop tokens. A base model's generation config names a
-    different token, so the trained chat model would never stop."""
+    """Returns the generation config with the chat template's end-of-turn token added to the stop tokens. A
+    base model's generation config names a different token, so the trained chat model would never stop."""
     try:
         ends = Renderer(tokenizer, "chat").stop_token_ids
     except ValueError:  # no chat template
@@ -29,7 +29,7 @@ def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenize
 
 def used_values(generation: GenerationConfig) -> GenerationConfig:
     """Returns the generation config without its `ignored_values`. transformers generates the same text with
-    it, and does not refuse to write it."""
+    this config, and can write it."""
     used = copy.deepcopy(generation)
     for name in ignored_values(generation):
         setattr(used, name, None)
@@ -37,7 +37,7 @@ def used_values(generation: GenerationConfig) -> GenerationConfig:
 
 
 def ignored_values(generation: GenerationConfig) -> list[str]:
-    """Returns the names of values that make transformers refuse to write a generation config, because
+    """Returns the names of values with which transformers will not write a generation config, because
     `generate` ignores them.
 
     These are sampling values without `do_sample`, beam values with a single beam, and a negative padding

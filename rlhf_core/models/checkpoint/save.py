@@ -79,7 +79,7 @@ def save_description(
 def plan_weights(
     model: PreTrainedModel, encoder: TrainedEncoder | None = None
 ) -> tuple[dict[str, Tensor], Stored]:
-    """Returns the weights of an export as tensors without memory (`meta`), and the subset found by
+    """Returns the weights of an export as tensors without memory (see `meta`), and the subset found by
     `not_loaded`.
 
     Raises ValueError if a language model has a weight that its multimodal checkpoint lacks.
@@ -94,7 +94,7 @@ def plan_weights(
 
 
 def _added(planned: dict[str, Tensor], whole: Path) -> dict[str, Tensor]:
-    """Returns the score head among the `planned` weights if the multimodal checkpoint has none."""
+    """Returns the score head among the `planned` weights if the multimodal checkpoint has no score head."""
     stored = stored_names(whole)
     return {
         name: weight for name, weight in planned.items() if name.startswith("score.") and name not in stored
@@ -103,7 +103,7 @@ def _added(planned: dict[str, Tensor], whole: Path) -> dict[str, Tensor]:
 
 def describe_scorer(file: Path, model: PreTrainedModel) -> None:
     """Changes the config.json of a multimodal model into the config.json of a reward model, which
-    transformers loads as a whole; some families need alignflow's class for this (`score_classes.py`)."""
+    transformers loads as a whole; some families need alignflow's class for this (see `score_classes.py`)."""
     config = read_json(file)
     names = config.get("architectures") or [type(model).__name__]
     config["architectures"] = [OF_HEAD.sub("ForSequenceClassification", names[0])]
@@ -173,7 +173,7 @@ def _base(model: PreTrainedModel) -> Path:
 
 
 def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, folder: Path) -> None:
-    """Writes only the adapter, in peft's format: its weights (`trained_weights`) and a config that names
+    """Writes only the adapter, in peft's format: its weights (see `trained_weights`) and a config that names
     `base`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.peft_config[ADAPTER])

@@ -1,7 +1,7 @@
 """Writes the safetensors files of a checkpoint weight by weight, so that at most one weight is in memory.
 
 The files are first created with their headers, then each weight is written to its place. Names, headers and
-the split into files match those of `huggingface_hub.save_torch_state_dict`.
+the split into files are the same as with `huggingface_hub.save_torch_state_dict`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def meta(shape: Iterable[int], dtype: torch.dtype | str) -> Tensor:
 
 
 def lay_out(weights: Mapping[str, Tensor], folder: Path, shard_bytes: int | str = "5GB") -> None:
-    """Creates the files for weights of these shapes and dtypes (`meta`), with an index if there are several
-    files. The contents are undefined."""
+    """Creates the files for weights of these shapes and dtypes (see `meta`), with an index if there are
+    several files. The contents are undefined."""
     split = split_torch_state_dict_into_shards(dict(weights), max_shard_size=shard_bytes)
     for name, keys in split.filename_to_tensors.items():
         make_file(folder / name, {key: weights[key] for key in keys})
@@ -58,7 +58,7 @@ def lay_out(weights: Mapping[str, Tensor], folder: Path, shard_bytes: int | str 
 
 
 def add_file(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Creates another file for weights of these shapes and dtypes (`meta`) in a checkpoint's folder, and
+    """Creates another file for weights of these shapes and dtypes (see `meta`) in a checkpoint's folder, and
     lists it in the index. Does nothing without weights. The contents are undefined."""
     if not weights:
         return

@@ -1,4 +1,4 @@
-"""Computes attention within each document of a packed row on a GPU, with a varlen kernel (`choose`) in
+"""Computes attention within each document of a packed row on a GPU, with a varlen kernel (see `choose.py`) in
 transformers' models.
 
 The kernel accepts concatenated rows and the bounds of the documents; it needs no padding and no mask.
@@ -43,7 +43,7 @@ def attention_for(dtype: torch.dtype | str, config: PretrainedConfig) -> str:
 
 
 def can_share(model: PreTrainedModel, device: torch.device) -> bool:
-    """Returns whether documents may continue another document's prompt (`collate.Batch`), which needs a
+    """Returns whether documents may continue another document's prompt (see `collate.Batch`), which needs a
     kernel that aligns queries with the last keys."""
     loaded = model.config._attn_implementation
     return loaded == PLAIN or (
@@ -54,8 +54,8 @@ def can_share(model: PreTrainedModel, device: torch.device) -> bool:
 
 
 def attention_kinds(model: PreTrainedModel) -> list[AttentionKind]:
-    """Returns the kinds of attention in the model's layers: without a window and, if it has windows, with
-    one."""
+    """Returns the kinds of attention in the model's layers: without a window and, if the model has windows,
+    with a window."""
     config = model.config.get_text_config()
     windows = getattr(config, "sliding_window", None) is not None
     dtype = model.dtype if model.dtype in HALF else torch.bfloat16
@@ -226,7 +226,7 @@ def document_bounds(positions: Tensor, device: torch.device) -> dict[str, Any]:
 
     `positions` (any shape) restart at 0 with each document. For a document that continues a shared prompt
     (`collate.Batch`) they start above 0, and `keys` contains the rows to which queries attend. Positions in
-    host memory are read without waiting for `device` and without PyTorch's threads (`next_token_pairs`).
+    host memory are read without waiting for `device` and without PyTorch's threads (see `next_token_pairs`).
     """
     at = positions.flatten().cpu().numpy()
     starts = np.concatenate([[0], np.flatnonzero(np.diff(at) != 1) + 1])
@@ -282,8 +282,8 @@ def varlen_attention(
     kernel: Kernel | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention: `query` (1, heads, T, D), `key` and `value` (1, kv heads, T, D) -> (1, T,
-    heads, D).
+    """Returns causal attention (1, T, heads, D) for `query` (1, heads, T, D) and `key` and `value` (1, kv
+    heads, T, D), and None, as transformers expects.
 
     A window includes the token itself: token t attends to tokens > t - `sliding_window`. fp32 inputs (from
     adapters) are cast to the model's dtype. `keys`: the rows of `key` and `value` to use; a document then has

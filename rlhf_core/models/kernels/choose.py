@@ -2,9 +2,9 @@
 if it passes its self-test.
 
 The candidates are FlashAttention-4 (package flash-attn-4, whose kernels for Hopper and Blackwell are compiled
-on first call), FlashAttention-2 (flash-attn; Dao 2023) and PyTorch's own. The first installed one that passes
-is used. Some builds silently ignore features they lack (windows, head sizes, gradients), so each candidate is
-tested first (`self_test.py`). `attend_each` has the same signature and runs anywhere.
+on first call), FlashAttention-2 (flash-attn; Dao 2023) and PyTorch's own. The first installed kernel that
+passes is used. Some builds silently ignore features they lack (windows, head sizes, gradients), so each
+candidate is tested first (see `self_test.py`). `attend_each` has the same signature and runs anywhere.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ _CALLS: dict[str, Kernel] = {"flash-attn-4": _flash4, "flash-attn": _flash, "PyT
 
 
 def kernel_for(kind: AttentionKind, device: torch.device) -> Kernel:
-    """Returns a kernel that takes queries, keys, values (T, heads, size), their bounds and largest lengths,
-    `scale`, `window`: how many earlier tokens a token attends to (-1: all), and `cap` of the scores (0:
-    none). Raises RuntimeError if no kernel can compute this kind of attention."""
+    """Returns a kernel. Its arguments are queries, keys and values (T, heads, size), their bounds and largest
+    lengths, the scale, the window (how many earlier tokens a token attends to; -1: all), and the cap of the
+    scores (0: none). Raises RuntimeError if no kernel can compute this kind of attention."""
     for name, kernel in _installed(device):
         tried = _tried(name, kernel, kind, device)
         if tried:
@@ -153,7 +153,7 @@ def _at_least_hopper(device: torch.device) -> bool:
 
 @cache
 def _tried(name: str, kernel: Kernel, kind: AttentionKind, device: torch.device) -> Kernel | None:
-    """Returns the kernel if its values and gradients match plain attention."""
+    """Returns the kernel if its values and gradients match plain attention, otherwise None."""
     call = partial(_CALLS[name], kernel)
     try:
         found = rejection_reason(call, kind, device, must_be_deterministic=name == "flash-attn-4")
@@ -179,9 +179,9 @@ def attend_each(
     window: int,
     cap: float = 0.0,
 ) -> Tensor:
-    """Computes causal attention of queries (T, heads, D), keys and values (S, kv heads, D) -> (T, heads, D).
-    The queries of a document correspond to its last keys. `window`: how many earlier tokens a token attends
-    to (-1: all).
+    """Returns causal attention (T, heads, D) of queries (T, heads, D), keys and values (S, kv heads, D). The
+    queries of a document correspond to its last keys. `window`: how many earlier tokens a token attends to
+    (-1: all).
 
     Uses PyTorch's `scaled_dot_product_attention`, on any device and in any dtype. Used where the kernels
     above do not run and there is no mask (sequence parallelism in fp32 or without a GPU). It cannot cap

@@ -89,7 +89,7 @@ class _Product(torch.autograd.Function):
 
 
 def rounded_rows(matrix: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Multiplies each column of (T, K) by its factor in `columns` (K,), and rounds the result to FP8 (T, K)
+    """Returns the product of each column of (T, K) and its factor in `columns` (K,), rounded to FP8 (T, K)
     with fp32 scales (T,)."""
     if matrix.is_cuda:
         from rlhf_core.models.kernels.round_rows import round_rows
@@ -101,7 +101,7 @@ def rounded_rows(matrix: Tensor, columns: Tensor | None = None) -> tuple[Tensor,
 
 
 def transposed(matrix: Tensor) -> Tensor:
-    """Copies FP8 (N, K) to (K, N)."""
+    """Returns a copy (K, N) of FP8 (N, K)."""
     if matrix.is_cuda:
         from rlhf_core.models.kernels.round_rows import transpose
 
@@ -112,8 +112,8 @@ def transposed(matrix: Tensor) -> Tensor:
 def multiply(
     left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Multiplies FP8 (T, K) and (N, K), with a scale for each row, to (T, N) of `dtype`. Without a GPU it
-    accumulates in fp32."""
+    """Returns the product (T, N), in `dtype`, of FP8 (T, K) and (N, K), each with a scale for each row.
+    Without a GPU it accumulates in fp32."""
     if left.is_cuda:
         scales = left_scales[:, None], right_scales[None]
         return torch._scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=True)

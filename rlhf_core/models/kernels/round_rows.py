@@ -69,7 +69,7 @@ def round_rows(matrix: Tensor, factors: Tensor | None, dtype: torch.dtype) -> tu
 
 
 def transpose(matrix: Tensor) -> Tensor:
-    """Copies (N, K), with one byte per element, to (K, N)."""
+    """Returns a copy (K, N) of a matrix (N, K) that has one byte per element."""
     rows, columns = matrix.shape
     copy = matrix.new_empty(columns, rows, dtype=torch.uint8)
     _transpose[triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)](

@@ -1,5 +1,5 @@
 """Compares an attention kernel with plain attention on heads of the model's sizes, before the kernel is used
-(`choose.py`)."""
+(see `choose.py`)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class SequenceRanks(NamedTuple):
     group: dist.ProcessGroup | None = None
 
     def filled(self, rows: Tensor) -> Tensor:
-        """Pads `rows` (T, ...) with zeros to a multiple of the number of ranks."""
+        """Returns `rows` (T, ...), padded with zeros to a multiple of the number of ranks."""
         return (
             rows if self.size == 1 else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % self.size))
         )
@@ -61,8 +61,8 @@ class SequenceRanks(NamedTuple):
         return self.summed(F.pad(own, (0, 0) * (own.dim() - 1) + (before, after)))[:count]
 
     def summed(self, values: Tensor) -> Tensor:
-        """Sums values over the ranks. The gradient of this rank's values equals the gradient of the sum,
-        which every rank computes."""
+        """Returns the sum of values over the ranks. The gradient of this rank's values equals the gradient of
+        the sum, which every rank computes."""
         return values if self.size == 1 else cast(Tensor, _Summed.apply(values, self.group))
 
     def with_all_tokens(self, *states: Tensor) -> list[Tensor]:
@@ -107,8 +107,8 @@ ALONE = SequenceRanks()
 
 
 def sequence_ranks(size: int) -> SequenceRanks:
-    """Groups neighbouring ranks by `size`. This is a collective operation of all ranks and needs the default
-    process group."""
+    """Groups neighbouring ranks by `size`, and returns this rank's group. This is a collective operation of
+    all ranks and needs the default process group."""
     group, _ = dist.new_subgroups(size, timeout=PATIENCE)
     return SequenceRanks(size, dist.get_rank() % size, group)
 

@@ -4,7 +4,7 @@ layers' convolution and recurrence.
 For gated delta rules (Yang et al. 2024, arXiv:2412.06464; Qwen3-Next, Qwen3.5) transformers uses the kernels
 of flash-linear-attention if it is installed; they accept document bounds. The convolution that transformers
 falls back to does not, so it is replaced. Other recurrences (Mamba) accept bounds only through packages that
-are built for one type of GPU, so their models get one document per row (`document_leak.py`).
+are built for one type of GPU, so their models get one document per row (see `document_leak.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def takes_edges(model: PreTrainedModel) -> bool:
 
 def set_state_layers(model: PreTrainedModel) -> None:
     """Sets up the loaded model's state layers: a convolution that accepts document bounds, if the package
-    causal-conv1d is missing; transformers' own gated delta rule, if the one of flash-linear-attention is
+    causal-conv1d is missing; transformers' own gated delta rule, if the rule of flash-linear-attention is
     wrong; and the limits on Mamba's time steps from the config, which transformers' Nemotron-H does not
     read."""
     config = model.config.get_text_config()

@@ -1,5 +1,5 @@
 """Compares a kernel for the gated delta rule with the rule itself, per document, before the kernel is used
-(`state_layers.py`)."""
+(see `state_layers.py`)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def difference(kernel: DocumentsOf, key_size: int, value_size: int, device: torc
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Computes the gated delta rule, token by token (Yang et al. 2024, eq. 10), with normalised queries and
+    """Applies the gated delta rule, token by token (Yang et al. 2024, eq. 10), with normalised queries and
     keys.
 
     q, k: (T, heads, K); v: (T, heads, V); decay (its logarithm), beta: (T, heads). Returns (T, heads, V).

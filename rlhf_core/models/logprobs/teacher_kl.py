@@ -1,12 +1,12 @@
 """Computes the KL from a student to a teacher over cells formed by the teacher's k most probable tokens.
 
-Each of these tokens is its own cell, and all other tokens together are one more. With p and q the masses that
-student and teacher give to the k + 1 cells, the KL of the cells is `sum p log(p / q)`. By the data processing
-inequality it is at most the KL of the whole distributions; the two are equal if k is the size of the
-vocabulary, or if the ratio p / q is the same for all tokens of the last cell. Its gradient with respect to
-the student's logit of a token with probability p_j in cell c is `p_j (log(p_c / q_c) - KL)`. The mass outside
-the k tokens is therefore also pulled towards the teacher's, and a student equal to the teacher has no
-gradient.
+Each of these tokens is its own cell, and all other tokens together form one more cell. With p and q the
+masses that student and teacher give to the k + 1 cells, the KL of the cells is `sum p log(p / q)`. By the
+data processing inequality it is at most the KL of the whole distributions; the two are equal if k is the size
+of the vocabulary, or if the ratio p / q is the same for all tokens of the last cell. Its gradient with
+respect to the student's logit of a token with probability p_j in cell c is `p_j (log(p_c / q_c) - KL)`. The
+mass outside the k tokens is therefore also pulled towards the teacher's mass, and a student equal to the
+teacher has no gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class TopTokens:
 
 
 def chunks_of(teacher: TopTokens | None, rows: int, size: int) -> list[TopTokens | None]:
-    """Returns the teacher's tokens for each chunk of `size` rows; there is always at least one chunk."""
+    """Returns the teacher's tokens for each chunk of `size` rows; without a teacher, None for each chunk.
+    There is always at least one chunk."""
     starts = range(0, max(1, rows), size)
     return [None if teacher is None else teacher.part(slice(start, start + size)) for start in starts]
 

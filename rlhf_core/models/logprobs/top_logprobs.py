@@ -1,5 +1,5 @@
-"""Reads a teacher's most probable tokens from hidden states, without a gradient and in chunks, as
-`token_logprobs` does."""
+"""Reads a teacher's most probable tokens from hidden states, without a gradient and in chunks, like
+`token_logprobs`."""
 
 from __future__ import annotations
 

@@ -89,8 +89,9 @@ BOUNDS_FROM_FOUR = ("qwen2_5_vl_text", "qwen2_vl_text")
 
 
 def with_bounds(config: PretrainedConfig, positions: Tensor) -> Tensor:
-    """Returns the positions to pass to a language model for those of texts, (B, T): the same, or (4, B, T)
-    for a model that separates packed documents only so. Positions that have axes stay as they are."""
+    """Returns the positions to pass to a language model, given the positions of texts, (B, T). These are the
+    same positions, or (4, B, T) for a model that can separate packed documents only in this form. Positions
+    that have axes stay as they are."""
     if positions.ndim == 3 or config.model_type not in BOUNDS_FROM_FOUR:
         return positions
     return positions[None].expand(4, *positions.shape)

@@ -1,7 +1,7 @@
 """Runs the image encoder of a multimodal checkpoint alongside its language model.
 
-The encoder is not part of the trained module. Each rank holds all of it, except weights that are trained
-(`trained_encoder.py`), so passes with and without images run the same collectives. Features replace the
+The encoder is not part of the trained module. Each rank holds all of it, except weights that are trained (see
+`trained_encoder.py`), so passes with and without images run the same collectives. Features replace the
 embeddings of their document's image tokens. Not supported: rows that several ranks compute together.
 """
 
@@ -133,8 +133,8 @@ def _each_alone(pixels: Tensor, sizes: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 
 class PictureTower:
-    """Turns images into features. `named`: the multimodal model without its language model, whose base model
-    is the encoder. `stand_in`: the token that replaces image tokens."""
+    """Turns images into features. `named`: the multimodal model without its language model; its base model is
+    the encoder. `stand_in`: the token that replaces image tokens."""
 
     # None: nothing is trained
     trained: TrainedEncoder | None = None
@@ -160,7 +160,7 @@ class PictureTower:
 
     def train(self, projector_only: bool) -> TrainedEncoder:
         """Makes the encoder or only its projector trainable, and returns its weights, which must become part
-        of the trained module. Dropout must be off (`without_dropout`)."""
+        of the trained module. Dropout must be off (see `without_dropout`)."""
         stored = self.stored_weights()
         names = {id(weight): name for name, weight in self._whole.named_parameters()}
         used = {name: weight for name, weight in stored.items() if not names[id(weight)].startswith(UNUSED)}

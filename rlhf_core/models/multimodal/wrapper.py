@@ -107,7 +107,7 @@ def link_language_model(path: str, folder: Path, trust_remote_code: bool) -> boo
 
 @contextmanager
 def without_reports() -> Iterator[None]:
-    """Keeps transformers from listing the weights of a checkpoint that it does not load."""
+    """Prevents transformers from listing the weights of a checkpoint that it does not load."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -123,7 +123,7 @@ def folder_of(path: str) -> Path:
 
 def require_stored(weights: Collection[str], base: Path) -> None:
     """Raises ValueError if one of the `weights` is not in the checkpoint at `base`, in which they will be
-    replaced (`fill`)."""
+    replaced (see `fill`)."""
     unknown = sorted(set(weights) - stored_names(base))
     if unknown:
         raise ValueError(

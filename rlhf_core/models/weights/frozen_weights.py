@@ -21,7 +21,7 @@ def freeze_weights(
 
     Raises ValueError when part of `freeze` does not match any weight of this model, and when no weight is
     left to train. A critic, which may be a smaller model with another head, may lack some of these weights
-    and freezes the others.
+    and freezes only the others.
     """
     told = model.name_or_path or type(model).__name__
     told = told if role == "model" else f"the {role} {told}"

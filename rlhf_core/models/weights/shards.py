@@ -1,9 +1,10 @@
 """Shards a model's weights over its ranks as they are read (ZeRO-3), so that no rank ever holds the whole
 model.
 
-transformers builds a model without weights, then puts them in place one by one. Each large one is then passed
-to `Shards.cut`, which keeps this rank's part. transformers' own loading for ZeRO-3 is not used: it merges the
-experts of all layers on every rank, and reports neither missing weights nor weights of the wrong shape.
+transformers builds a model without weights, then puts them in place one by one. Each large weight is then
+passed to `Shards.cut`, which keeps this rank's part. transformers' own loading for ZeRO-3 is not used: it
+merges the experts of all layers on every rank, and reports neither missing weights nor weights of the wrong
+shape.
 
 `one_by_one` patches a private name of transformers, for the releases in MADE_FOR. With other releases, files
 stay mapped into memory and the results are the same.
@@ -33,9 +34,9 @@ SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class Shards(Protocol):
-    """The ranks over which a model is sharded. Every method is a collective, and must be called for the same
-    weights in the same order. `reads`: whether the other ranks get their parts from data read by this
-    rank."""
+    """The ranks over which a model is sharded. Every method is a collective operation, and must be called on
+    all ranks for the same weights in the same order. `reads`: whether the other ranks get their parts from
+    data read by this rank."""
 
     reads: bool
 
@@ -58,8 +59,8 @@ def gathered(
 
 @contextmanager
 def as_they_come(shards: Shards | None) -> Iterator[None]:
-    """Counts each weight that transformers has read as progress, and shards large ones, while the context is
-    open."""
+    """While the context is open, counts each weight that transformers has read as progress, and shards large
+    weights."""
 
     def placed(_module: nn.Module, _name: str, weight: nn.Parameter) -> None:
         progress.made()

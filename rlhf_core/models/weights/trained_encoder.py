@@ -35,9 +35,9 @@ class TrainedEncoder(nn.Module):
             self.register_parameter(name.replace(".", "/"), weight)
 
     def forward(self, inputs: Inputs | None) -> Tensor:
-        """Returns the features of a pass, as `encode` does. For a pass without images (None), this is an
-        empty tensor, which must still be added to the pass. Returns a single tensor, because DeepSpeed would
-        gather again for each tensor."""
+        """Returns the features of a pass, like `encode`. For a pass without images (None), this is an empty
+        tensor, which must still be added to the pass. Returns a single tensor, because DeepSpeed would gather
+        again for each tensor."""
         if torch.is_grad_enabled():
             found: Tensor = _Encoded.apply(self._encode, inputs, *self.parameters())
             return found
@@ -45,8 +45,8 @@ class TrainedEncoder(nn.Module):
 
 
 def trained_encoder_of(module: nn.Module) -> TrainedEncoder | None:
-    """Returns the weights of an image encoder that are trained with a `Policy` or `Scorer`, if there are
-    any."""
+    """Returns the weights of an image encoder that are trained with a `Policy` or `Scorer`; None if there are
+    none."""
     encoder = getattr(module, "image_encoder", None)
     assert encoder is None or isinstance(encoder, TrainedEncoder)
     return encoder

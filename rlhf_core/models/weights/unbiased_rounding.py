@@ -2,9 +2,10 @@
 et al. 2015).
 
 bf16 has 8 significant bits and fp16 has 11. Rounding to the nearest number drops any change below half the
-distance to the next one, in bf16 a 500th of the weight, and most adapter updates are smaller. Here the result
-is one of the two neighbours, the nearer one more often, so that its mean is the exact weight. A weight's
-random numbers depend only on its name, so the same adapters always merge to the same weights.
+distance to the next number (in bf16, a 500th of the weight), and most adapter updates are smaller. Here the
+result is one of the two neighbours, more often the nearer neighbour, so that the mean of the result is the
+exact weight. A weight's random numbers depend only on its name, so the same adapters always merge to the same
+weights.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def _to_float16(exact: Tensor, noise: Tensor) -> Tensor:
 
 
 class Survival:
-    """Measures the share of the weights' updates that survives rounding, as the projection of the rounded
-    updates onto the exact ones."""
+    """Measures the fraction of the weights' updates that survives rounding, as the projection of the rounded
+    updates onto the exact updates."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []  # per weight: rounded update x exact update, and exact update squared
@@ -63,7 +64,7 @@ class Survival:
         )
 
     def share(self) -> float | None:
-        """Returns the share; 1 if all updates are 0, None if no weight was counted."""
+        """Returns the fraction; 1 if all updates are 0, None if no weight was counted."""
         if not self._sums:
             return None
         kept, whole = torch.stack(self._sums).sum(0).tolist()

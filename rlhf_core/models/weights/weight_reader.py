@@ -51,7 +51,7 @@ class Buffers:
 
 
 class WeightFile:
-    """Wraps an opened safetensors file (`opened`) for use by transformers. `reads`: False on ranks that get
+    """Wraps an opened safetensors file, `opened`, for use by transformers. `reads`: False on ranks that get
     large weights from rank 0; on these ranks, large weights are nan until they are sharded."""
 
     def __init__(self, opened: Any, path: str, reads: bool, buffers: Buffers):

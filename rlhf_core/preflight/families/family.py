@@ -1,5 +1,5 @@
-"""Tries the model class of an untested family in a separate process. Reports in one sentence an error that
-would otherwise appear only after hours."""
+"""Tries the model class of an untested family in a separate process. Finds errors that would otherwise appear
+only after hours, and describes each in one sentence."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Measures how many tokens the chat templates of a plan's stages add, and renders the stages' rows with them.
-Does so in a process without torch if possible (`template_length.py`), otherwise in this process."""
+Does so in a process without torch if possible (see `template_length.py`), otherwise in this process."""
 
 from __future__ import annotations
 

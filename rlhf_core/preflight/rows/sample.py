@@ -1,4 +1,4 @@
-"""Counts how many of a data set's first rows a stage would drop or cut because of its token limit.
+"""Counts how many of a data set's first rows a stage would drop or truncate because of its token limit.
 Torch-free."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def noun_of(kind: str | None) -> str:
 @dataclass
 class RowSample:
     """Counts the first rows of a data set. `limit_field` and `limit` are the stage's token limit, for
-    sentences. `noun` names what the stage counts."""
+    sentences. `noun` names the items that the stage counts."""
 
     limit_field: str
     limit: int
@@ -60,7 +60,7 @@ class RowSample:
         return f"all {self.items} {self.noun} would be left out ({self._reasons()}): {self._advice()}"
 
     def warnings(self, is_whole: bool) -> list[str]:
-        """Returns a sentence for each share, of rows dropped and of rows cut, that is larger than LIMITS
+        """Returns a sentence if the fraction of dropped rows, or of truncated rows, is larger than LIMITS
         allows."""
         among = f"{self.items} {self.noun}" if is_whole else f"the first {self.items} {self.noun}"
         lost = self.items - self.kept

@@ -2,9 +2,9 @@
 import torch unless it runs models' code.
 
 transformers imports torch if it can, which takes seconds, but it reads most tokenizers without torch. The
-caller reads the remaining tokenizers again with torch, as the stages do. The recipe is refused only if the
-second attempt fails, with two exceptions: a template that loops, whose process the kernel ends, and a
-template that takes too much memory.
+caller reads the remaining tokenizers again with torch, as the stages do. The recipe is rejected only if the
+second attempt fails too. Two cases are rejected without a second attempt: a template that loops, whose
+process the kernel ends, and a template that takes too much memory.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def measured(
     pairs: Mapping[Pair, Sequence[RowsToRender]], trust_remote_code: bool = False
 ) -> dict[Pair, MeasuredTemplate | str]:
     """Returns, for each pair that can be read without torch and the Hub, its `Renderer.frame_len` and the
-    findings from the rows of its data sets. Returns ENDLESS for a template that loops, and TOO_LARGE for one
-    that takes too much memory. Leaves out all other pairs."""
+    findings from the rows of its data sets. Returns ENDLESS for a template that loops, and TOO_LARGE for a
+    template that takes too much memory. Leaves out all other pairs."""
     keys = {pair: _key(pair, tuple(rows)) for pair, rows in pairs.items()}
     left = [pair for pair, key in keys.items() if key not in _known]
     refused: dict[Pair, MeasuredTemplate | str] = {}

@@ -1,9 +1,9 @@
 """Renders rows of a data set as its stage will, before any stage starts. Renders the first rows, to count how
-many fit into the token limit. Of the later rows, renders one of each shape, because templates reject shapes,
-not texts.
+many fit into the token limit. Of the later rows, renders one of each shape, because templates reject rows by
+their shape, not by their text.
 
 The shape of a row is the roles of its messages, which messages are empty or call tools, and whether tools are
-described. All rows that are read (`checked_rows`) are searched for the template's control tokens typed as
+described. All rows that are read (see `checked_rows`) are searched for the template's control tokens typed as
 text. Skips Hub data sets. Torch-free.
 """
 
@@ -41,7 +41,7 @@ NO_LIMIT = 1 << 40  # tokens
 
 
 class Rendered(NamedTuple):
-    """Holds the findings from the rows of a data set: the reason why the stage would refuse some or all of
+    """Holds the findings from the rows of a data set: the reason why the stage would reject some or all of
     them ("" if it would not), and oddities.
 
     `items` is the largest number of items that the stage would train on or sample from, or None if some rows
@@ -62,8 +62,8 @@ def render_rows(
     limit: int = 0,
     limited: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Rendered:
-    """Renders the first rows, and one row of each later shape, within `limited()`. Applies the stage's
-    `limit` in tokens (0: no limit).
+    """Renders the first rows, and one row of each new shape among the later rows, within `limited()`. Applies
+    the stage's `limit` in tokens (0: no limit).
 
     Rows that cannot be read are reported by `check_columns`; a limit below the template's own length is
     reported by `check_limit`.
@@ -125,7 +125,7 @@ def _told(*sentences: str) -> tuple[str, ...]:
 
 
 def _texts(kind: Kind, located: Located) -> tuple[list[Message], list[str | Message]]:
-    """Returns the messages of a row, and those answers that are not part of the messages."""
+    """Returns the messages of a row, and the answers that are not part of the messages."""
     if kind == "sft":
         return conversation_of(located), []
     if kind == "prompt":

@@ -84,7 +84,7 @@ class LoopState:
 
         It should not begin after `max_rounds` rounds, or if the last round raised the win rate by no more
         than `min_gain`. It should also not begin if the last round began after `due`, the scheduled time of
-        this run, since that round then took the place of this run's.
+        this run, since that round already replaced the round that this run would train.
         """
         rounds = self.record.rounds
         used = self.record.used
@@ -111,8 +111,8 @@ class LoopState:
 def loop_state(recipe: Recipe, loop: str) -> LoopState:
     """Reads the state of a loop from its record and the run directories.
 
-    Raises ValueError if a finished round's run directory is missing or incomplete, and where `read` or `plan`
-    does.
+    Raises ValueError if a finished round's run directory is missing or incomplete, and for the same reasons
+    as `read` and `plan`.
     """
     folder = folder_of(recipe)
     record = read(folder, loop)

@@ -34,7 +34,7 @@ def _publishes(planned: Plan, name: str, loop: str, number: int) -> bool:
 
 
 def failed_gates(planned: Plan) -> tuple[Verdict, ...]:
-    """Returns the failed gates of all stages that stop their dependents."""
+    """Returns the failed gates, of all stages, that stop dependent stages."""
     return tuple(verdict for node in planned.nodes for verdict in holding(gates_of(node)))
 
 

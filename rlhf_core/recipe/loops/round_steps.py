@@ -1,5 +1,5 @@
-"""Records the steps of a loop in `loop.json`: a round begins, is refused or is finished, or the loop
-continues from a champion."""
+"""Records the steps of a loop in `loop.json`: that a round begins, is refused or is finished, or that the
+loop continues from a champion."""
 
 from __future__ import annotations
 

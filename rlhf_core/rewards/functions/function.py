@@ -1,5 +1,5 @@
-"""Runs a user's Python reward function in separate processes (`function_worker.py`), which read and write one
-line of JSON per request.
+"""Runs a user's Python reward function in separate processes (see `function_worker.py`), which read and write
+one line of JSON per request.
 
 A function that hangs is stopped after the time limit. A crash does not stop the stage. Printed output is not
 mistaken for a reward. A stopped process is restarted by the next request. `Client._batch` in clients.py

@@ -1,5 +1,5 @@
-"""Runs a user's reward function on all nodes of a stage. Each node runs a share of the function's processes
-(`function.py`)."""
+"""Runs a user's reward function on all nodes of a stage. Each node runs a share of the function's processes;
+see `function.py`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlhf_core.rewards.reward_contract import Reply, RewardError, Sample
 
 
 class SpreadFunction:
-    """Calls a function in up to `processes` processes, distributed in turn over this node and `others`.
-    Errors name the node, which may for example lack the file."""
+    """Calls a function in up to `processes` processes, distributed in turn over this node and `others`. Error
+    messages name the node, because the cause may be the node itself (a missing file, for example)."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SpreadFunction:
             print(f"the reward function {name} runs here and on {addresses}", flush=True)
 
     def score(self, samples: Sequence[Sample]) -> Reply:
-        """Works like `Function.score`, but may also raise NodeLost."""
+        """Like `Function.score`, but may also raise NodeLost."""
         helper = self._free.get()
         try:
             if helper is None:

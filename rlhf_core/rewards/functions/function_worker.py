@@ -3,8 +3,9 @@ JSON on stdin.
 
 The first line of output reports that the function is loaded, or why it could not be. After that, each request
 `{"number": N, "question": {...}, "options": {...}}` is answered with one line: `{"number": N, "rewards":
-[...]}`, or N with a `UsersError`. The function receives those lists of the contract and those options that
-its signature names. A process forked by the function sends no reply; it ends when the function returns.
+[...]}`, or N and the fields of a `UsersError`. The function receives the lists of the contract and the
+options that its signature names. A process forked by the function sends no reply; it ends when the function
+returns.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Writes the request in which a judge compares two answers, and reads its verdict by the rules used in
-evaluations (`rlhf_core/judging/judge_reply.py`)."""
+"""Writes the request in which a judge compares two answers, and reads the judge's verdict by the rules used
+in evaluations; see `rlhf_core/judging/judge_reply.py`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def comparison_prompt(
     source: JudgeReward, sample: Sample, answers: tuple[str, str]
 ) -> tuple[Messages, list[str]]:
     """Returns the chat messages that ask which of two answers to a sample's prompt is better, and the texts
-    they contain. A reference answer is shown unless it is one of the two. Raises ValueError when the row
-    lacks the reference."""
+    that the messages contain. A reference answer is shown unless it is one of the two answers. Raises
+    ValueError when the row lacks the reference."""
     shown = source if source.compare == "group" else source.model_copy(update={"reference": None})
     named = [
         *texts_of(shown, sample)[:-1],

@@ -51,9 +51,9 @@ class GivenVerdict(NamedTuple):
 
 
 class JudgeClient:
-    """Judges answers, `group` consecutive ones per prompt. `cache`: file of verdicts; None: they are kept in
-    memory. `pause`: scales the pauses between two attempts, in seconds. `chat`: sends requests to a judge on
-    the stage's engines; None: the judge is behind an endpoint."""
+    """Judges answers, with `group` consecutive answers per prompt. `cache`: file of verdicts; None: they are
+    kept in memory. `pause`: scales the pauses between two attempts, in seconds. `chat`: sends requests to a
+    judge on the stage's engines; None: the judge is behind an endpoint."""
 
     wanted = frozenset(("prompts", "responses", "rows"))
 
@@ -77,8 +77,8 @@ class JudgeClient:
         self._used = {"requests": 0, "input_tokens": 0, "output_tokens": 0}
 
     def score(self, samples: Sequence[Sample], allowed: int) -> SourceRewards:
-        """Returns the rewards of all answers, (N,). Raises RewardsFailed when more than `allowed` have none,
-        and ValueError when the endpoint refuses all requests."""
+        """Returns the rewards of all answers, (N,). Raises RewardsFailed when more than `allowed` answers
+        have no reward, and ValueError when the endpoint rejects all requests."""
         with self._turn:
             return self._score(samples, allowed)
 
@@ -167,7 +167,7 @@ class JudgeClient:
         return metrics if cost is None else {**metrics, f"reward/{self.title}/cost": cost}
 
     def close(self) -> None:
-        """Ends open requests and prevents new ones."""
+        """Ends open requests and prevents new requests."""
         self._client.stop()
 
 

@@ -36,10 +36,10 @@ def agreement_metrics(
 ) -> dict[str, float]:
     """Returns how often each judge with `agreement` prefers the chosen answer of its labelled pairs.
 
-    The metrics are the share of pairs (a tie counts 1/2), its 95 % interval (`mean_interval`) and the number
-    of pairs; pairs in which an answer has no reward do not count. `cache`: folder for verdicts. `open_judge`:
-    for judges on the stage's engines. Raises ValueError when the share is below the recipe's minimum, and
-    RewardsFailed when more than the share `max_failed` of the answers got no reward.
+    The metrics are the fraction of pairs (a tie counts 1/2), its 95 % interval (`mean_interval`) and the
+    number of pairs; pairs in which an answer has no reward do not count. `cache`: folder for verdicts.
+    `open_judge`: for judges on the stage's engines. Raises ValueError when the fraction is below the recipe's
+    minimum, and RewardsFailed when more than the fraction `max_failed` of the answers got no reward.
     """
     metrics: dict[str, float] = {}
     for source in sources:
@@ -56,7 +56,7 @@ def agreement_metrics(
 
 
 def opened(source: JudgeReward, open_judge: OpenJudge | None) -> AbstractContextManager[Chat | None]:
-    """Returns the context in which a judge can be asked; it yields None for a judge behind an endpoint."""
+    """Returns the context in which a judge can be queried; it yields None for a judge behind an endpoint."""
     if isinstance(source.judge, RatingModel):
         return nullcontext(None)
     assert open_judge is not None, "the stage starts its engines"

@@ -3,7 +3,7 @@
 An opinion on an answer is based on the verdicts of one or two requests: a rating, or the two games of a pair.
 The second game swaps the answers, so that both get one half from a judge that always prefers the first place.
 An opinion that lacks a verdict does not count. An answer's reward is the mean of its opinions; with
-`compare`, this is the share of its pairs that it wins, with ties counting a half.
+`compare`, this is the fraction of its pairs that it wins, with ties counting a half.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf_core.rewards.reward_contract import Sample
 
 
 class JudgeRequest(NamedTuple):
-    """A request to a judge. `texts`: the texts it reads, to distinguish its own words from theirs."""
+    """A request to a judge. `texts`: the texts that the judge reads, which its reply may quote."""
 
     messages: Messages
     texts: Sequence[str]
@@ -59,8 +59,8 @@ class JudgingPlan(NamedTuple):
 def plan_of(
     source: JudgeReward, samples: Sequence[Sample], group: int, key_of: Callable[[Messages], str]
 ) -> JudgingPlan:
-    """Returns the requests to make about answers, `group` consecutive ones per prompt, and the opinions that
-    they give."""
+    """Returns the requests to make about answers, with `group` consecutive answers per prompt, and the
+    opinions that the requests give."""
     requests: dict[str, JudgeRequest] = {}
     opinions: list[list[Opinion]] = [[] for _ in samples]
     problem = ""
@@ -90,9 +90,9 @@ def subjects_of(source: JudgeReward, count: int, group: int) -> list[tuple[int, 
 
 
 def requests_about(source: JudgeReward, subject: Sequence[Sample]) -> list[JudgeRequest]:
-    """Returns the request to rate an answer, or the two games of a pair, the second with the answers swapped.
-    Returns no request for equal answers, which tie. Raises ValueError when the row lacks a required reference
-    answer."""
+    """Returns the request to rate an answer, or the two games of a pair, the second of which has the answers
+    swapped. Returns no requests for equal answers, because they tie. Raises ValueError when the row lacks a
+    required reference answer."""
     first = subject[0]
     if source.compare == "none":
         texts = [text for _, text in texts_of(source, first)]
@@ -109,9 +109,9 @@ def requests_about(source: JudgeReward, subject: Sequence[Sample]) -> list[Judge
 
 
 def circle(count: int, most: int) -> list[tuple[int, int]]:
-    """Pairs each of `count` answers with its nearest neighbours on a circle, so that each answer is in `most`
-    pairs, or in all possible ones if there are fewer. If both numbers are odd, each answer is in one more
-    pair."""
+    """Returns pairs of each of `count` answers with its nearest neighbours on a circle. Each answer is in
+    `most` pairs, or in all possible pairs if there are fewer. If both numbers are odd, each answer is in one
+    more pair."""
     most = min(most, count - 1)
     if most % 2 and count % 2:
         most += 1
@@ -122,7 +122,7 @@ def circle(count: int, most: int) -> list[tuple[int, int]]:
 
 
 def rewards_of(source: JudgeReward, plan: JudgingPlan, verdicts: Mapping[str, Rating]) -> np.ndarray:
-    """Computes the rewards (N,) from the verdicts by request, nan for an answer without an opinion."""
+    """Returns the rewards (N,) from the verdicts by request, nan for an answer without an opinion."""
     values = {key: value_of(source, verdicts[key]) for key in plan.requests if key in verdicts}
 
     def mean(opinion: Opinion) -> float:

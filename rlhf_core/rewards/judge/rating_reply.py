@@ -1,7 +1,7 @@
 """Reads a judge's rating by the rules of `rlhf_core/judging/marked_reply.py`, and turns it into a reward.
 
-A verdict is [[N]], or with criteria [[NAME: N, NAME: N]]. These variations are tolerated: N/HIGHEST, a word
-before the number ([[rating: 7]]), = instead of the colon, and other order or case of the criteria. The last
+A verdict is [[N]], or with criteria [[NAME: N, NAME: N]]. These variations are accepted: N/HIGHEST, a word
+before the number ([[rating: 7]]), = instead of the colon, and criteria in another order or case. The last
 verdict counts; a number outside the scale is not a verdict.
 """
 
@@ -44,7 +44,7 @@ def reward_of(source: JudgeReward, rating: Rating) -> float:
 
 
 def _ratings(source: JudgeReward, text: str) -> Iterator[Marker[Rating]]:
-    """Yields the ratings in a text, in order, including those outside the scale."""
+    """Yields the ratings in a text, in order, including ratings outside the scale."""
     for match in _BRACKETS.finditer(text):
         rating = _rating(source, match[1])
         if rating is not None:

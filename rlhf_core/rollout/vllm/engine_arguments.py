@@ -133,7 +133,8 @@ def has_state(
 
 
 def token_rows(source: str, config: dict[str, Any]) -> int | None:
-    """Returns `known_rows` of the model at `source`, and logs if any rows are left out."""
+    """Returns `known_rows` of the model at `source` (None: all rows), and logs the number of rows left
+    out."""
     rows = int(text_config(config).get("vocab_size") or 0)
     known = known_rows(source, rows)
     if known is not None:

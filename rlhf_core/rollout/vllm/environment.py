@@ -144,8 +144,7 @@ def runs_whole(config: Mapping[str, Any]) -> bool:
 
 def no_class_for(architecture: str) -> str | None:
     """Returns why vLLM cannot run a transformers class; None if it can, is not installed, or `architecture`
-    is "". vLLM has its own classes, and also runs those transformers classes that let it choose the
-    attention."""
+    is "". vLLM has its own classes, and also runs transformers classes that let it choose the attention."""
     set_vllm_environment(1)
     try:
         from vllm import __version__

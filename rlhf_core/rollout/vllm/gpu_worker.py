@@ -15,8 +15,8 @@ BASE: Any = gpu_worker.Worker
 
 
 class GpuWorker(BASE):
-    """Gives the KV cache whatever its own process has left unused of its share of the GPU
-    (`memory_for_cache`)."""
+    """Gives the KV cache the part of the worker's share of the GPU that its own process leaves unused; see
+    `memory_for_cache`."""
 
     def __init__(self, *arguments: Any, **options: Any):
         if is_release("0.24."):

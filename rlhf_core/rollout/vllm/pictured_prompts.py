@@ -28,8 +28,8 @@ MOST = 256  # images of a prompt, as of a row
 
 
 class SeenPicture(NamedTuple):
-    """An image as vLLM takes it. `key`: a digest of its content, by which vLLM caches. `item`: the tensors of
-    its encoder. `tokens`: how many tokens it takes."""
+    """An image in vLLM's form. `key`: a digest of its content, which vLLM uses as the key of its cache.
+    `item`: the tensors of its encoder. `tokens`: how many tokens it takes."""
 
     key: str
     item: Any
@@ -61,12 +61,12 @@ class WaitingRequests:
             self._keys |= {request.key for request in requests}
 
     def drop(self, keys: Sequence[int]) -> None:
-        """Removes the requests with these keys, if they wait."""
+        """Removes the requests with these keys, if they are waiting."""
         self._keys -= set(keys)
 
     def taken(self) -> Iterator[tuple[Request, dict[str, Any]]]:
-        """Yields the next requests with their prompts, until none waits. Raises what building a prompt
-        raises."""
+        """Yields the next requests with their prompts, until none is waiting. Raises any error raised while a
+        prompt is built."""
         while self._batches:
             try:
                 for request, prompt in self._batches[0]:
@@ -149,7 +149,7 @@ class PicturedPrompts:
 
 
 def vllm_inputs(family: str, tensors: Mapping[str, np.ndarray], dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the tensors of one image (`PictureRenderer.tensors`) under the names and in the shapes that
+    """Returns the tensors of one image (see `PictureRenderer.tensors`) under the names and in the shapes that
     vLLM's processor of the family returns, with pixels in the model's dtype."""
     inputs: dict[str, Any] = {name: _in_dtype(values, dtype) for name, values in tensors.items()}
     if family == "gemma3":

@@ -4,7 +4,7 @@ stage.
 The first stage's process runs the engine, which does the scheduling. The other processes have only vLLM's
 worker processes, which wait for its steps. All these processes find each other through a store of this
 project: a file on a single machine, or across machines a store that listens on the cluster's network (vLLM's
-own listens on all interfaces). These sockets are unauthenticated, like those of NCCL and gloo.
+own listens on all interfaces). These sockets are unauthenticated, like the sockets of NCCL and gloo.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SCHEME = "alignflow"  # URL scheme of a listening store, for torch.distributed
 
 
 class PipelineStage(NamedTuple):
-    """A pipeline stage of an engine: its number out of `stages`, and the store that they share
-    (`rank_environment.store_address`)."""
+    """A pipeline stage of an engine: its number out of `stages`, and the address of the store that the stages
+    share (see `rank_environment.store_address`)."""
 
     number: int = 0
     stages: int = 1
@@ -47,8 +47,8 @@ class PipelineStage(NamedTuple):
         return {"pipeline_parallel_size": self.stages, "distributed_executor_backend": "mp"} | where
 
     def open(self) -> Any:
-        """Lets the worker processes started by this process find those of the other stages. The caller must
-        keep the return value alive."""
+        """Lets the worker processes that this process starts find the worker processes of the other stages.
+        In the first stage, this opens the store. The caller must keep the return value alive."""
         if self.stages == 1:
             return None
         # a forked process would not import `join_stages`

@@ -1,4 +1,4 @@
-"""Runs one vLLM engine in this process (`RolloutEngine`). Tokens are decoded only to find stop strings;
+"""Runs one vLLM engine, a `RolloutEngine`, in this process. Tokens are decoded only to find stop strings;
 weights arrive as (name, tensor) pairs under checkpoint names."""
 
 from __future__ import annotations
@@ -142,8 +142,7 @@ class VllmEngine:
         sampling: Sampling,
         pictures: Sequence[Pictures] = (),
     ) -> Iterator[tuple[int, list[SampledAnswer]]]:
-        """Does the same as `generate`, but yields each prompt's index and `n` answers as soon as they
-        finish."""
+        """Works like `generate`, but yields each prompt's index and `n` answers as soon as they finish."""
         n = sampling.n
         found = dict[int, dict[int, SampledAnswer]]()
         left = n * len(prompts)
@@ -220,9 +219,9 @@ class VllmEngine:
     def advance(
         self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
     ) -> list[tuple[int, SampledAnswer]]:
-        """Adds requests, aborts those with the keys `gone`, and works on all open requests for `seconds` or
-        until none is left. Returns the finished answers with the keys of their requests; unfinished requests
-        continue in the next call."""
+        """Adds requests, aborts the requests with the keys `gone`, and works on all open requests for
+        `seconds` or until none is left. Returns the finished answers with the keys of their requests;
+        unfinished requests continue in the next call."""
         engine = self.llm.llm_engine
         until = time.monotonic() + seconds
         self._abort(gone)
@@ -341,16 +340,16 @@ class VllmEngine:
         return self._counted[0] - told[0], self._counted[1] - told[1]
 
     def gpu_uuids(self) -> list[str | None]:
-        """Returns the GPU of each process of this engine."""
+        """Returns the UUID of the GPU of each process of this engine (None: no GPU)."""
         return list(self.llm.collective_rpc("gpu_uuid"))
 
     def open_channel(self, route: Route, rendezvous: Rendezvous) -> None:
-        """Connects to the trainer, which must open its side of the channel at the same time."""
+        """Connects to the trainer, which must open its end of the channel at the same time."""
         self.llm.collective_rpc("open_channel", args=(route, rendezvous, self.first))
 
     def receive_weights(self, version: int = 0) -> None:
         """Loads all weights from the trainer, or only the adapters if the engine has them. The trainer must
-        send them at the same time. `version`: the trainer's count."""
+        send them at the same time. `version`: the trainer's version number of the weights."""
         if self._adapter_rank:
             self.llm.collective_rpc("receive_adapters", args=(self._adapter_rank,))
             self._adapter = adapter_request()

@@ -47,7 +47,7 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 
 
 class ServerFailed(RuntimeError):
-    """Reports that the server did not start, or died. The message ends with the last lines of its log."""
+    """Raised when the server does not start, or dies. The message ends with the last lines of its log."""
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ class WeightReceiver:
         return gpu_uuid()
 
     def prepare_runner(self, known: int | None) -> None:
-        """Excludes vocabulary rows from `known` on from sampling, and creates those buffers of a later stage
-        that otherwise only a warm-up would create."""
+        """Excludes vocabulary rows from `known` on from sampling, and creates buffers of a later stage that
+        otherwise only a warm-up would create."""
         runner = self.model_runner
         if known is not None:
             leave_out_padding(runner.get_model(), known)
@@ -98,8 +98,8 @@ class WeightReceiver:
             del manager.modules[name]
 
     def receive_adapters(self, rank: int) -> None:
-        """Replaces the adapters with those that the trainer sends at the same time. Raises ValueError for a
-        layer that cannot have adapters in vLLM."""
+        """Replaces the adapters with the adapters that the trainer sends at the same time. Raises ValueError
+        for a layer that cannot have adapters in vLLM."""
         replace_adapters(self.model_runner, dict(self._channel.receive()), rank)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -109,8 +109,8 @@ class WeightReceiver:
         self._reload(named, tied)
 
     def load_checkpoint(self, folder: str, tied: bool) -> None:
-        """Loads the weights from the safetensors files in a folder; from a multimodal checkpoint, only those
-        of its language model."""
+        """Loads the weights from the safetensors files in a folder; from a multimodal checkpoint, only the
+        weights of its language model."""
         from safetensors.torch import load_file
 
         names = self._names(stored_names(Path(folder)))
@@ -147,7 +147,7 @@ class WeightReceiver:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps vLLM from warning of each layer of an image encoder, which stays as it was loaded."""
+    """Suppresses vLLM's warning about each layer of an image encoder, which stays as it was loaded."""
     logger = logging.getLogger("vllm")
     before = logger.level
     logger.setLevel(logging.ERROR)

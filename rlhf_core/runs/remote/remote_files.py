@@ -115,8 +115,8 @@ class RemoteFiles:
 
     def _try(self, what: str, call: Callable[[], T], *missing: T) -> T:
         """Calls `call` until it succeeds or the attempts are used up. Returns `missing`, if given, when the
-        file does not exist. Raises Stopped as `check_stop` does, so copying many files stops after the
-        current one."""
+        file does not exist. Raises Stopped for the same reasons as `check_stop`, so copying many files stops
+        after the current one."""
         check_stop()
         pauses = wait_exponential(multiplier=self.pause)
         try:
@@ -163,8 +163,8 @@ def why(error: BaseException) -> str:
 
 
 def _names(error: BaseException) -> set[str]:
-    """Returns the class names of an error and its causes. Names rather than classes, because their package
-    may not be installed."""
+    """Returns the class names of an error and its causes. Returns names rather than classes, because the
+    package that defines them may not be installed."""
     return {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
 
 

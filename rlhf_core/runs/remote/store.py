@@ -1,4 +1,4 @@
-"""Copies finished stages to a recipe's store (a bucket or folder), and fetches missing ones from it.
+"""Copies finished stages to a recipe's store (a bucket or folder), and fetches missing stages from it.
 Torch-free.
 
 Stages work in the local artifacts folder; `<store>/stages/<stage>-<digest>/` is a copy of a run directory.
@@ -98,7 +98,8 @@ class Store:
                 self.files.write(content, place)
 
     def differs(self, run: RunDir) -> bool:
-        """Returns whether files in the store's copy of a run directory differ in size from the local ones."""
+        """Returns whether files in the store's copy of a run directory differ in size from the local
+        files."""
         try:
             listing = LISTING.validate_json(self.files.read(f"stages/{run.path.name}/{FILES}") or b"")
         except ValidationError:
@@ -191,8 +192,8 @@ class Store:
     def _put(
         self, place: str, folder: Path, files: Iterable[str], last: str, known: Mapping[str, FileInfo]
     ) -> None:
-        """Copies `files` of a folder, then their list, then `last`, which marks the copy as complete. Files
-        in `known` are not hashed."""
+        """Copies the `files` of a folder, then the list of these files, then the file `last`, which marks the
+        copy as complete. Files in `known` are not hashed."""
         self.files.remove(f"{place}/{last}")
         listing: dict[str, dict[str, Any]] = {}
         for file in files:
@@ -277,7 +278,8 @@ def _collect(run: RunDir, step: str, folder: Path) -> None:
 
 
 def _move(source: Path, target: Path, last: str) -> None:
-    """Moves all files below `source` to the same relative paths below `target`, `last` last."""
+    """Moves all files below `source` to the same relative paths below `target`. Moves the file `last` after
+    all others."""
     files = [file.relative_to(source) for file in source.rglob("*") if file.is_file()]
     sync_to_disk(source)
     for file in sorted(files, key=lambda file: file.as_posix() == last):

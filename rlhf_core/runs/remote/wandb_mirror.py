@@ -1,8 +1,8 @@
 """Sends a stage's metrics to Weights & Biases through its client, which uploads them in its own process.
 
-No failure of W&B ends a stage: an error becomes one line in the log, and waiting is limited to START_SECONDS
-and FINISH_SECONDS. Data that a server did not accept stays in the stage's `.wandb`, for `wandb sync`. A
-resumed stage continues its W&B run and sends no step twice.
+A W&B failure never ends a stage. An error becomes one line in the log, and waiting is limited to
+START_SECONDS and FINISH_SECONDS. Data that a server did not accept stays in the stage's `.wandb`, for `wandb
+sync`. A resumed stage continues its W&B run and sends no step twice.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def by_reference(
 def joined(
     experience: Sequence[Experience], places: Sequence[StoredColumn], stored: Sequence[Any]
 ) -> list[Experience]:
-    """Puts `stored`, the data behind the references, back into the experience. Arrays are not copied and are
-    read-only."""
+    """Returns the experience with `stored`, the data behind the references, put back. Arrays are not copied
+    and are read-only."""
     columns: dict[str, list[Any]] = {place.field: [None] * len(experience) for place in places}
     for place, found in zip(places, stored, strict=True):
         for i, value in found[0] if place.scored else enumerate(found):

@@ -129,7 +129,7 @@ class Fleet:
 
     def _start_models(self, rollouts: Sequence[Rollout], documents: Any, turns: Turns) -> dict[str, Any]:
         """Starts scoring documents with actor, reference and critic. Returns the pending results keyed by
-        field of Experience, and the `end_values` of the cut answers if the recipe requires them."""
+        field of Experience, and the `end_values` of the truncated answers if the recipe requires them."""
         pending: dict[str, Any] = {}
         if self.config.scores_actor:
             pending["old_logprobs"] = turns.start(self.actor, "score", Actor.logprobs, documents)
@@ -167,7 +167,8 @@ class Fleet:
         return start_teachers({name: partial(start, group) for name, group in groups.items()}, rollouts)
 
     def _end_values(self, rollouts: Sequence[Rollout], of_cut: Sequence[np.ndarray]) -> np.ndarray | None:
-        """Returns `Scores.end_values`. `of_cut`: the values of the cut answers, in order."""
+        """Returns `Scores.end_values`; None without `bootstrap_truncated`. `of_cut`: the truncated answers'
+        values."""
         if not self.config.bootstrap_truncated:
             return None
         values = np.zeros(len(rollouts), np.float32)
@@ -177,7 +178,7 @@ class Fleet:
 
     def start_reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Callable[[], Rewards]:
         """Starts all reward sources. Returns a function that waits for the rewards, and raises RewardsFailed
-        if a source leaves more than `allowed_failures` answers without one."""
+        if a source leaves more than `allowed_failures` answers without a reward."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
         return self.sources.start(rollouts, documents, allowed_failures, Turns(self.config.colocate_all))
 
@@ -250,9 +251,9 @@ class Fleet:
         wait_all([group.call("release memory", ModelRole.release) for group in self.models], self.timeout)
 
     def probe(self, documents: Sequence[Document], synced: bool = True) -> Probe:
-        """Compares the log-probs of engines and trainer on fixed documents. Raises WeightsDiffer if the
-        difference exceeds the bound, or EngineDiffers if both still have the weights that they loaded (not
-        `synced`).
+        """Compares the log-probs of engines and trainer on fixed documents, and returns the gap. Raises
+        WeightsDiffer if the difference exceeds the bound, or EngineDiffers if no weights have been synced
+        yet.
 
         Experts are chosen by products that engine and trainer round in bf16 in different orders. A few tokens
         therefore go to another expert, and their log-probs may differ by a nat, so a bf16 model with experts

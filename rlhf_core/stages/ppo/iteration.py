@@ -216,8 +216,8 @@ def divergence_of(
 
 
 def sampled_of(fleet: Fleet, setup: Setup, carried: Carried, collector: Collector | None) -> Sampled:
-    """Returns an iteration's answers: from the collector, sampled ahead, or newly sampled. With `train_only`
-    returns kept answers, whose position is the iteration's number."""
+    """Returns an iteration's answers: from the collector, sampled ahead, or newly sampled. With `train_only`,
+    returns the kept answers stored under the iteration's number."""
     if isinstance(fleet.engines, KeptAnswers):
         return fleet.engines.take(carried.position, setup)
     if collector:
@@ -228,7 +228,7 @@ def sampled_of(fleet: Fleet, setup: Setup, carried: Carried, collector: Collecto
 
 
 def taken(engines: RolloutGroup, collector: Collector) -> Sampled:
-    """Takes an iteration's answers from the collector. Restarts engines that die in the meantime."""
+    """Returns an iteration's answers from the collector. Restarts engines that die in the meantime."""
     while (sampled := collector.take()) is None:
         engines.revive()
     return sampled
@@ -248,8 +248,8 @@ def updates_of(credited: Credited, schedule: IterationSchedule, kl_coef: float) 
 
 
 def minibatches(usable: Sequence[int], schedule: IterationSchedule) -> list[list[int]]:
-    """Shuffles the usable rollouts once per epoch, with a fixed seed, and splits each order into optimiser
-    steps of (nearly) equal size."""
+    """Returns the indices of the rollouts in each optimiser step. Shuffles the usable rollouts once per
+    epoch, with a fixed seed, and splits each order into steps of (nearly) equal size."""
     batches: list[list[int]] = []
     for epoch in range(schedule.max_epochs):
         order = list(usable)

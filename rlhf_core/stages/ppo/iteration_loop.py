@@ -203,7 +203,8 @@ class IterationLoop:
         write_rollouts(self._run / ROLLOUTS / f"iteration{done}.jsonl", rows)
 
     def _iterate(self, number: int) -> Iteration:
-        """Runs iteration `number`, counted from 1, and stores the state that it passes to the next one."""
+        """Runs iteration `number`, counted from 1, and stores the state that it passes to the next
+        iteration."""
         step = number - 1
         last = number == self._iterations
         schedule = schedule_of(self._config, step, self._iterations, self._seed)
@@ -287,9 +288,8 @@ def validated(
 
 def chosen(fleet: Fleet, held_out: Validation, run: RunDir, best: Best, last: int) -> dict[str, float]:
     """Returns the metrics of the best iteration. Metrics named `eval/...` are of its answers with fresh
-    seeds. Metrics named `selection/reward/...` are those by which it was chosen; they are biased upwards,
-    because they are the largest of all validations. `last` is the iteration whose weights the engines
-    have."""
+    seeds. Metrics named `selection/reward/...` decided the choice; they are biased upwards, because they are
+    the largest of all validations. `last` is the iteration whose weights the engines have."""
     if best.answered_again is not None:
         metrics = best.answered_again
     elif best.iteration == last:
@@ -337,7 +337,7 @@ def finish_saving(fleet: Fleet, commit: resume_state.StateCommit | None) -> None
 
 
 def updates_before(config: PPO, iteration: int) -> int:
-    """Returns how many times the actor was updated before an iteration."""
+    """Returns the number of earlier iterations that updated the actor."""
     return 0 if config.rollouts_only else max(0, iteration - config.freezing_actor_steps)
 
 
@@ -357,8 +357,8 @@ def start_collector(
     state: Path | None,
     group_filter: GroupFilter | None = None,
 ) -> Collector:
-    """Starts collecting answers for iteration `first` and all later ones. `state` is the folder of a resume
-    state. `group_filter` is set with dynamic filtering."""
+    """Starts collecting answers for iteration `first` and all later iterations. `state` is the folder of a
+    resume state. `group_filter` is set with dynamic filtering."""
     assert engines.background is not None and engines.dispatch is not None
     known = read_collected(state, setup.order) if state else Collected()
     updates = updates_before(setup.config, first)

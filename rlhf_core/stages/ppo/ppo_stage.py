@@ -18,8 +18,8 @@ from rlhf_core.system.gc_pause import uncollected
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Runs the PPO stage (`train.train`). Raises ValueError for lengths beyond the actor's positions. Raises
-    Unreachable, before it starts a process, if a judge or a reward server does not answer."""
+    """Runs the PPO stage; see `train.train`. Raises ValueError for lengths beyond the actor's positions.
+    Raises Unreachable, before it starts a process, if a judge or a reward server does not answer."""
     begun = time.monotonic()
     config = cast(PPO, request.config)
     actor = request.inputs[config.actor]

@@ -27,8 +27,8 @@ class Own(NamedTuple):
 
     `reward` is for all answers, or nan if every attempt failed; `failure` then describes the last failure.
     `early` (T,) holds the parts of the reward for answers before the last, each at the answer's last token;
-    None if there are no such parts. `ended` says whether the last answer is complete, even if a limit cut the
-    episode after it. `ended_by` is the limit that cut the episode: turns, tokens or time.
+    None if there are no such parts. `ended` says whether the last answer is complete, even if a limit
+    truncated the episode after it. `ended_by` is the limit that ended the episode: turns, tokens or time.
     """
 
     reward: float
@@ -47,9 +47,9 @@ class Rollout:
     """Holds one answer, or one episode of an environment.
 
     `sampler_logprobs` (T,) is aligned with the document's tokens and is 0 outside the mask. `finished` means
-    that no limit of tokens, turns or time cut the answer. `versions` holds pairs (first token, version of the
-    weights from there on) if the weights may change during an answer. For an episode, `messages` is the whole
-    conversation, and `own` is the environment's report.
+    that no limit of tokens, turns or time truncated the answer. `versions` holds pairs (first token, version
+    of the weights from there on) if the weights may change during an answer. For an episode, `messages` is
+    the whole conversation, and `own` is the environment's report.
     """
 
     prompt: Prompt
@@ -223,7 +223,7 @@ class Scores:
     from the sampler with `sampler_is: in_ratio`, or None if the training pass computes them.
 
     `stored` holds references to the nodes' data for the rollouts. `end_values` (N,) is the critic's value of
-    each whole document that a limit cut, and 0 for the others. It is None unless the recipe requires it
+    each whole document that a limit truncated, and 0 for the others. It is None unless the recipe requires it
     (`bootstrap_truncated`). `teacher` is set with `teacher_top_k`.
     """
 
@@ -237,7 +237,7 @@ class Scores:
 
 
 def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
-    """Joins the scores of all parts, in order. Raises RewardsFailed if a source left more than
+    """Returns the scores of all parts, joined in order. Raises RewardsFailed if a source left more than
     `allowed_failures` answers without a reward."""
     rewards = join([part.rewards for part in parts])
     rewards.check(allowed_failures)

@@ -2,7 +2,7 @@
 these are its advantage and the log-probs of engine, trainer and reference. For each answer, these are the
 parts of its reward, the age of the weights that sampled it, and whether it was trained on.
 
-The numbers are those that training used; nothing is recomputed. Training does not read these records.
+Training used the same numbers; nothing is recomputed. Training does not read these records.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def readable(
 
 
 def ended_by(rollout: Rollout) -> str | None:
-    """Returns the limit that cut an answer or episode (turns, tokens or time), or None if it is complete."""
+    """Returns the limit (turns, tokens or time) that ended an answer or episode, or None if it is
+    complete."""
     if rollout.own is not None and rollout.own.ended_by is not None:
         return rollout.own.ended_by
     return None if rollout.finished else "tokens"

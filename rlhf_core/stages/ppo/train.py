@@ -145,7 +145,8 @@ def load_vocabularies(
 def judges_of(
     config: PPO, paths: Mapping[str, str], request: StageRequest, groups: Mapping[str, WorkerGroup]
 ) -> dict[str, EngineChat]:
-    """Starts the judges that have engines of their own (`start_judges`), if there are any."""
+    """Starts the judges that have engines of their own (see `start_judges`), and returns the chat with each
+    judge by title; empty if there are no such judges."""
     if not config.own_judges:
         return {}
     from rlhf_core.stages.ppo.roles.judge_roles import start_judges  # the import takes a second
@@ -226,8 +227,9 @@ def means_of_run(run: RunDir) -> dict[str, float]:
 
 
 def final_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Computes each metric's mean over the last fifth of the logged iterations, using those that report it.
-    Also computes the reward's means in the first and last fifth, and the standard error of the rise."""
+    """Returns each metric's mean over the last fifth of the logged iterations, skipping iterations that do
+    not report it. Adds the reward's means over the first and the last fifth, the standard error of their
+    difference, and the number of iterations."""
     fifth = max(1, len(lines) // 5)
     last = lines[-fifth:]
     start = lines[:fifth]

@@ -34,8 +34,7 @@ def open_channel(actor: WorkerGroup, sampler: WorkerGroup, timeout: float) -> Ro
 
 
 def send_weights(actor: WorkerGroup, sampler: WorkerGroup, version: int, timeout: float) -> float | None:
-    """Sends the actor's weights to every engine. Returns the fraction of the adapters' update that survives
-    in merged weights (`Actor.send_weights`)."""
+    """Sends the actor's weights to every engine. Returns what `Actor.send_weights` returns."""
     sending = actor.call("send weights", Actor.send_weights)
     receiving = sampler.call("receive weights", SamplerRole.receive_weights, version)
     survives: float | None = wait_all([sending, receiving], timeout)[0][0]

@@ -93,8 +93,8 @@ def post_process(
 
 
 def best_and_worst(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
-    """Pairs the best answer to each prompt with the worst. Drops prompts whose answers do not differ in both
-    score and text."""
+    """Returns pairs of the best and the worst answer to each prompt. Drops prompts whose answers do not
+    differ in both score and text."""
     pairs: list[PreferencePair] = []
     dropped = {"equal_score": 0, "equal_text": 0}
     for prompt, answers in groups:
@@ -135,8 +135,8 @@ def labelled(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
 
 
 def best(groups: Sequence[AnsweredPrompt], min_reward: float | None) -> TrainingRows:
-    """Returns the best answer to each prompt, or the first of several equally good ones. Drops a prompt whose
-    best answer scores below `min_reward`."""
+    """Returns the best answer to each prompt, or the first of several equally good answers. Drops a prompt
+    whose best answer scores below `min_reward`."""
     tops = [(prompt, max(answers, key=REWARD)) for prompt, answers in groups]
     kept = [(prompt, top) for prompt, top in tops if min_reward is None or top.reward >= min_reward]
     rows = [ScoredAnswer(prompt=prompt, response=top.text, reward=top.reward) for prompt, top in kept]

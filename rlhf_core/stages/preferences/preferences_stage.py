@@ -3,8 +3,8 @@
 
 A policy with rewards in its prompts (conditional SFT) receives each prompt with the best reward; rows and
 reward sources receive the plain prompts. Sampling, scoring and judging run one after another, so that each
-can use the whole device. Sampled answers survive if the process is killed (`sample_answers.py`). An answer's
-score is the weighted sum of its rewards; an answer is left out if any source fails.
+can use the whole device. Sampled answers survive if the process is killed (see `sample_answers.py`). An
+answer's score is the weighted sum of its rewards; an answer is left out if any source fails.
 """
 
 from __future__ import annotations

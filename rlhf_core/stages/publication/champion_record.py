@@ -60,7 +60,7 @@ class Champions(Frozen):
 
     @property
     def now(self) -> Reign | None:
-        """Returns the current champion."""
+        """Returns the current champion, or None if there has been none."""
         return self.reigns[-1] if self.reigns else None
 
 
@@ -82,11 +82,11 @@ def promote(
     store: Store | None = None,
     retries: Retries = RETRIES,
 ) -> Reign:
-    """Makes a published model the champion.
+    """Makes a published model the champion, and returns its reign.
 
-    Raises ValueError if the run directory has no finished publication of a model, if the Hub refuses, or if a
-    token is missing. Raises ConnectionError or StoreFault if the Hub or the store cannot be reached; the next
-    call of this function or `complete` then finishes the move.
+    Raises ValueError if the run directory has no finished publication of a model, if the Hub rejects the
+    request, or if a token is missing. Raises ConnectionError or StoreFault if the Hub or the store cannot be
+    reached; the next call of this function or `complete` then finishes the move.
     """
     new = _reign(run_dir, why, by)
     with _moving(folder, store, retries):

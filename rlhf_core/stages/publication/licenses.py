@@ -1,8 +1,8 @@
 """Determines the licence of a publication from its base models and data, and reports conflicts before
 anything is sent. Torch-free.
 
-Uses the licences named in cards (`upstream_cards`) and in `publication.licenses`, and looks up their terms in
-a short table. This is not legal advice, and an unknown licence does not stop a publication.
+Uses the licences named in cards (see `upstream_cards`) and in `publication.licenses`, and looks up their
+terms in a short table. This is not legal advice, and an unknown licence does not stop a publication.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def upstream_licenses(cards: Cards, named: Mapping[str, str]) -> dict[str, str]:
 
 def license_of(header: Header) -> str | None:
     """Returns the licence named in a card, or its `license_name` if the licence is not on the Hub's list
-    (`other`)."""
+    (`other`); None if no licence is named."""
     license = (header.get("license_name") if header.get("license") == "other" else None) or header.get(
         "license"
     )

@@ -37,8 +37,8 @@ class CardModel(NamedTuple):
     heading (a Hub ID or a name). Also holds the Hub repository of an adapter's base model (None: the model is
     not an adapter), and the branch to publish on.
 
-    `needs_score_class` says whether transformers lacks its class (`models.score_classes`). `terms` are the
-    terms of its base model. `reads_images` says whether it has an image encoder.
+    `needs_score_class` says whether transformers lacks its class (see `models.score_classes`). `terms` are
+    the terms of its base model. `reads_images` says whether it has an image encoder.
     """
 
     lineage: Ancestor

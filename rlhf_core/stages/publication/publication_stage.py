@@ -1,8 +1,8 @@
 """Publishes a checkpoint with a card and scores, or a stage's data set, to a folder. With a repository ID and
-a token, also publishes it to the Hub (`upload.py`).
+a token, also publishes it to the Hub (see `upload.py`).
 
 The tag, named after the stage's run directory, is set last and marks the upload as complete. The rounds of a
-loop have their own branches (`recipe/expand.py`).
+loop have their own branches (see `recipe/expand.py`).
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _card(api: HfApi, repo_id: str, repo_type: str) -> str | None:
 
 
 def read_token(repo_id: str | None, dry_run: bool = False) -> str | None:
-    """Returns the token if anything is to be sent to the Hub. Raises ValueError, before any work, if the
-    token is missing or HF_HUB_OFFLINE is set."""
+    """Returns the token if anything is to be sent to the Hub, otherwise None. Raises ValueError, before any
+    work, if the token is missing or HF_HUB_OFFLINE is set."""
     if repo_id is None or dry_run:
         return None
     token = os.environ.get(TOKEN_ENV, "").strip()

@@ -72,8 +72,9 @@ def _base_of(place: str) -> str | None:
 def gated_like(
     wanted: Literal["base", "auto", "manual", "no"], terms: Terms, private: bool, api: HfApi | None
 ) -> Gated | None:
-    """Returns how readers of a published model request access. With `base`, access is the same as for its
-    base model. If that model is not gated on the Hub, access is `auto` if its card has fields for requests.
+    """Returns how readers of a published model request access; None if they need not. With `base`, access is
+    the same as for its base model. If that model is not gated on the Hub, access is `auto` if its card has
+    fields for requests.
 
     Raises ValueError for a public model whose base cannot be read with this token.
     """

@@ -97,9 +97,9 @@ def upload(
     With `gated`, a repository that everyone may read is changed to require access requests before any file is
     sent.
 
-    Raises ValueError if the Hub refuses the upload because of a bad token, missing permissions, no space, a
-    public repository although a private one is required, a commit by someone else in the meantime, or a tag
-    that already marks another model. Raises ConnectionError if the Hub stays unreachable.
+    Raises ValueError if the upload is not possible: the token is invalid, permissions or space are missing,
+    the repository is public although `private` is set, someone else has committed in the meantime, or the tag
+    already marks another model. Raises ConnectionError if the Hub stays unreachable.
     """
     published = read_marker(folder)
     if published is None:
@@ -232,7 +232,7 @@ def _differences(
     api: HfApi, folder: Path, published: Published, repo_id: str, commit: str, repo_type: str
 ) -> list[str]:
     """Returns the files of the folder that differ from a commit's files. Compares large files by SHA-256 and
-    small ones by their git hash."""
+    small files by their git hash."""
     there = _remote(api, repo_id, commit, repo_type)
     different = []
     for path, file in _files(folder).items():

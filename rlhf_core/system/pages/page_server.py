@@ -4,7 +4,7 @@ needs a token, a known host and the server's own origin.
 A browser gives the token once, as `/?token=...` or in the form of token_page.py, and gets a cookie; programs
 send it as a bearer token. Browsers send a host's cookies to all its ports, so the cookie is a keyed digest:
 it does not reveal the token, and an open page survives a restart. A request for another host (DNS rebinding)
-or a write from another server's page is refused. There is no TLS; put a proxy in front for that.
+or a write from another server's page is rejected. There is no TLS; put a proxy in front for that.
 """
 
 from __future__ import annotations

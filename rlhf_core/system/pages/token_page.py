@@ -51,7 +51,7 @@ def token_page(command: str, then: str, wrong: bool = False) -> HTMLResponse:
     """Returns the page, with status 401. `command`: the command that prints the address; `then`: the address
     on this server to open once the token is given; `wrong`: whether a wrong token was given.
 
-    Under a no-referrer policy, a browser would send `Origin: null` with the form, which the server refuses,
+    Under a no-referrer policy, a browser would send `Origin: null` with the form, which the server rejects,
     so this page has another policy.
     """
     then = "/" if then == PATH else then  # the address of the page itself after a wrong token
@@ -60,7 +60,7 @@ def token_page(command: str, then: str, wrong: bool = False) -> HTMLResponse:
 
 
 async def read_form(scope: Scope, receive: Receive) -> dict[str, str]:
-    """Returns the fields of the form; {} when it is too long, cut off or malformed."""
+    """Returns the fields of the form; {} when the form is too long, truncated or malformed."""
     body = b""
     try:
         async for chunk in Request(scope, receive).stream():

@@ -10,7 +10,7 @@
 - `reduce_beside_host`: at the end of a pass, makes the GPU rather than the host wait for ZeRO-3's gradients.
 
 Made for the releases in MADE_FOR; with any other release no patch is applied. Results are then the same, but
-training is slower and takes more memory, and DeepSpeed refuses float16 on some CPUs.
+training is slower and takes more memory, and DeepSpeed rejects float16 on some CPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PARAMETERS: tuple[WeakKeyDictionary[nn.Module, list[Any]], ...] = WeakKeyDictio
 
 
 def applies(deepspeed: Any) -> bool:
-    """Returns whether the patches were made for this release of DeepSpeed."""
+    """Returns whether this release of DeepSpeed is one for which the patches were made."""
     return str(deepspeed.__version__).startswith(MADE_FOR)
 
 

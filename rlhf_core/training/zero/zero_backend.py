@@ -1,4 +1,4 @@
-"""Provides DeepSpeed ZeRO as a training backend (`training/backends.py`)."""
+"""Provides DeepSpeed ZeRO as a training backend (see `training/backends.py`)."""
 
 from __future__ import annotations
 

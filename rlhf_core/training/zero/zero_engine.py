@@ -42,7 +42,7 @@ from rlhf_core.training.zero.zero_parts import (
 
 
 def library() -> Any:
-    """Imports and patches deepspeed."""
+    """Imports and patches deepspeed, and returns the module."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with uncollected():
@@ -61,8 +61,8 @@ def join_group() -> None:
 
 
 def unknown(options: Mapping[str, Any]) -> list[str]:
-    """Returns messages about options in a recipe's `deepspeed` that the installed DeepSpeed does not know;
-    empty if DeepSpeed is not installed."""
+    """Returns messages about options in the recipe's `deepspeed` field that the installed DeepSpeed does not
+    know; empty if DeepSpeed is not installed."""
     try:
         return unknown_options(library(), options)
     except ImportError:
@@ -253,10 +253,10 @@ def rank_device() -> torch.device:
 
 
 def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
-    """Returns DeepSpeed's prefetch settings (`_fetching`). For a model that may have been sharded as it was
-    loaded, also does the work that DeepSpeed then skips: it moves tensors that are still whole to the device,
-    and casts weights to the dtype of the sharded weights. Without `keep`, also stops matrix products from
-    holding on to fetched weights."""
+    """Returns DeepSpeed's prefetch settings (see `_fetching`). For a model that may have been sharded as it
+    was loaded, also does the work that DeepSpeed then skips: it moves tensors that are still whole to the
+    device, and casts weights to the dtype of the sharded weights. Without `keep`, also stops matrix products
+    from holding on to fetched weights."""
     if not keep:
         library().zero.Init(module=nn.Module(), mem_efficient_linear=True)
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -287,7 +287,7 @@ def require_input_gradients(module: nn.Module) -> None:
 
 
 def _small(module: nn.Module) -> bool:
-    """Returns whether all weights together take at most the share `KEPT` of the GPU's memory."""
+    """Returns whether all weights together take at most the fraction `KEPT` of the GPU's memory."""
     memory = (
         torch.cuda.get_device_properties(rank_device()).total_memory if torch.cuda.is_available() else 2**37
     )

@@ -93,7 +93,7 @@ def engine_config(
 
 
 def unknown_options(deepspeed: Any, options: Mapping[str, Any]) -> list[str]:
-    """Describes the options in `deepspeed` that the installed DeepSpeed does not know or refuses, one
+    """Describes the options in `deepspeed` that the installed DeepSpeed does not know or rejects, one
     sentence each."""
     asked = _Asked({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, **options})
     version = deepspeed.__version__
@@ -133,7 +133,7 @@ def _fields(deepspeed: Any) -> list[str]:
 
 
 class _Asked(dict[str, Any]):
-    """A configuration that records which keys DeepSpeed looks up, including those in nested blocks, because
+    """A configuration that records which keys DeepSpeed looks up, including keys in nested blocks, because
     DeepSpeed silently ignores unknown keys."""
 
     def __init__(self, content: Mapping[str, Any]):

@@ -76,7 +76,7 @@ def to_weights(optimizer: Any, stage: int) -> None:
 
 
 def drop_gradients(optimizer: Any, stage: int) -> None:
-    """Drops the gradients of a step that the optimiser refused. With Adam on the host, ZeRO-1 and 2 would
+    """Drops the gradients of a step that the optimiser rejected. With Adam on the host, ZeRO-1 and 2 would
     otherwise add the next step's gradients to them."""
     if stage < 3:
         for group in optimizer.averaged_gradients:

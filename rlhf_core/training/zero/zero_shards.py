@@ -1,4 +1,4 @@
-"""Shards a model over the ranks of a ZeRO-3 group as it is loaded (`models/weights/shards.py`), using
+"""Shards a model over the ranks of a ZeRO-3 group as it is loaded (see `models/weights/shards.py`), using
 DeepSpeed's own partitioning, and runs models that are not trained."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Reads only the language model's weights from a multimodal checkpoint, or all of them for images."""
+"""Reads only the language model's weights from a multimodal checkpoint, or the weights of the whole model if
+it reads images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets new expert weights replace packed ones on a CPU."""
+"""Lets new expert weights replace packed weights on a CPU."""
 
 from __future__ import annotations
 

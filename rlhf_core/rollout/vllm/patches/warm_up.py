@@ -17,8 +17,8 @@ from rlhf_core.rollout.vllm.patches.table import is_release
 @contextmanager
 def whole_distributions(sampler: Any) -> Iterator[None]:
     """Makes `sampler` ignore top-k and top-p within the block. vLLM's largest batch requests them, but their
-    kernel takes ten seconds to compile at every start, and few runs use it. Those that do compile it at its
-    first use."""
+    kernel takes ten seconds to compile at every start, and few runs use it. Runs that do use it compile it at
+    its first use."""
     if not hasattr(sampler, "topk_topp_sampler"):
         yield
         return
@@ -37,8 +37,8 @@ def whole_distributions(sampler: Any) -> Iterator[None]:
 @contextmanager
 def without_requests_of_its_own() -> Iterator[None]:
     """Keeps vLLM 0.24 from sending warm-up requests to its second model runner within the block, which take 4
-    s (1.5B, H200). The first answers compile the kernels they need in less time; vLLM's warnings about this
-    are silenced."""
+    s (for a 1.5B model on an H200). The first answers compile the kernels they need in less time; vLLM's
+    warnings about this are silenced."""
     if not is_release("0.24."):
         yield
         return

@@ -88,7 +88,7 @@ def credit(
     terms: Sequence[Term],
     lengths_of: Lengths | None = None,
 ) -> Credited:
-    """Computes the advantages and returns of a whole rollout, with statistics over all its usable response
+    """Returns the advantages and returns of a whole rollout, with statistics over all its usable response
     tokens. `terms` are the reward sources. `statistics` are the running statistics, including these answers,
     of the sources that are standardised with them. `lengths_of` finds the tokens of steps that have
     rewards."""
@@ -251,7 +251,7 @@ def _of_responses(rollouts: Sequence[Rollout], rows: Sequence[np.ndarray]) -> Te
 
 def nothing_to_learn(answers: int, cut: int, config: PPO) -> str:
     """Returns a message that explains why no answer of a rollout can be trained on. `cut` is the number of
-    answers that a limit cut."""
+    truncated answers."""
     if config.mask_truncated and cut:
         why = f"a limit cut {cut}: raise generate_max_len, or leave out mask_truncated"
     else:
@@ -320,7 +320,7 @@ def estimate(
     early: Tensor | None = None,
     after: Tensor | None = None,
 ) -> Estimated:
-    """Computes advantages with the configured estimator. `rewards` and `scored` are (B,); `kl`, `values` and
+    """Returns advantages from the configured estimator. `rewards` and `scored` are (B,); `kl`, `values` and
     `mask` are (B, T); `coef` is the coefficient of the KL. `early` (B, T) is as in `token_rewards`;
     estimators of whole answers do not use it. `after` (B,) is as in `gae`, the only estimator that uses it.
 

@@ -36,7 +36,7 @@ class RewardSources:
     ) -> Callable[[], Rewards]:
         """Starts all sources. `documents` are the rollouts' documents, already on the nodes. Returns a
         function that waits for the rewards, and raises RewardsFailed if a source leaves more than `allowed`
-        answers without one."""
+        answers without a reward."""
         texts = self._texts(rollouts)
         ended = with_own_ends(texts, rollouts) if self.own_tokens else []
         given = {title: put_on_nodes(writer.documents(ended)) for title, writer in self.own_tokens.items()}
@@ -88,8 +88,8 @@ def failure_of(rollout: Rollout) -> str:
 
 
 def without_failed(rewards: Rewards, rollouts: Sequence[Rollout], failure: str, allowed: int) -> Rewards:
-    """Removes the rewards of failed episodes, even those that a source could compute. Raises RewardsFailed if
-    this leaves more than `allowed` answers without a reward."""
+    """Removes the rewards of failed episodes, even rewards that a source could compute. Raises RewardsFailed
+    if this leaves more than `allowed` answers without a reward."""
     lost = np.array([bool(failure_of(rollout)) for rollout in rollouts])
     kept = {title: np.where(lost, np.nan, values) for title, values in rewards.by_source.items()}
     found = Rewards(

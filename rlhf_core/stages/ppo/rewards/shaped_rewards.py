@@ -16,8 +16,9 @@ from rlhf_core.stages.ppo.rollout_records import Rollout
 
 
 class Shaped(NamedTuple):
-    """Holds the rewards (B,), 0 for an answer without one, and metrics. `clipped` (B,) holds the rewards
-    before penalties. `penalties` (B,) holds the added penalties, keyed by the names of their metrics."""
+    """Holds the rewards (B,), which are 0 for answers without a reward, and metrics. `clipped` (B,) holds the
+    rewards before penalties. `penalties` (B,) holds the added penalties, keyed by the names of their
+    metrics."""
 
     rewards: Tensor
     clipped: Tensor
@@ -28,8 +29,8 @@ class Shaped(NamedTuple):
 def shaped_rewards(
     rollouts: Sequence[Rollout], combined: Combined, config: PPO, of_cut: Tensor | float = 0.0
 ) -> Shaped:
-    """Clips the sums to `reward_clip`, replaces the sums of truncated answers with `of_cut` if
-    `bootstrap_truncated`, and adds penalties."""
+    """Returns the shaped rewards. Clips the sums to `reward_clip`, replaces the sums of truncated answers
+    with `of_cut` if `bootstrap_truncated`, and adds penalties."""
     limit = config.reward_clip
     clipped = combined.rewards.clamp(-limit, limit)
     metrics = {"reward/clipped": float((combined.rewards.abs() > limit).float().mean())}

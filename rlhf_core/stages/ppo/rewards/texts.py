@@ -1,4 +1,4 @@
-"""Decodes those sampled tokens to text that a reward source reads, in one batch."""
+"""Decodes the sampled tokens that a reward source reads as text, in one batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAITING = 16  # most consecutive tokens that wait for a character; each one deco
 
 def decoder(tokenizer: Any) -> Decode:
     """Returns a function that decodes many texts, on all cores if the tokenizer supports it. Its results
-    equal those of `tokenizer.decode`."""
+    equal the results of `tokenizer.decode`."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return lambda rows, skip: [str(tokenizer.decode(list(row), skip_special_tokens=skip)) for row in rows]
@@ -86,8 +86,8 @@ def token_texts_of(tokenizer: Any) -> Callable[[Sequence[int]], TokenTexts]:
 
 
 def with_own_ends(found: Sequence[Sample], rollouts: Sequence[Rollout]) -> list[Sample]:
-    """Returns `samples`, marked as finished if their text is complete, even in an episode that a limit cut
-    afterwards. Re-tokenising gives such texts an end token, as in the sampled tokens."""
+    """Returns `samples`, marked as finished if their text is complete, even in an episode that a limit
+    truncated afterwards. Re-tokenising gives such texts an end token, as in the sampled tokens."""
     ended = [rollout.finished if rollout.own is None else rollout.own.ended for rollout in rollouts]
     return [sample._replace(finished=end) for sample, end in zip(found, ended, strict=True)]
 

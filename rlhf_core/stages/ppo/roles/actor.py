@@ -108,9 +108,9 @@ class Actor(Trained):
             return plain, self.logprobs(documents, 1.0)
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
-        """Takes one step on PPO's clipped surrogate or a variant of it. Skips the step if no rank has a token
-        to train on, because Adam's momentum and weight decay would still change the weights. A skipped step
-        has only the learning rate as a metric."""
+        """Takes one step on PPO's clipped surrogate or a variant of it, and returns the step's metrics. Skips
+        the step if no rank has a token to train on, because Adam's momentum and weight decay would still
+        change the weights. A skipped step has only the learning rate as a metric."""
         trained = [self.trained_tokens(item) for item in items]
         if not any(mask.any() for mask in trained):
             return {"policy/learning_rate": update.learning_rate}
@@ -193,8 +193,8 @@ class Actor(Trained):
         return str(self._listener.address)
 
     def open_channel(self, route: Route, rendezvous: Rendezvous, engines_on_gpu: Sequence[int]) -> None:
-        """Connects to the engines, which must open their side at the same time. `engines_on_gpu` is the
-        number of engine processes on each rank's GPU."""
+        """Connects to the engines, which must open their end of the channel at the same time.
+        `engines_on_gpu` is the number of engine processes on each rank's GPU."""
         self._channel: Channel | None = None
         if route.kind == "gpus":
             self._channel = SameGpu(
@@ -206,8 +206,8 @@ class Actor(Trained):
 
     def send_weights(self) -> float | None:
         """Sends weights to the engines under their checkpoint names: either only the adapters, or all trained
-        weights including those of an image encoder. Returns the fraction of the adapters' update that
-        survives in merged weights.
+        weights, including the weights of a trained image encoder. Returns the fraction of the adapters'
+        update that survives in merged weights, or None if nothing is merged.
 
         This is a collective: ranks that do not send only help to gather.
         """
@@ -226,7 +226,7 @@ class Actor(Trained):
 
     def try_export(self, folder: str) -> None:
         """Writes and then removes everything that `export` will write, except the weights, on rank 0. Raises
-        ValueError like `try_export` in `training/ranks.py`."""
+        ValueError for the same reasons as `try_export` in `training/ranks.py`."""
         try_export(self.engine, Path(folder), self.model.path, self.config.lora, self.model.trust_remote_code)
 
     def export_average(self, folder: str) -> None:

@@ -157,7 +157,7 @@ class Critic(Trained):
         return [(index, values[-1:]) for index, values in everywhere]
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
-        """Takes one step on the clipped value loss."""
+        """Takes one step on the clipped value loss, and returns the step's metrics."""
         tokens = count([item.document.mask_array for item in items]).tokens
 
         def loss(part: list[int]) -> Loss:

@@ -161,7 +161,7 @@ class Collector:
         return self._filter is not None and looked_at >= self._filter.limit
 
     def take(self) -> Sampled | None:
-        """Waits for an iteration's groups and returns finished ones, in prompt order. Returns None if an
+        """Waits for an iteration's groups and returns finished groups, in prompt order. Returns None if an
         engine has died, because it may be the only one. Raises RoleFailed if engines fail in another way, and
         re-raises any error of a reward source or the filter."""
         return self._background.run(self._take())

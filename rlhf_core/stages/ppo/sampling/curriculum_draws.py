@@ -1,4 +1,5 @@
-"""Draws the prompts of a curriculum according to the known counts of their right answers (`pass_rates.py`).
+"""Draws the prompts of a curriculum according to the known counts of their right answers (see
+`pass_rates.py`).
 
 Prompts form an endless sequence of places. The prompt at a place is drawn when the place is first requested,
 using the measurements up to then, and never changes. A resume state therefore contains the draws of the
@@ -113,7 +114,7 @@ class CurriculumDraws:
 
     def measure(self, places: Sequence[int], rewards: np.ndarray) -> None:
         """Counts the answers to the prompts at `places`. `rewards` (places, n) holds weighted sums before any
-        standardisation, nan for an answer without one."""
+        standardisation, nan for an answer without a reward."""
         assert len(places) == len(rewards)
         with self._lock:
             prompts = [self._drawn[place] for place in places]

@@ -1,4 +1,4 @@
-"""Decides, while the models train, which groups of answers have a signal (`group_signal.py`), as the
+"""Decides, while the models train, which groups of answers have a signal (see `group_signal.py`), as the
 collector receives them.
 
 Only one request for rewards is open at a time; groups that finish in the meantime share the next one. Reward
@@ -64,7 +64,8 @@ class GroupFilter:
 
     @property
     def limit(self) -> int:
-        """Returns how many groups may be examined for an iteration: as many as when sampling in turn."""
+        """Returns how many groups may be examined for an iteration: the same number as when sampling in turn
+        (see `sample_in_turn.py`)."""
         return most_batches(self._setup.config.max_filter_rounds) * self._setup.order.batch
 
     async def look_at(self, rollouts: list[Rollout]) -> GroupVerdict:

@@ -81,14 +81,14 @@ def allowed_of(answers: int, setup: Setup) -> int:
 
 
 def check_failed(rewards: Rewards, setup: Setup) -> None:
-    """Raises RewardsFailed if a source failed more often than is allowed (`allowed_of`)."""
+    """Raises RewardsFailed if a source failed more often than is allowed (see `allowed_of`)."""
     rewards.check(allowed_of(len(rewards), setup))
 
 
 def answers_with_signal(
     rollouts: Sequence[Rollout], rewards: Rewards, statistics: Mapping[str, Running], setup: Setup
 ) -> list[int]:
-    """Returns the indices of the answers in groups with a signal (`with_signal`).
+    """Returns the indices of the answers in groups with a signal (see `with_signal`).
 
     Compares rewards in the form used for training: standardised with `statistics`, clipped, and with
     penalties.
@@ -102,7 +102,7 @@ def answers_with_signal(
 def trained_rewards(
     rollouts: Sequence[Rollout], rewards: Rewards, statistics: Mapping[str, Running], setup: Setup
 ) -> np.ndarray:
-    """Returns the rewards from which advantages are computed, (N,), nan for an answer without one."""
+    """Returns the rewards from which advantages are computed, (N,), nan for an answer without a reward."""
     if not np.isfinite(list(rewards.by_source.values())).all(0).any():
         return np.full(len(rollouts), np.nan)
     combined = combine(rewards.by_source, setup.terms, statistics, setup.sampling.n)

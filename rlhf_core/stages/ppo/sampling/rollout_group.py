@@ -1,8 +1,8 @@
 """Calls the rollout engines of a run, which turn prompts into rollouts, with or without the episodes of an
 environment.
 
-The engines have the actor's weights (`weight_sync.py`). Engines that answer single requests are restarted if
-they die.
+The engines have the actor's weights (see `weight_sync.py`). Engines that answer single requests are restarted
+if they die.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class RolloutGroup:
             yield index, [rollout(seeded[index][0], answer) for answer in answers]
 
     async def answer(self, prompt: Prompt, seed: int, sampling: Sampling) -> list[Rollout]:
-        """Samples answers to one prompt in the loop of `background`, with episodes or with the least-loaded
-        engine."""
+        """Returns answers to one prompt, sampled in the loop of `background`, with episodes or with the
+        least-loaded engine."""
         assert self.dispatch is not None
         n = sampling.n
         if self.episodes is not None:
@@ -153,7 +153,7 @@ class RolloutGroup:
         return 0 if self.dispatch is None else self.dispatch.revivals
 
     def open_channel(self) -> None:
-        """Opens the route for weights (`weight_sync.open_channel`) and prints it."""
+        """Opens the route for weights (see `weight_sync.open_channel`) and prints it."""
         route = weight_sync.open_channel(self.actor, self.sampler, self.config.timeout)
         what = "adapters" if self.adapters_alone else "weights"
         print(f"{what} go to {route.receivers} engine processes by {route.kind}", flush=True)
@@ -231,8 +231,8 @@ def episode_requests(prompt: Prompt, seed: int, n: int) -> list[EpisodeRequest]:
 
 
 def rollout(prompt: Prompt, answer: SampledAnswer) -> Rollout:
-    """Joins a prompt and its answer into one document. The mask marks the answer, including its
-    end-of-sequence token. Log-probs are 0 if they were not requested."""
+    """Returns a prompt and its answer as a rollout with one document. The mask marks the answer, including
+    its end-of-sequence token. Log-probs are 0 if they were not requested."""
     document = compact(prompt.tokens, answer.tokens, answer.experts, prompt.pictures)
     logprobs = np.empty(len(document), np.float32)
     logprobs[: len(prompt.tokens)] = 0

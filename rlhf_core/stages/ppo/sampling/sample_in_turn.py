@@ -63,7 +63,7 @@ def sample_filtered(
     position: int,
     statistics: Mapping[str, Running],
 ) -> Sampled:
-    """Samples until a batch of prompts has answers whose rewards differ (`group_signal.py`), in at most
+    """Samples until a batch of prompts has answers whose rewards differ (see `group_signal.py`), in at most
     `max_filter_rounds` rounds.
 
     With `stream_batch_size`, the reward sources score parts of a round while engines work on others. The

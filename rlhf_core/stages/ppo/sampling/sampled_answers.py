@@ -2,7 +2,7 @@
 `sample_in_turn.py` chooses between these modes, and filters.
 
 Prompts form one endless sequence. Each episode is a seeded shuffle, cut to whole batches, or a curriculum
-draws the prompts (`curriculum_draws.py`). An iteration takes the next batch.
+draws the prompts (see `curriculum_draws.py`). An iteration takes the next batch.
 
 With `max_staleness: 1`, answers are sampled one iteration ahead: the engines generate them while the previous
 iteration trains. The first iteration's answers come from the initial weights. After that, iteration k trains
@@ -103,8 +103,8 @@ class MeasuredGroups(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Holds an iteration's rollouts, `n` consecutive ones per prompt; their rewards, if filtering computed
-    them; the next position; and metrics.
+    """Holds an iteration's rollouts, with `n` consecutive rollouts per prompt; their rewards, if filtering
+    computed them; the next position; and metrics.
 
     `age` is the number of actor updates since the weights that sampled the answers. `scores` waits for scores
     in progress. `statistics` are the running statistics of rewards, including all answers that filtering

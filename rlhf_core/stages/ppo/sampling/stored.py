@@ -200,8 +200,8 @@ def digest_of_row(prompt: Prompt) -> str:
 
 
 def remove_kept(folder: Path, after: int) -> None:
-    """Removes the kept rollouts of iteration `after` + 1 and all later ones, written by an attempt before the
-    resume."""
+    """Removes the kept rollouts of iteration `after` + 1 and all later iterations, which an attempt before
+    the resume has written."""
     for file in folder.glob("iteration*"):
         number = file.stem.removeprefix("iteration")
         if number.isdigit() and int(number) > after:
@@ -261,7 +261,8 @@ def _put_back(rows: Sequence[Mapping[str, Any]], contents: Mapping[str, str]) ->
 
 
 def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[np.ndarray | None]]:
-    """Returns the header, the rollouts in the form of `stored`, and their expert choices."""
+    """Returns the header, the rollouts in the form of `stored`, and their expert choices (None if not
+    stored)."""
     head, *rows = map(json.loads, file.read_text().splitlines())
     _put_back(rows, head.pop(CONTENTS, {}))
     arrays = file.with_suffix(".npz")
