@@ -75,7 +75,7 @@ def serve(
         every: interval in seconds, instead of the cron schedule.
         max_rounds: loops of the recipes end after this many rounds.
         min_gain: loops end when their last round's win rate exceeds the previous round's by no more than
-        this.
+            this.
         dashboard_port: port of the live page of the recipes' artifacts; 0 picks a free one.
         feedback_port: port of the endpoint that accepts feedback, if a recipe has an inbox; 0 picks a free
             one.

@@ -50,7 +50,7 @@ def label(
             without serving a page.
         sample: number of pairs to label, drawn with the seed.
         seed: seed for the choice of pairs, the position of each answer (left or right), and the pairs that
-        are shown twice.
+            are shown twice.
         per_item: number of annotators for each pair.
         repeat: fraction of an annotator's pairs that are shown a second time, with the answers swapped.
         models: two models of the evaluation, separated by a comma; default: all pairs that its judges
