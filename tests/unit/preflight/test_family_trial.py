@@ -43,7 +43,7 @@ def test_of_a_multimodal_model_the_language_model_is_tried() -> None:
     ("kind", "told"),
     rows_of_text("""
     bert-generation | it: BertGenerationDecoder reads the tokens after each token too: it is no causal language model
-    qwen2_vl | it: transformers has no causal language model for Qwen2VLTextConfig
+    glm4v | it: transformers has no causal language model for Glm4vTextConfig
     modernbert-decoder | models of type modernbert-decoder do more with their logits than to scale and cap them
     """),
 )
