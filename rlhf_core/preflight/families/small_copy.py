@@ -37,6 +37,9 @@ WORDS = 256
 WIDE = 64
 HEADS_LEFT = 4
 HEAD_SIZE = 16
+# Types whose rotary sections (time, height, width) must add up to half a head.
+SECTIONED = ("qwen2_vl_text", "qwen2_5_vl_text")
+SECTIONS = [2, 3, 3]
 # Sizes that replace larger ones, keyed by the end of the field's name or by a part of it.
 ENDS = {
     **{
@@ -122,6 +125,8 @@ def _related(small: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         if key in small:
             small[key] = _plain_rope(small[key])
+            if values.get("model_type") in SECTIONED:
+                small[key] = {**small[key], "mrope_section": SECTIONS}
     if small.get("qk_head_dim"):
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     expand = values.get("mamba_expand") or values.get("expand")

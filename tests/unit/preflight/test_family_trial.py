@@ -29,7 +29,11 @@ def test_the_tested_families_are_those_of_the_tests() -> None:
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(
-    "kind", ["llama", "gemma4_text", "granitemoehybrid", "deepseek_v3", "nemotron_h", "phimoe", "llama4_text"]
+    "kind",
+    [
+        *("llama", "gemma4_text", "granitemoehybrid", "deepseek_v3", "nemotron_h", "phimoe", "llama4_text"),
+        *("qwen2_vl", "qwen2_5_vl"),
+    ],
 )
 def test_a_family_that_works_has_no_problem(kind: str, use: Use) -> None:
     assert try_family(CONFIG_MAPPING[kind](), "it", use) == Trial(True)
