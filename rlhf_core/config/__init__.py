@@ -34,19 +34,6 @@ from rlhf_core.config.judging.judges import (
 )
 from rlhf_core.config.judging.publication import Publication
 from rlhf_core.config.kinds import KINDS
-from rlhf_core.config.loop_kinds import (
-    POST_PROCESSOR_FIELDS,
-    Iterative,
-    IterativeDPO,
-    IterativeFeedback,
-    Loop,
-    PostProcessor,
-    Preferences,
-    Rewarded,
-    Rounds,
-    SampledLoop,
-    SamplingFields,
-)
 from rlhf_core.config.outside_kinds import kinds_of_packages
 from rlhf_core.config.ppo.policy_objective import (
     AGGREGATIONS,
@@ -56,6 +43,16 @@ from rlhf_core.config.ppo.policy_objective import (
 )
 from rlhf_core.config.ppo.ppo_config import PPO
 from rlhf_core.config.rewarding.remote_models import Remote
+from rlhf_core.config.sampled.loop_kinds import (
+    POST_PROCESSOR_FIELDS,
+    Iterative,
+    IterativeDPO,
+    IterativeFeedback,
+    Loop,
+    SampledLoop,
+)
+from rlhf_core.config.sampled.rewarded_sampling import Rewarded, SamplingFields
+from rlhf_core.config.sampled.sampled_rounds import PostProcessor, Preferences, Rounds
 from rlhf_core.config.sweep import Select
 from rlhf_core.config.training.lora_fields import Lora
 from rlhf_core.config.training.optimised import Optimised

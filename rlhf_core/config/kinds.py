@@ -18,7 +18,6 @@ from rlhf_core.config.judging.drift import Drift
 from rlhf_core.config.judging.evaluation import AlignmentTax, Evaluation, Regression
 from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.judging.publication import Publication
-from rlhf_core.config.loop_kinds import Iterative, IterativeDPO, IterativeFeedback, PostProcessor, Preferences
 from rlhf_core.config.metrics import (
     calibration_metrics,
     drift_metrics,
@@ -29,6 +28,8 @@ from rlhf_core.config.metrics import (
 from rlhf_core.config.metrics.metric import Metric, Panel, names_for
 from rlhf_core.config.metrics.ppo import ppo_charts, ppo_metrics, sampling_metrics
 from rlhf_core.config.ppo.ppo_config import PPO
+from rlhf_core.config.sampled.loop_kinds import Iterative, IterativeDPO, IterativeFeedback
+from rlhf_core.config.sampled.sampled_rounds import PostProcessor, Preferences
 from rlhf_core.config.sweep import Select
 from rlhf_core.config.training.preference import DPO, KTO
 from rlhf_core.config.training.supervised import SFT, RewardModel

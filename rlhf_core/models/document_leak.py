@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.models.kernels.attention import VARLEN, is_stateful, mask_attention, takes_varlen
-from rlhf_core.models.logprobs.token_logprobs import backbone_of
+from rlhf_core.models.logprobs.logit_scale import backbone_of
 from rlhf_core.models.policy import Policy, Scorer
 
 BEFORE = 12

@@ -33,14 +33,12 @@ from rlhf_core.models.kernels.attention import (
 )
 from rlhf_core.models.kernels.sequence_ranks import ALONE, SequenceRanks
 from rlhf_core.models.kernels.state_layers import document_numbers
+from rlhf_core.models.logprobs.logit_scale import backbone_of, logit_cap, logit_scale
 from rlhf_core.models.logprobs.teacher_kl import TopTokens
 from rlhf_core.models.logprobs.token_logprobs import (
     WHOLE,
     Entropy,
     Truncation,
-    backbone_of,
-    logit_cap,
-    logit_scale,
     replaced_forward,
     token_logprobs,
 )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rlhf_core.config.loop_kinds import Rewarded
+from rlhf_core.config.sampled.rewarded_sampling import Rewarded
 from rlhf_core.data.documents import received, to_send
 from rlhf_core.data.pictures.picture_source import EncodedPicture
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route

@@ -21,9 +21,9 @@ from rlhf_core.config.judging.judges import (
     names_of_judge,
 )
 from rlhf_core.config.judging.lm_eval_tasks import task_name
-from rlhf_core.config.loop_kinds import SamplingFields
 from rlhf_core.config.process_groups import Groups, Served
 from rlhf_core.config.rewarding.remote_models import Remote
+from rlhf_core.config.sampled.rewarded_sampling import SamplingFields
 from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, check
 
 

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlhf_core.config.loop_kinds import Rewarded
 from rlhf_core.config.ppo.debugging_fields import DebuggingFields
 from rlhf_core.config.ppo.kl_penalty import KLPenalty
 from rlhf_core.config.ppo.policy_objective import PolicyObjective
 from rlhf_core.config.process_groups import Groups, Wanted, check_together
+from rlhf_core.config.sampled.rewarded_sampling import Rewarded
 from rlhf_core.config.training.optimised import Optimised
 from rlhf_core.records import NotInDigest, Positive, Ranks, check
 

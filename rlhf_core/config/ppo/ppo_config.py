@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from rlhf_core.config.loop_kinds import Rewarded
 from rlhf_core.config.ppo.kl_penalty import KLPenalty
 from rlhf_core.config.ppo.model_placement import ModelPlacement, gives_logprobs
 from rlhf_core.config.ppo.policy_objective import PolicyObjective
@@ -16,6 +15,7 @@ from rlhf_core.config.ppo.update_limits import UpdateLimits
 from rlhf_core.config.ppo.validation_fields import ValidationFields
 from rlhf_core.config.rewarding.verifiers import VerifierReward
 from rlhf_core.config.rewards import NoReward
+from rlhf_core.config.sampled.rewarded_sampling import Rewarded
 from rlhf_core.config.training.lora_fields import adapter_mistakes
 from rlhf_core.config.training.optimised import Optimised
 from rlhf_core.config.training.pass_size import PassSize, pass_size

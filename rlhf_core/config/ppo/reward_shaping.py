@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.loop_kinds import Rewarded
 from rlhf_core.config.ppo.policy_objective import PolicyObjective
 from rlhf_core.config.rewarding.environment_config import Environment, ShortEnvironment
 from rlhf_core.config.rewards import EnvironmentReward, NoReward
+from rlhf_core.config.sampled.rewarded_sampling import Rewarded
 from rlhf_core.records import InDigestIfSet, Rate, check
 
 

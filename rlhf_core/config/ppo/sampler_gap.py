@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.loop_kinds import SamplingFields
+from rlhf_core.config.sampled.rewarded_sampling import SamplingFields
 from rlhf_core.records import NotInDigest, Off, Positive, check
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pydantic import Field
 
 from rlhf_core.config.data import Data, Text
-from rlhf_core.config.loop_kinds import Rewarded
+from rlhf_core.config.sampled.rewarded_sampling import Rewarded
 from rlhf_core.records import Positive, check
 
 

@@ -21,10 +21,9 @@ from rlhf_core.runs.timeline import write_timeline
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.iteration import Carried, Iteration, ppo_iteration
 from rlhf_core.stages.ppo.ppo_setup import schedule_of
-from rlhf_core.stages.ppo.sampling.collector import Collected, Collector
+from rlhf_core.stages.ppo.sampling.collector import Collected, Collector, start_collector
 from rlhf_core.stages.ppo.sampling.curriculum_draws import CurriculumDraws
 from rlhf_core.stages.ppo.sampling.group_filter import GroupFilter
-from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
 from rlhf_core.stages.ppo.sampling.sampled_answers import Setup
 from rlhf_core.stages.ppo.sampling.stored import (
     kept_iterations,
@@ -117,12 +116,13 @@ class IterationLoop:
             shutil.rmtree(self._run / BEST, ignore_errors=True)  # left by an attempt without a resume state
             _, self.best = validated(fleet, self._held_out, self._run, 0, None)
         if self._config.continuous and self._config.has_engines:
-            state = resume.folder if resume else None
+            known = read_collected(resume.folder, self._setup.order) if resume else Collected()
+            updates = updates_before(self._config, self._first)
             group_filter = None
             if self._config.dynamic_filtering:
                 group_filter = GroupFilter(fleet, self._setup, self._carried.statistics)
             self._collector = start_collector(
-                fleet.engines, self._setup, self._iterations, self._first, state, group_filter
+                fleet.engines, self._setup, self._iterations, self._first, updates, known, group_filter
             )
 
     def run_iterations(self) -> int:
@@ -347,33 +347,6 @@ def adapted(kl: KLController, config: PPO, iteration: int, mean_kl: float) -> KL
     if not updates_before(config, iteration):
         return kl
     return kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
-
-
-def start_collector(
-    engines: RolloutGroup,
-    setup: Setup,
-    iterations: int,
-    first: int,
-    state: Path | None,
-    group_filter: GroupFilter | None = None,
-) -> Collector:
-    """Starts collecting answers for iteration `first` and all later iterations. `state` is the folder of a
-    resume state. `group_filter` is set with dynamic filtering."""
-    assert engines.background is not None and engines.dispatch is not None
-    known = read_collected(state, setup.order) if state else Collected()
-    updates = updates_before(setup.config, first)
-    return Collector(
-        engines.background,
-        partial(engines.answer, sampling=setup.sampling),
-        setup.order,
-        setup.config.max_staleness,
-        iterations,
-        first,
-        updates,
-        known,
-        engines.dispatch.died,
-        group_filter,
-    )
 
 
 def export(fleet: Fleet, folder: Path) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from rlhf_core.config import Lora
 from rlhf_core.models.logprobs import fp32_head, token_logprobs
 from rlhf_core.models.logprobs.fp32_head import fp32_forward, fp32_product
-from rlhf_core.models.logprobs.token_logprobs import Truncation, backbone_of
+from rlhf_core.models.logprobs.logit_scale import backbone_of
+from rlhf_core.models.logprobs.token_logprobs import Truncation
 from rlhf_core.models.lora import add_lora
 from rlhf_core.models.policy import Policy
 from tests.unit.models.test_models import FAMILIES, SHAPE

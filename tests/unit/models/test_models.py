@@ -172,7 +172,7 @@ def test_the_gradient_through_a_cap_is_that_of_plain_pytorch(entropy: token_logp
 
 
 def test_a_model_that_does_more_with_its_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.models.logprobs.token_logprobs.logit_cap", lambda model: None)
+    monkeypatch.setattr("rlhf_core.models.logprobs.logit_scale.logit_cap", lambda model: None)
     with pytest.raises(
         ValueError, match=r"models of type gemma2 do more with their .* to scale and cap them"
     ):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,8 @@ from rlhf_core.rollout.dispatch import Background
 from rlhf_core.stages.ppo.rollout_records import Rollout
 from rlhf_core.stages.ppo.sampling.group_filter import FoundGroup, GroupFilter
 from rlhf_core.stages.ppo.sampling.group_signal import OF_KEPT
-from rlhf_core.stages.ppo.sampling.sampled_answers import MeasuredGroups, PromptOrder, Sampled
+from rlhf_core.stages.ppo.sampling.rollout_group import RolloutGroup
+from rlhf_core.stages.ppo.sampling.sampled_answers import MeasuredGroups, PromptOrder, Sampled, Setup
 
 AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
 
@@ -268,3 +270,30 @@ class Collector:
             )
 
         return self._background.run(now())
+
+
+def start_collector(
+    engines: RolloutGroup,
+    setup: Setup,
+    iterations: int,
+    first: int,
+    updates: int,
+    known: Collected,
+    group_filter: GroupFilter | None = None,
+) -> Collector:
+    """Starts collecting answers for iteration `first` and all later iterations, after `updates` updates of
+    the actor. `known` holds what a resume state has collected. `group_filter` is set with dynamic
+    filtering."""
+    assert engines.background is not None and engines.dispatch is not None
+    return Collector(
+        engines.background,
+        partial(engines.answer, sampling=setup.sampling),
+        setup.order,
+        setup.config.max_staleness,
+        iterations,
+        first,
+        updates,
+        known,
+        engines.dispatch.died,
+        group_filter,
+    )

@@ -1,0 +1,1 @@
+"""Configures stages that sample answers: what they share, rounds, and loops."""
