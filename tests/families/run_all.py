@@ -50,10 +50,14 @@ def main() -> int:
     parser.add_argument(
         "--images", action="store_true", help="measure only what reads images; all else stays"
     )
+    parser.add_argument("--classes", action="store_true", help="try only the other classes; all else stays")
     arguments = parser.parse_args()
     results = HERE / "results" / f"{DEVICE}.json"
     if arguments.images:
         write_text(results, json.dumps(read_json(results) | pictured(), indent=1) + "\n")
+    elif arguments.classes:
+        tried = {"classes": classes()}
+        write_text(results, json.dumps(read_json(results) | tried, indent=1) + "\n")
     elif not arguments.page:
         known = read_json(results)
         families = dict(known.get("families", {}))
